@@ -1,0 +1,8 @@
+"""When things happen in a run: thin Lightning hooks, one job each."""
+
+from callbacks.evaluation import Evaluation
+from callbacks.preemption import Preemption
+from callbacks.rollout_state import RolloutState
+from callbacks.telemetry import Telemetry
+
+__all__ = ["Evaluation", "Preemption", "RolloutState", "Telemetry"]

@@ -1,0 +1,55 @@
+"""Preemption: a stopped run is a saved run."""
+
+import signal
+from types import FrameType
+
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from esper_lightning.module import TamiyoModule
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Preemption(Callback):
+    """On SIGTERM or Ctrl-C, saves at the end of the tick and exits with 143 or 130. A second signal ends at once.
+
+    Lightning alone would exit with 0 and save nothing in the middle of a rollout.
+
+    Args:
+        filename: Name, without `.ckpt`, of the checkpoint to write beside the others.
+    """
+
+    def __init__(self, filename: str = "latest") -> None:
+        self.filename = filename
+        self._received: int | None = None
+        self._before: dict[int, object] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        # Here and not earlier: Lightning has installed its own handlers by now, and ours must win.
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if not trainer.is_last_batch:  # on the last tick the epoch's end is the right place: see below
+            self._stop_if_asked(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if self._received is None:
+            return
+        folder = next(c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
+        path = f"{folder}/{self.filename}.ckpt"
+        trainer.save_checkpoint(path)
+        print(f"stopped by {signal.Signals(self._received).name}; go on with: --ckpt_path {path}", flush=True)
+        raise SystemExit(128 + self._received)
+
+    def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

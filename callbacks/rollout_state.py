@@ -1,0 +1,56 @@
+"""RolloutState: what lies between the policy and the hosts in a checkpoint."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Callback, Trainer
+
+from esper_lightning.module import TamiyoModule
+
+
+class RolloutState(Callback):
+    """Saves and restores the rollout in flight, the recurrent state and every global random state.
+
+    With it a resumed run equals one that was never interrupted, at every tick. `fit` refuses to run without it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+        self._module = pl_module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loop": self._module.loop.state_dict(), "random": random_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending = state_dict  # Lightning calls this before the loop exists
+
+    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        # Only now are devices set up, and whatever draws random numbers while starting has drawn them.
+        if self._pending is not None:
+            pl_module.loop.load_state_dict(self._pending["loop"])
+            set_random_states(self._pending["random"])
+            self._pending = None
+
+
+def random_states() -> dict[str, Any]:
+    """States of the global generators, in types that `torch.load(weights_only=True)` accepts."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"].cpu())
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])

@@ -1,0 +1,61 @@
+"""Telemetry: what there is to see of a run, in TensorBoard, over ticks."""
+
+import time
+
+from lightning import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+from esper_lightning.module import TamiyoModule
+from esper_lightning.telemetry.metrics import growth_metrics, phase_shares, tick_metrics
+
+
+class Telemetry(Callback):
+    """Writes the hosts' state every tick and the policy's after every rollout to the trainer's loggers.
+
+    Args:
+        every_n_ticks: How often the hosts are written.
+    """
+
+    def __init__(self, every_n_ticks: int = 1) -> None:
+        if every_n_ticks < 1:
+            raise ValueError(f"telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
+        self.every_n_ticks = every_n_ticks
+
+    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._since = (time.perf_counter(), pl_module.loop.ticks)
+        pl_module.loop.pool.clock.take()
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and pl_module.loop.ticks:
+                # Points that an interrupted run wrote after the checkpoint are void: this makes readers drop them.
+                start = SessionLog(status=SessionLog.START)
+                logger.experiment.file_writer.add_event(Event(step=pl_module.loop.ticks + 1, session_log=start))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        loop = pl_module.loop
+        metrics: dict[str, float] = {}
+        if loop.ticks % self.every_n_ticks == 0:
+            metrics |= tick_metrics(loop.last) | growth_metrics(loop.pool.envs)
+        if trainer.is_last_batch:
+            metrics |= self._rollout_metrics(pl_module)
+        for logger in trainer.loggers if metrics else ():
+            logger.log_metrics(metrics, step=loop.ticks)
+
+    def _rollout_metrics(self, pl_module: TamiyoModule) -> dict[str, float]:
+        loop, report = pl_module.loop, pl_module.report
+        final = loop.last.metrics
+        now, (then, ticks) = time.perf_counter(), self._since
+        self._since = (now, loop.ticks)
+        speed = (loop.ticks - ticks) / (now - then)
+        metrics = {
+            "rollout/return": report.rollout.returns.mean().item(),
+            "rollout/objective": final.objective.mean().item(),
+            "rollout/accuracy": final.accuracy.mean().item(),
+            "rollout/parameters": final.parameters.float().mean().item(),
+            "time/ticks_per_second": speed,
+            "time/env_steps_per_second": speed * loop.pool.n_envs,
+        }
+        metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
+        metrics |= {f"rollout/op.{op}": share for op, share in loop.buffer.op_frequency().items()}
+        metrics |= {f"time/share.{phase}": share for phase, share in phase_shares(loop.pool.clock.take()).items()}
+        return metrics

@@ -1,0 +1,66 @@
+"""Checkpoints: written whole or not at all, and read only if they are ours."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+SCHEMA = 1
+"""Raised whenever a checkpoint of before could no longer be continued."""
+
+SCHEMA_KEY = "esper_schema"
+PARTS = ("state_dict", "optimizer_states", "loops", "callbacks", "HostPoolData")
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target and renames: a crash leaves the last good checkpoint, on any file system."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with draft.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def stamp(checkpoint: dict[str, Any]) -> None:
+    """Marks a checkpoint as ours."""
+    checkpoint[SCHEMA_KEY] = SCHEMA
+
+
+def check_schema(checkpoint: dict[str, Any]) -> None:
+    """Raises ValueError, saying what is wrong, unless `checkpoint` is one that this version can continue."""
+    if SCHEMA_KEY not in checkpoint:
+        raise ValueError("the checkpoint was not written by esper-lightning; give one from a run's checkpoints folder")
+    if checkpoint[SCHEMA_KEY] != SCHEMA:
+        raise ValueError(
+            f"the checkpoint has schema {checkpoint[SCHEMA_KEY]}, this version reads {SCHEMA}; "
+            f"resume it with the version that wrote it"
+        )
+    missing = [part for part in PARTS if part not in checkpoint]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {', '.join(missing)}; it was not saved by a full run")
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Raises ValueError with one line unless `path` is a whole checkpoint of ours."""
+    if not Path(path).is_file():
+        raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"checkpoint {str(path)!r} is truncated or not a checkpoint; give another one ({type(error).__name__})"
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__}; give a Lightning checkpoint")
+    check_schema(checkpoint)

@@ -1,0 +1,160 @@
+"""The command line: LightningCLI with our defaults, and one line for every error a user can cause."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentError, set_parsing_settings
+from lightning import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from esper_lightning.checkpoint import AtomicCheckpointIO, check_checkpoint
+from esper_lightning.data import HostPoolData
+from esper_lightning.module import TamiyoModule
+
+CALLBACKS = {
+    "rollout_state": "callbacks.RolloutState",
+    "preemption": "callbacks.Preemption",
+    "telemetry": "callbacks.Telemetry",
+    "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "best": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "evaluation": "callbacks.Evaluation",
+}
+"""Part of every run; each can be configured under its key. The package itself never imports them."""
+
+CALLBACK_DEFAULTS = {
+    # Two, because one that also tracks the best would not save the last epoch when it is not the best.
+    "latest.filename": "latest",
+    "latest.save_on_train_epoch_end": True,
+    "latest.enable_version_counter": False,
+    "best.filename": "best",
+    "best.monitor": "rollout/objective",
+    "best.mode": "max",
+    "best.save_on_train_epoch_end": True,
+    "best.enable_version_counter": False,
+}
+
+REFUSED = {
+    "max_steps": "it would cut a resumed rollout short; use trainer.max_epochs",
+    "gradient_clip_val": "manual optimization ignores it; use model.ppo.max_grad_norm",
+    "accumulate_grad_batches": "a batch is a tick of host training; use model.ppo.minibatches",
+    "overfit_batches": "a batch is a tick of host training; use data.env.horizon",
+    "val_check_interval": "there is no validation loop; hosts are validated every tick",
+    "limit_train_batches": "a rollout must be whole; use data.env.horizon",
+    "fast_dev_run": "a rollout must be whole; use configs/smoke.yaml",
+    "strategy": "Tamiyo trains in one process; leave it out",
+}
+"""Trainer settings that would break a run, and why."""
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong in one line, without the usage of two hundred options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            raise ArgumentError(message) from ex
+        fail(message)
+
+
+class EsperCLI(LightningCLI):
+    """`fit`, with the callbacks, the run folder and the checks of this project."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("seed_everything", "data.seed")
+        for key, path in CALLBACKS.items():
+            module, _, name = path.rpartition(".")
+            parser.add_lightning_class_args(getattr(importlib.import_module(module), name), key)
+        parser.set_defaults(CALLBACK_DEFAULTS)
+
+    def before_instantiate_classes(self) -> None:
+        with one_line_errors():
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        config = self.config[self.subcommand]
+        if isinstance(config.seed_everything, bool):
+            raise ValueError("seed_everything must be a number, so that the run can be repeated")
+        defaults = self._parser(self.subcommand).get_defaults()
+        for name, reason in REFUSED.items():
+            if config.trainer[name] != defaults.trainer[name]:
+                raise ValueError(f"trainer.{name} cannot be set: {reason}")
+        if config.trainer.devices not in (1, "1"):
+            raise ValueError(f"trainer.devices must be 1, got {config.trainer.devices}: Tamiyo trains in one process")
+        if str(config.trainer.precision).endswith("true"):
+            raise ValueError(f"trainer.precision {config.trainer.precision} would change the hosts too; use 32 or mixed")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        checkpoint = self.config[self.config.subcommand].ckpt_path
+        if checkpoint is not None:
+            with one_line_errors():  # before Lightning reads it, which would end in a traceback
+                check_checkpoint(checkpoint)
+
+    def instantiate_classes(self) -> None:
+        with one_line_errors():
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self._get(self.config_init, "trainer")
+        checkpoint = self._get(self.config_init, "ckpt_path")
+        if config["logger"] in (None, True):
+            config["logger"] = make_logger(Path(config["default_root_dir"] or "runs"), checkpoint)
+        plugins = config["plugins"] or []
+        config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Builds the hosts before anything is written: settings that do not fit each other end here."""
+        with one_line_errors():
+            self.model.check(self.datamodule)
+            self.datamodule.build(self.trainer.strategy.root_device)
+
+
+def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
+    """A run of its own below `root`; a resumed run goes on in the folder of its checkpoint."""
+    if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
+        run = Path(checkpoint).resolve().parent.parent
+        return TensorBoardLogger(run.parent, name="", version=run.name)
+    return TensorBoardLogger(root, name="")
+
+
+def fail(message: str) -> NoReturn:
+    """Ends with one line on stderr and exit code 2."""
+    line = re.sub(r"\s+", " ", message).strip()
+    print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Around what a user's settings can make fail before the run begins; a run's own errors keep their traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        fail(str(error))
+
+
+def run(args: list[str] | None) -> None:
+    """Parses, checks, builds and runs; None: the arguments of the process."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    EsperCLI(
+        TamiyoModule,
+        HostPoolData,
+        args=args,
+        parser_class=Parser,
+        seed_everything_default=0,
+        trainer_defaults={"devices": 1, "enable_model_summary": False},
+        save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,  # settings come from the command line alone, never from a checkpoint
+    )

@@ -1,0 +1,89 @@
+"""HostPoolData: owns the environments and hands out one tick at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+
+from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from esper_lightning.tasks import Task, TaskData
+
+
+class TickLoader:
+    """Numbers the ticks of a rollout.
+
+    Sized, so that Lightning prefetches nothing; and not a torch DataLoader, which would draw a random number each time.
+    """
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+        self.position = 0
+        self._start = 0
+
+    def __len__(self) -> int:
+        return self.horizon
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        for tick in range(start, self.horizon):
+            self.position = tick + 1
+            yield tick
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["position"] % self.horizon
+
+
+class HostPoolData(LightningDataModule):
+    """The hosts that Tamiyo practises on.
+
+    Args:
+        task: What hosts learn.
+        host: The network that grows; it is given the shape of an input and the number of outputs.
+        env: How hosts train, how seeds live, what growth costs.
+        n_envs: Hosts trained side by side.
+        seed: Decides initial weights, the order of data and exploration. The command line sets it to seed_everything.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        host: HostFactory,
+        env: EnvConfig = EnvConfig(),  # noqa: B008  (frozen)
+        n_envs: int = 48,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if n_envs < 1:
+            raise ValueError(f"data.n_envs must be at least 1, got {n_envs}")
+        self.task = task
+        self.host = host
+        self.env = env
+        self.n_envs = n_envs
+        self.seed = seed
+        self.pool: HostPool | None = None
+
+    def setup(self, stage: str) -> None:
+        self.build(self.trainer.strategy.root_device)
+
+    def build(self, device: torch.device) -> None:
+        """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
+        if self.pool is None:
+            self.dataset: TaskData = self.task.load()
+            self.pool = self.make_pool(self.n_envs, device)
+
+    def make_pool(self, n_envs: int, device: torch.device) -> HostPool:
+        """Another pool of the same kind: same task, hosts and rules."""
+        return HostPool(self.task, self.dataset, self.host, self.env, n_envs, device)
+
+    def train_dataloader(self) -> TickLoader:
+        return TickLoader(self.env.horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pool.load_state_dict(state["pool"])

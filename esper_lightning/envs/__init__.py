@@ -1,0 +1,22 @@
+"""Host training as a vectorised environment: actions in, observations and rewards out."""
+
+from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.masks import Masks
+from esper_lightning.envs.observation import Observation
+from esper_lightning.envs.pool import EnvConfig, HostEvent, HostFactory, HostPool, PoolMetrics, StepResult
+
+__all__ = [
+    "HEADS",
+    "Action",
+    "ActionConfig",
+    "ActionSpace",
+    "EnvConfig",
+    "HostEvent",
+    "HostFactory",
+    "HostPool",
+    "Masks",
+    "Observation",
+    "Op",
+    "PoolMetrics",
+    "StepResult",
+]

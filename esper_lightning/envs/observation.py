@@ -1,0 +1,132 @@
+"""What a controller sees of an environment: named features, each within [-1, 1] or nearly so.
+
+The names are the layout: `features` of an environment returns them with their values, in a fixed order.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.actions import Op
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.stages import LIVE, Stage
+from esper_lightning.rewards import ObjectiveConfig
+
+WINDOW = 5
+"""Host epochs of history that are shown: enough to see a trend, and a plateau as `plateau`."""
+
+MISSING = -1.0
+"""Stands for what has not been measured; no measured value of these features is negative."""
+
+PLATEAU_STEP = 0.005
+"""Rise of the best accuracy below which a tick counts as part of a plateau: one image of 200."""
+
+CONTRIBUTION_SCALE = 10.0
+"""Accuracy points of contribution that count as 1; more is clipped."""
+
+LOG_NORM_SCALE = 5.0
+"""Natural log of 1 + gradient norm is divided by this: norms up to 147 stay below 1."""
+
+
+class Observation(NamedTuple):
+    features: Tensor  # [..., N, D] float
+    blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
+
+
+def symlog(x: float) -> float:
+    """Logarithm that is linear near 0 and keeps the sign; not a number and infinity count as a huge loss."""
+    if not math.isfinite(x):
+        x = 1e3
+    return math.copysign(math.log1p(abs(x)), x)
+
+
+def clip(x: float, bound: float = 1.0) -> float:
+    return max(-bound, min(bound, x))
+
+
+def last(values: list[float], name: str) -> dict[str, float]:
+    """The last WINDOW values, newest first, named by their age in ticks."""
+    newest_first = values[: -WINDOW - 1 : -1]
+    padded = newest_first + [MISSING] * (WINDOW - len(newest_first))
+    return {f"{name}.{age}": value for age, value in enumerate(padded)}
+
+
+def plateau_length(accuracy: list[float]) -> int:
+    """Ticks since accuracy last rose above its best by more than PLATEAU_STEP."""
+    best, since = 0.0, -1
+    for value in accuracy:
+        since += 1
+        if value > best + PLATEAU_STEP:
+            best, since = value, 0
+    return max(since, 0)
+
+
+def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
+    """Every feature of one environment by name."""
+    history = env.history
+    seen = {"progress": env.tick / env.horizon}
+    seen |= last([symlog(loss) / 7.0 for loss in history.train_loss], "train_loss")
+    seen |= last([symlog(loss) / 7.0 for loss in history.loss], "loss")
+    seen |= last(history.accuracy, "accuracy")
+    seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
+    seen["plateau"] = plateau_length(history.accuracy) / env.horizon
+    seen["price"] = min(1.0, objective.price)
+    host = env.host_parameters
+    seen["parameters.committed"] = clip(math.log(env.committed_parameters / host), 5.0) / 5.0
+    seen["parameters.live"] = clip(math.log1p(env.seed_parameters(LIVE) / host), 5.0) / 5.0
+    seen["host.gradient_norm"] = MISSING if env.host_gradient is None else log_norm(env.host_gradient.norm)
+    for stage in Stage:
+        seen[f"share.{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
+    for op in Op:
+        seen[f"last_op.{op.name}"] = float(env.last_op is op)
+    for k in range(len(env.slots)):
+        seen |= slot_features(env, k)
+    return seen
+
+
+def log_norm(norm: float) -> float:
+    """A gradient norm on a bounded logarithmic scale."""
+    return clip(symlog(norm) / LOG_NORM_SCALE)
+
+
+def slot_features(env: HostEnv, k: int) -> dict[str, float]:
+    """The features of one slot, their names beginning with the slot's."""
+    slot, record = env.slots[k], env.records[k]
+    gradient, contribution, before = record.gradient, record.contribution, record.previous_contribution
+    seen = {stage.name: float(slot.stage is stage) for stage in Stage}
+    seen["alpha"] = slot.alpha_now
+    seen["alpha.velocity"] = slot.alpha_velocity
+    seen["alpha.target"] = slot.ramp.target if slot.occupied else 0.0
+    seen["age"] = slot.age / env.horizon
+    seen["ticks_in_stage"] = min(1.0, slot.ticks_in_stage / env.horizon)
+    seen["contribution.known"] = float(contribution is not None)
+    seen["contribution"] = clip((contribution or 0.0) / CONTRIBUTION_SCALE)
+    rise = contribution - before if contribution is not None and before is not None else 0.0
+    seen["contribution.velocity"] = clip(rise / CONTRIBUTION_SCALE)
+    seen["gradient.norm"] = log_norm(gradient.norm) if gradient else MISSING
+    seen["gradient.health"] = gradient.health if gradient else MISSING
+    seen["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
+    seen["parameters"] = math.log1p(sum(p.numel() for p in slot.seed.parameters()) / env.host_parameters) / 5.0
+    return {f"{slot.name}.{name}": value for name, value in seen.items()}
+
+
+def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
+    """Seed gradient over host gradient on a bounded logarithmic scale; 0 where either is unknown, zero or infinite."""
+    if seed is None or host is None or not (0.0 < seed.norm < math.inf and 0.0 < host.norm < math.inf):
+        return 0.0
+    return clip(math.log(seed.norm / host.norm) / LOG_NORM_SCALE)
+
+
+def observe(envs: list[HostEnv], objective: ObjectiveConfig, into: Observation) -> None:
+    """Writes what the environments look like now into the storage `into`: one transfer to its device."""
+    rows = [list(features(env, objective).values()) for env in envs]
+    into.features.copy_(torch.tensor(rows))
+    seeds = [[seed_number(env, slot.blueprint) for slot in env.slots] for env in envs]
+    into.blueprints.copy_(torch.tensor(seeds))
+
+
+def seed_number(env: HostEnv, blueprint: str | None) -> int:
+    return 0 if blueprint is None else 1 + env.space.blueprints.index(blueprint)

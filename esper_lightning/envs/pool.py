@@ -1,0 +1,262 @@
+"""HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import build_on, names
+from esper_lightning.envs.actions import Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.execution import LoopExecutor, PhaseClock
+from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
+from esper_lightning.envs.masks import Masks, legal, make_masks
+from esper_lightning.envs.observation import Observation, features, observe
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.network import SeedEvent, slots_of
+from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.rewards import ObjectiveConfig, objective
+from esper_lightning.tasks import Split, Task, TaskData
+
+HostFactory = Callable[[Sequence[int], int], nn.Module]
+"""Shape of one input and number of outputs -> a host with slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """What an environment is: how its host learns, how its seeds live, what can be done and what it is worth."""
+
+    horizon: int = 12
+    """Ticks T in an episode."""
+
+    training: HostTraining = field(default_factory=HostTraining)
+    """How hosts learn."""
+
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
+    """How seeds live."""
+
+    actions: ActionConfig = field(default_factory=ActionConfig)
+    """What a controller can do."""
+
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What a grown network is worth."""
+
+    def __post_init__(self) -> None:
+        if self.horizon < 1:
+            raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
+
+
+class HostEvent(NamedTuple):
+    host: int
+    tick: int
+    seed: SeedEvent
+
+
+class PoolMetrics(NamedTuple):
+    """What was measured in a tick, [N] each, on the CPU."""
+
+    accuracy: Tensor  # of the host with its live seeds; on the last tick: with the fossilized ones alone
+    loss: Tensor
+    objective: Tensor
+    parameters: Tensor  # of the host and what is kept for good
+
+
+class StepResult(NamedTuple):
+    observation: Observation
+    reward: Tensor  # [N]
+    terminated: Tensor  # [N] bool
+    truncated: Tensor  # [N] bool: the horizon was reached
+    masks: Masks
+    events: list[HostEvent]
+    metrics: PoolMetrics
+
+
+class HostPool:
+    """N environments on one device, built once and reset in place.
+
+    Args:
+        task: Judges outputs; its data are `data`.
+        data: The data set; one copy on `device` serves all hosts.
+        host: Makes a host.
+        config: What an environment is.
+        n_envs: Environments N.
+        device: Where hosts live, and observations, rewards and masks too.
+    """
+
+    def __init__(
+        self, task: Task, data: TaskData, host: HostFactory, config: EnvConfig, n_envs: int, device: torch.device
+    ) -> None:
+        if n_envs < 1:
+            raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+        if config.training.batch_size > data.train.samples:
+            raise ValueError(
+                f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
+                f"training samples"
+            )
+        self.config = config
+        self.device = device
+        self.data = data.to(device)
+        self.executor = LoopExecutor(task)
+        self.clock = PhaseClock()
+
+        def build() -> nn.Module:
+            return build_on(
+                device, lambda: host(data.input_shape, data.classes), torch.Generator(device).manual_seed(0)
+            )
+
+        self.space, growable = offer(build(), task, self.data.train, config)
+        make = (config.training, config.lifecycle, config.actions, config.horizon)
+        self.envs = [HostEnv(build(), self.space, *make) for _ in range(n_envs)]
+        self.host_parameters = self.envs[0].host_parameters
+        self.masks = make_masks(n_envs, growable, device)
+        self.feature_names = list(features(self.envs[0], config.objective))
+        self.observation = Observation(
+            features=torch.zeros(n_envs, len(self.feature_names), device=device),
+            blueprints=torch.zeros(n_envs, len(self.space.slots), dtype=torch.int64, device=device),
+        )
+        self.reset(range(n_envs))
+
+    @property
+    def n_envs(self) -> int:
+        return len(self.envs)
+
+    def reset(self, seeds: Sequence[int]) -> Observation:
+        """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
+        assert len(seeds) == self.n_envs, "one seed per environment"
+        with self.clock.measure("bookkeeping"):
+            for env, seed in zip(self.envs, seeds, strict=True):
+                env.reset(seed)
+        with self.clock.measure("validate"):
+            validated = self.executor.validate(self.envs, self.data.validation).cpu()
+        with self.clock.measure("bookkeeping"):
+            untrained = [_measured(row, len(self.space.slots)) for row in validated.tolist()]
+            for env, measured in zip(self.envs, untrained, strict=True):
+                env.record(measured)
+            for env, value in zip(self.envs, self._worth(validated).tolist(), strict=True):
+                env.objective = value
+            self._look()
+        return self.observation
+
+    def step(self, action: Action) -> StepResult:
+        """Applies the actions, trains and validates every host, and returns what followed.
+
+        Raises ValueError if an action is not allowed by the masks.
+        """
+        with self.clock.measure("bookkeeping"):
+            events = self._apply(action)
+        with self.clock.measure("train"):
+            trained = self.executor.train_epoch(self.envs, self.data.train)
+        with self.clock.measure("validate"):
+            validated = self.executor.validate(self.envs, self.data.validation)
+            # The tick's one transfer to the host's memory: everything after it is Python numbers.
+            trained, validated = trained.cpu(), validated.cpu()
+        with self.clock.measure("bookkeeping"):
+            rows = zip(self.envs, trained.tolist(), validated.tolist(), strict=True)
+            for i, (env, training, validation) in enumerate(rows):
+                measured = _measured(validation, len(self.space.slots), training)
+                events += [HostEvent(i, env.tick, event) for event in env.finish_tick(measured)]
+            return self._result(validated, events)
+
+    def _apply(self, action: Action) -> list[HostEvent]:
+        events = []
+        slots = self.masks.slot.tolist()
+        for i, (op, slot, blueprint, tempo) in enumerate(zip(*torch.stack(action).tolist(), strict=True)):
+            env = self.envs[i]
+            if env.tick >= self.config.horizon:
+                raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
+            if not slots[i][op][slot]:
+                raise ValueError(f"host {i}: {self.space.describe(action, i)} is masked; choose within the masks")
+            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(Op(op), slot, blueprint, tempo)]
+        return events
+
+    def _worth(self, validated: Tensor) -> Tensor:  # [N, 2, V] -> [N]
+        """J of every host; at the horizon what is not fossilized is dropped, so J is that of the rest."""
+        parameters = torch.tensor([env.committed_parameters for env in self.envs])
+        over = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        accuracy = torch.where(over, validated[:, 1, -1], validated[:, 1, 0])
+        return objective(accuracy, parameters, self.host_parameters, self.config.objective)
+
+    def _result(self, validated: Tensor, events: list[HostEvent]) -> StepResult:
+        before = torch.tensor([env.objective for env in self.envs])
+        worth = self._worth(validated)
+        for env, value in zip(self.envs, worth.tolist(), strict=True):
+            env.objective = value
+        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        variant = torch.where(truncated, validated.shape[2] - 1, 0)[:, None, None].expand(-1, 2, 1)
+        loss, accuracy = validated.gather(2, variant).squeeze(2).unbind(1)
+        parameters = torch.tensor([env.committed_parameters for env in self.envs])
+        self._look()
+        return StepResult(
+            observation=self.observation,
+            reward=(worth - before).to(self.device),
+            terminated=torch.zeros_like(truncated).to(self.device),
+            truncated=truncated.to(self.device),
+            masks=self.masks,
+            events=events,
+            metrics=PoolMetrics(accuracy, loss, worth, parameters),
+        )
+
+    def _look(self) -> None:
+        """Brings observation and masks up to date, in their storage."""
+        rows = [
+            legal(env.slots, [env.evidence(k) for k in range(len(env.slots))], env.lifecycle, self.config.actions)
+            for env in self.envs
+        ]
+        self.masks.slot.copy_(torch.tensor(rows))
+        observe(self.envs, self.config.objective, self.observation)
+
+    def test(self) -> tuple[Tensor, Tensor]:
+        """Accuracy [N] on the test split and parameters [N] of each host with what it has fossilized."""
+        accuracy = self.executor.validate(self.envs, self.data.test)[:, 1, -1].cpu()
+        return accuracy, torch.tensor([env.committed_parameters for env in self.envs])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"envs": [env.state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken. Raises ValueError if it is of another number of environments."""
+        if len(state["envs"]) != self.n_envs:
+            raise ValueError(
+                f"the checkpoint holds {len(state['envs'])} environments, this run has {self.n_envs}; "
+                f"set data.n_envs to {len(state['envs'])}"
+            )
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            env.load_state_dict(saved)
+        self._look()
+
+
+def offer(host: nn.Module, task: Task, data: Split, config: EnvConfig) -> tuple[ActionSpace, Tensor]:
+    """The choices there are on `host`, and which blueprint can grow in which slot [K, P].
+
+    Raises ValueError if a blueprint or a slot is useless: nothing to learn from, nothing to grow.
+    """
+    slots = slots_of(host)
+    if not slots:
+        raise ValueError("the host has no slots; name at least one place where seeds may grow")
+    layouts = {slot.layout: None for slot in slots.values()}
+    wanted = config.actions.blueprints or list(dict.fromkeys(name for layout in layouts for name in names(layout)))
+    batch = slice(0, config.training.batch_size)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        return task.measure(network(data.inputs[batch]), data.targets[batch]).loss.mean()
+
+    reasons = probe_seeds(host, wanted, loss_of)
+    growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in wanted] for slot in slots])
+    for k, slot in enumerate(slots):
+        if not growable[k].any():
+            raise ValueError(f"slot {slot!r}: nothing can grow there; {wanted[0]}: {reasons[slot, wanted[0]][0]}")
+    for p, blueprint in enumerate(wanted):
+        if not growable[:, p].any():
+            slot = next(iter(slots))
+            raise ValueError(f"blueprint {blueprint!r} can grow in no slot; {slot}: {reasons[slot, blueprint][0]}")
+    return ActionSpace(list(slots), wanted, list(config.actions.tempos)), growable
+
+
+def _measured(validation: list[list[float]], slots: int, training: list[float] | None = None) -> Measured:
+    """The executor's rows as one record; without `training`, of a host that has not trained yet."""
+    loss, accuracy = validation
+    t = training or [0.0] * (4 + 2 * slots)
+    seeds = [GradientStats(*t[4 + 2 * k : 6 + 2 * k]) for k in range(slots)]
+    return Measured(t[0], t[1], GradientStats(*t[2:4]), seeds, loss, accuracy)

@@ -1,0 +1,1 @@
+"""Controllers compared on the same hosts, with intervals."""

@@ -1,0 +1,50 @@
+"""A comparison as a table for people, and as files for programs."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference
+
+COLUMNS = ("accuracy", "parameters", "objective")
+
+
+def show(interval: Interval, digits: int) -> str:
+    """`0.573 ± 0.017`"""
+    return f"{interval.mean:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}"
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """One row per controller; differences are of the objective, first controller minus this one, host by host."""
+    first = outcomes[0]
+    result = Table(
+        title=f"{len(first.objective)} fresh hosts, test images, mean ± 95 % interval",
+        caption=f"{first.controller} ahead: objective of {first.controller} minus this row's, paired by host",
+    )
+    for heading in ("controller", "test accuracy", "parameters", "objective", f"{first.controller} ahead"):
+        result.add_column(heading, justify="left" if heading == "controller" else "right", no_wrap=True)
+    for outcome in outcomes:
+        ahead = "" if outcome is first else show(paired_difference(first, outcome), 3)
+        accuracy, parameters, worth = (mean_interval(getattr(outcome, column)) for column in COLUMNS)
+        result.add_row(outcome.controller, show(accuracy, 3), show(parameters, 0), show(worth, 3), ahead)
+    return result
+
+
+def write(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """`evaluation.csv`: the table; `evaluation.json`: every host of every controller."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "evaluation.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        ends = ("mean", "low", "high")
+        names = [f"{column}_{end}" for column in (*COLUMNS, "ahead") for end in ends]
+        writer.writerow(["controller", "hosts", *names])
+        for outcome in outcomes:
+            intervals = [mean_interval(getattr(outcome, column)) for column in COLUMNS]
+            intervals.append(paired_difference(outcomes[0], outcome))
+            numbers = [f"{number:.6g}" for interval in intervals for number in interval]
+            writer.writerow([outcome.controller, len(outcome.objective), *numbers])
+    hosts = {o.controller: {column: getattr(o, column).tolist() for column in COLUMNS} for o in outcomes}
+    (folder / "evaluation.json").write_text(json.dumps(hosts, indent=1) + "\n")

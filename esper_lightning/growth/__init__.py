@@ -1,0 +1,1 @@
+"""The growing network: useful alone, with any training loop."""

@@ -1,0 +1,47 @@
+"""Ramps of alpha, the share of a seed's output that the host uses."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+Curve = Literal["linear", "cosine", "sigmoid6", "sigmoid12", "sigmoid24"]
+
+
+def sigmoid_curve(progress: float, steepness: float) -> float:
+    """Logistic curve through (0, 0) and (1, 1) exactly: the plain one would jump at both ends."""
+
+    def logistic(p: float) -> float:
+        return 1.0 / (1.0 + math.exp(-steepness * (p - 0.5)))
+
+    low, high = logistic(0.0), logistic(1.0)
+    return (logistic(progress) - low) / (high - low)
+
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 - 0.5 * math.cos(math.pi * progress),
+    "sigmoid6": lambda progress: sigmoid_curve(progress, 6.0),
+    "sigmoid12": lambda progress: sigmoid_curve(progress, 12.0),
+    "sigmoid24": lambda progress: sigmoid_curve(progress, 24.0),
+}
+
+
+class Ramp(NamedTuple):
+    """A monotone path of alpha from `start` to `target` over `ticks` host epochs."""
+
+    start: float
+    target: float
+    ticks: int
+    curve: Curve
+
+    def value(self, tick: int) -> float:
+        """Alpha after `tick` of the ramp's host epochs: exactly `start` at 0, exactly `target` at the end."""
+        if tick <= 0:
+            return self.start
+        if tick >= self.ticks:
+            return self.target
+        return self.start + (self.target - self.start) * CURVES[self.curve](tick / self.ticks)
+
+
+FULL = Ramp(start=0.0, target=1.0, ticks=1, curve="linear")
+"""The ramp of an empty slot: a placeholder that is already well formed."""

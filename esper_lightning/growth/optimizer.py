@@ -1,0 +1,42 @@
+"""One optimizer for a host and its seeds: each is a parameter group, and groups come and go without a trace."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+HOST_GROUP = "host"
+
+
+def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
+    """Lets `module` learn as group `name`; `options` (lr, weight_decay …) differ from the optimizer's defaults."""
+    optimizer.add_param_group({"params": list(module.parameters()), "name": name, **options})
+
+
+def remove_group(optimizer: Optimizer, name: str) -> None:
+    """Drops group `name` with its state; every other group's state stays as it is."""
+    group = find_group(optimizer, name)
+    # By identity: comparing groups would compare tensors.
+    optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
+    for parameter in group["params"]:
+        optimizer.state.pop(parameter, None)
+
+
+def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
+    """The group called `name`; there must be one."""
+    return next(group for group in optimizer.param_groups if group["name"] == name)
+
+
+def group_names(optimizer: Optimizer) -> list[str]:
+    """Names in the order in which the groups were added, which is the order of a saved optimizer state."""
+    return [group["name"] for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def forget(optimizer: Optimizer) -> None:
+    """Sets momenta and step counts to zero in place: as new, without new memory."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()

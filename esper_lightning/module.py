@@ -1,0 +1,172 @@
+"""TamiyoModule: the policy and its PPO update as a LightningModule with manual optimization."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from lightning import LightningModule
+from torch import nn
+
+from esper_lightning.checkpoint import check_schema, stamp
+from esper_lightning.data import HostPoolData
+from esper_lightning.envs import HEADS
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop, RolloutSummary
+from esper_lightning.tamiyo.controller import LearnedController
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig
+
+KL_SLACK = 1.5
+"""An update ends at this multiple of the KL target, as is usual: the target is met on average, not as a bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizeConfig:
+    """Running normalisation of what the policy sees."""
+
+    observations: bool = True
+    """Normalise features by their running mean and deviation."""
+
+    momentum: float | None = None
+    """Share of the past that one rollout keeps. None: every observation ever seen counts alike."""
+
+    clip: float = 10.0
+    """Normalised features are clipped to plus and minus this."""
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0.0 < self.momentum < 1.0:
+            raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
+        if self.clip <= 0.0:
+            raise ValueError(f"normalize.clip must be positive, got {self.clip}")
+
+
+class UpdateReport(NamedTuple):
+    """What one PPO update did, for whoever watches."""
+
+    rollout: RolloutSummary
+    metrics: dict[str, float]
+
+
+class TamiyoModule(LightningModule):
+    """Trains Tamiyo. A Lightning batch is one tick of every host; an epoch is one rollout and one PPO update.
+
+    Args:
+        policy: Size of Tamiyo's network.
+        ppo: How it learns.
+        normalize: How it sees.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
+        ppo: PPOConfig = PPOConfig(),  # noqa: B008
+        normalize: NormalizeConfig = NormalizeConfig(),  # noqa: B008
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy_config = policy
+        self.ppo = ppo
+        self.normalize = normalize
+        self.report: UpdateReport | None = None  # of the last update in this process
+
+    def check(self, data: HostPoolData) -> None:
+        """Raises ValueError if these settings do not fit the pool's."""
+        if self.ppo.minibatches > data.n_envs:
+            raise ValueError(
+                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {data.n_envs} environments they are "
+                f"made of; lower it or raise data.n_envs"
+            )
+
+    def setup(self, stage: str) -> None:
+        """Builds the policy to the pool's measure; the pool itself stays outside, for its hosts are not ours to train."""
+        data: HostPoolData = self.trainer.datamodule
+        self.check(data)
+        pool = data.pool
+        space, features = pool.space, len(pool.feature_names)
+        self.policy = Policy(
+            features, len(space.slots), len(space.blueprints), len(space.tempos), self.policy_config
+        )
+        if self.normalize.observations:
+            self.observation_norm: nn.Module = RunningMeanStd((features,), self.normalize.momentum, self.normalize.clip)
+        else:
+            self.observation_norm = nn.Identity()
+        self.value_norm = RunningMeanStd((), clip=float("inf"))
+
+    def on_fit_start(self) -> None:
+        data: HostPoolData = self.trainer.datamodule
+        self.loop = RolloutLoop(
+            data.pool, self.policy, self.observation_norm, self.value_norm, self.ppo, data.seed
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=1e-5)
+
+    def training_step(self, tick: int, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.loop.begin_rollout()
+        # Hosts choose their own precision: they must not inherit the trainer's autocast.
+        with torch.autocast(self.device.type, enabled=False):
+            step = self.loop.tick()
+        if self.trainer.is_last_batch:
+            with self.loop.pool.clock.measure("update"):
+                self.update(*self.loop.finish_rollout())
+        shown = {
+            "accuracy": step.metrics.accuracy.mean(),
+            "reward": step.reward.mean(),
+            "objective": step.metrics.objective.mean(),
+        }
+        self.log_dict(shown, prog_bar=True, logger=False)
+
+    def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
+        """One PPO update."""
+        progress = self.trainer.current_epoch / max(1, (self.trainer.max_epochs or 1) - 1)
+        optimizer = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = self.ppo.lr.at(progress)
+        entropy_coefficient = self.ppo.entropy.at(progress)
+        watched: list[PPOTerms] = []
+        grad_norms: list[torch.Tensor] = []
+        for _, minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
+            terms = ppo_terms(self.policy, minibatch, self.ppo)
+            watched.append(PPOTerms(*(term.detach() for term in terms)))
+            # Reading the KL costs a synchronisation; without it an update could run away unseen.
+            if self.ppo.target_kl is not None and terms.kl.item() > KL_SLACK * self.ppo.target_kl:
+                break
+            optimizer.zero_grad()
+            self.manual_backward(terms.total(self.ppo.value_coefficient, entropy_coefficient))
+            optimizer.step()
+            grad_norms.append(self.grad_norm)
+        means = PPOTerms(*(torch.stack(values).mean(0) for values in zip(*watched, strict=True)))
+        metrics = {
+            "loss.policy": means.policy.item(),
+            "loss.value": means.value.item(),
+            "entropy": means.entropy.item(),
+            "kl": watched[-1].kl.item(),
+            "clip_fraction": means.clip_fraction.item(),
+            "first_ratio_error": watched[0].ratio_error.item(),
+            "explained_variance": summary.explained_variance,
+            "grad_norm": torch.stack(grad_norms).mean().item() if grad_norms else 0.0,
+            "minibatches": float(len(grad_norms)),
+            "lr": self.ppo.lr.at(progress),
+            "entropy_coefficient": entropy_coefficient,
+        }
+        metrics |= {f"entropy.{head}": v for head, v in zip(HEADS, watched[0].head_entropy.tolist(), strict=True)}
+        self.report = UpdateReport(summary, metrics)
+        # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
+        self.log("rollout/return", summary.returns.mean(), logger=False)
+        self.log("rollout/objective", self.loop.last.metrics.objective.mean(), logger=False)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clips here because only here are gradients unscaled in every precision."""
+        self.grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.ppo.max_grad_norm)
+
+    def controller(self) -> LearnedController:
+        """Tamiyo as she is now, without exploration."""
+        return LearnedController(self.policy, self.observation_norm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stamp(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_schema(checkpoint)

@@ -1,0 +1,1 @@
+"""Proximal policy optimisation for recurrent, masked, factored policies."""

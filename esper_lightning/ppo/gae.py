@@ -1,0 +1,43 @@
+"""Advantage estimation. T = steps in the rollout, N = environments."""
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    rewards: Tensor,  # [T, N]
+    values: Tensor,  # [T, N]  V(s_t)
+    next_values: Tensor,  # [T, N]  V(s_{t+1}), taken before any reset
+    terminated: Tensor,  # [T, N]  bool: s_{t+1} is final and worth nothing
+    truncated: Tensor,  # [T, N]  bool: time limit; s_{t+1} keeps its value
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438), for all environments at once.
+
+    Returns advantages and returns, both [T, N]. Credit never crosses an episode's end.
+    """
+    delta = rewards + gamma * next_values * ~terminated - values
+    ended = terminated | truncated
+    advantages = torch.empty_like(rewards)
+    running = torch.zeros_like(rewards[0])  # [N]
+    for t in reversed(range(len(rewards))):
+        running = delta[t] + gamma * lam * running * ~ended[t]
+        advantages[t] = running
+    return advantages, advantages + values
+
+
+def normalise(advantages: Tensor, counted: Tensor, floor: float) -> Tensor:
+    """Advantages with mean 0 and deviation 1 over the steps in `counted` (bool, same shape).
+
+    A deviation below `floor` is taken for it, so that noise is not blown up when all returns are alike.
+    """
+    sample = advantages[counted]
+    if sample.numel() < 2:
+        return torch.zeros_like(advantages)
+    return (advantages - sample.mean()) / sample.std(correction=0).clamp(min=floor)
+
+
+def explained_variance(values: Tensor, returns: Tensor, floor: float = 1e-8) -> Tensor:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than the mean."""
+    return 1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=floor)

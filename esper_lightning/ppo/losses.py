@@ -1,0 +1,154 @@
+"""The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HEADS
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.tamiyo.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anneal:
+    """A number that moves linearly from `start` to `end` over a run."""
+
+    start: float
+    """Value at the first rollout."""
+
+    end: float
+    """Value at the last rollout: also its floor."""
+
+    def at(self, progress: float) -> float:
+        """Value at `progress` 0 … 1 of the run."""
+        return float(self.start + (self.end - self.start) * min(1.0, progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Proximal policy optimisation (https://arxiv.org/abs/1707.06347)."""
+
+    lr: Anneal = Anneal(start=1e-3, end=1e-4)
+    """Learning rate of Adam."""
+
+    epochs: int = 6
+    """Passes over a rollout. With one, the ratio is always 1 and nothing is proximal."""
+
+    minibatches: int = 4
+    """Parts of a rollout, by environment, that one pass is made of."""
+
+    clip: float = 0.2
+    """Most that the probability ratio may usefully move from 1."""
+
+    value_coefficient: float = 0.5
+    """Weight of the value loss."""
+
+    value_clip: float | None = None
+    """Most that a normalised value may usefully move in one update. None: no limit."""
+
+    entropy: Anneal = Anneal(start=0.03, end=0.003)
+    """Weight of the entropy bonus."""
+
+    entropy_weights: dict[str, float] | None = None
+    """Weight of each head's entropy in the bonus, by name (op, slot, blueprint, tempo). None: 1 for all."""
+
+    gamma: float = 1.0
+    """Discount per tick. 1: the reward of an episode is the change of the objective, whenever it comes."""
+
+    gae_lambda: float = 0.95
+    """Trust in values (0) against sampled returns (1)."""
+
+    advantage_floor: float = 1e-3
+    """Least deviation of advantages that normalisation assumes."""
+
+    max_grad_norm: float = 0.5
+    """The policy's gradient is clipped to this norm."""
+
+    target_kl: float | None = 0.02
+    """An update ends when the policy has moved by 1.5 times this KL divergence. None: never early."""
+
+    horizon_is_end: bool = True
+    """Whether the objective is defined at the horizon (a terminal state) or goes on beyond it (a time limit)."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ppo.{name} must be at least 1, got {getattr(self, name)}")
+        if not (0.0 < self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
+            raise ValueError(
+                f"ppo: gamma must lie in (0, 1] and gae_lambda in [0, 1], got {self.gamma}, {self.gae_lambda}"
+            )
+        for name in ("clip", "max_grad_norm", "target_kl", "value_clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0.0:
+                raise ValueError(f"ppo.{name} must be positive, got {value}")
+        unknown = set(self.entropy_weights or ()) - set(HEADS)
+        if unknown:
+            raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(HEADS)}")
+
+
+class PPOTerms(NamedTuple):
+    """Of one minibatch; scalars with a graph first, then what is only watched."""
+
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor  # weighted sum over heads, to be maximised
+    head_entropy: Tensor  # [heads] mean of each head, normalised, over the steps where it mattered
+    kl: Tensor
+    clip_fraction: Tensor
+    ratio_error: Tensor  # largest |ratio - 1|
+
+    def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
+        """The loss to minimise."""
+        return self.policy + value_coefficient * self.value - entropy_coefficient * self.entropy
+
+
+def masked_mean(x: Tensor, where: Tensor) -> Tensor:
+    """Mean of `x` over the True places of `where`; 0 if there are none."""
+    return (x * where).sum() / where.sum().clamp(min=1)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """PPO's pessimistic policy loss, per step."""
+    return -torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+
+
+def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error, per step; with `clip`, the worse of it and that of the value moved by at most `clip`."""
+    error = (values - targets).square()
+    if clip is not None:
+        error = torch.max(error, (old + (values - old).clamp(-clip, clip) - targets).square())
+    return 0.5 * error
+
+
+def kl_estimate(log_ratio: Tensor) -> Tensor:
+    """(r - 1) - ln r: unbiased, never negative, low variance (http://joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
+    """Runs the policy over a minibatch of whole sequences again and compares it with the one that acted."""
+    distribution, values, _ = policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)
+    learned = ~rollout.masks.forced  # a forced step was no decision
+    log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob
+    ratio = log_ratio.exp()
+    surrogate = clipped_surrogate(ratio, rollout.advantages, config.clip)
+    entropy, share = distribution.entropy()  # [T, n, heads] both
+    weights = config.entropy_weights or {}
+    per_head = torch.tensor([weights.get(head, 1.0) for head in HEADS], device=ratio.device)
+    with torch.no_grad():
+        kl = masked_mean(kl_estimate(log_ratio), learned)
+        clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)
+        steps = learned[..., None] * share
+        head_entropy = (entropy * steps).sum((0, 1)) / steps.sum((0, 1)).clamp(min=1e-6)
+    return PPOTerms(
+        policy=masked_mean(surrogate, learned),
+        value=value_loss(values, rollout.values, rollout.targets, config.value_clip).mean(),
+        entropy=masked_mean((entropy * share * per_head).sum(-1), learned),
+        head_entropy=head_entropy,
+        kl=kl,
+        clip_fraction=clipped,
+        ratio_error=(ratio.detach() - 1.0).abs().max(),
+    )

@@ -1,0 +1,59 @@
+"""Running statistics, as buffers of the module that trains: they live in its checkpoints."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of a stream of vectors.
+
+    Without momentum every value seen counts alike (Chan et al.'s parallel update of Welford's sums); with it, the past
+    fades by `momentum` per update, and the shift of the mean is part of the variance.
+
+    Args:
+        shape: Shape of one value.
+        momentum: Share of the past that an update keeps. None: count everything.
+        clip: Normalised values are clipped to ± this.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...], momentum: float | None = None, clip: float = 10.0) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self, batch: Tensor) -> None:
+        """Takes in values [..., *shape]; an empty batch changes nothing."""
+        batch = batch.reshape(-1, *self.mean.shape)
+        fresh = batch.shape[0]
+        if fresh == 0:
+            return
+        mean, var = batch.mean(0), batch.var(0, correction=0)
+        if self.momentum is None:
+            weight = fresh / (self.count + fresh)
+        else:
+            weight = torch.where(self.count > 0, 1.0 - self.momentum, 1.0)
+        shift = mean - self.mean
+        self.var.copy_((1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square())
+        self.mean.add_(weight * shift)
+        self.count.add_(fresh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalised, clipped values; before the first update, the values themselves."""
+        return ((x - self.mean) / self.deviation).clamp(-self.clip, self.clip)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Values on their own scale again."""
+        return x * self.deviation + self.mean
+
+    @property
+    def deviation(self) -> Tensor:
+        """Standard deviation; a constant stream counts as deviation 1, so that it becomes 0 and not noise."""
+        return torch.where(self.var > 1e-8, self.var, 1.0).sqrt()

@@ -1,0 +1,130 @@
+"""A hand-written rule for growing: what a careful engineer would do without learning."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.gates import LifecycleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeuristicConfig:
+    """When the rule germinates and culls. Ticks are host epochs."""
+
+    stable_loss: float = 0.03
+    """Relative fall of the validation loss in a tick below which the host counts as stable."""
+
+    stable_ticks: int = 3
+    """Ticks in a row that must be stable before anything is germinated."""
+
+    min_age: int = 5
+    """Ticks before the first germination."""
+
+    plateau_points: float = 0.5
+    """Accuracy points (of 100) of progress in a tick below which the host is on a plateau."""
+
+    plateau_ticks: int = 3
+    """Ticks in a row without progress that call for a seed."""
+
+    cull_ticks: int = 5
+    """Ticks in a stage after which a harmful seed is culled."""
+
+    cull_points: float = -2.0
+    """Accuracy points lost since germination that count as harm."""
+
+    cull_penalty: float = 2.0
+    """Penalty on a blueprint that was culled; it halves every tick."""
+
+    max_penalty: float = 3.0
+    """A blueprint with more penalty than this is skipped in the rotation."""
+
+    ransom_contribution: float = 0.1
+    """Accuracy points a seed seems to contribute while the host got worse by `ransom_loss`: then it is culled."""
+
+    ransom_loss: float = -0.2
+    """Accuracy points lost since germination that make a contribution suspect."""
+
+
+@dataclass
+class _Memory:
+    """What the rule remembers of one environment."""
+
+    turn: int = 0  # place in the rotation of blueprints
+    stable: bool = False
+    penalties: dict[int, float] = field(default_factory=dict)  # by blueprint
+    accuracy_before: dict[int, float] = field(default_factory=dict)  # by slot: points at germination
+
+
+class Heuristic:
+    """Waits for a stable host on a plateau, germinates blueprints in rotation, keeps what the gate allows to keep."""
+
+    def __init__(self, config: HeuristicConfig | None = None) -> None:
+        self.config = config or HeuristicConfig()
+
+    def reset(self, pool: HostPool) -> None:
+        self.memories = [_Memory() for _ in pool.envs]
+
+    def act(self, pool: HostPool) -> Action:
+        masks = pool.masks.slot.tolist()
+        growable = pool.masks.blueprint[0].tolist()
+        decisions = [
+            self._decide(env, memory, possible, growable)
+            for env, memory, possible in zip(pool.envs, self.memories, masks, strict=True)
+        ]
+        return Action(*torch.tensor(decisions, device=pool.device).unbind(1))
+
+    def _decide(
+        self, env: HostEnv, memory: _Memory, possible: list[list[bool]], growable: list[list[bool]]
+    ) -> tuple[int, int, int, int]:
+        accuracy = 100.0 * env.history.accuracy[-1]
+        memory.penalties = {blueprint: p / 2.0 for blueprint, p in memory.penalties.items() if p > 1e-3}
+        memory.stable = memory.stable or self._stable(env)
+        for k in range(len(env.slots)):
+            if possible[Op.FOSSILIZE][k] and worth_keeping(env.records[k].contribution, env.lifecycle):
+                return Op.FOSSILIZE, k, 0, 0
+            if possible[Op.CULL][k] and self._harmful(env, k, accuracy - memory.accuracy_before[k]):
+                blueprint = env.space.blueprints.index(env.slots[k].blueprint)
+                memory.penalties[blueprint] = memory.penalties.get(blueprint, 0.0) + self.config.cull_penalty
+                return Op.CULL, k, 0, 0
+        growing = any(slot.live for slot in env.slots)
+        if memory.stable and not growing and env.tick >= self.config.min_age and self._plateau(env):
+            for k, free in enumerate(possible[Op.GERMINATE]):
+                blueprint = self._next_blueprint(memory, growable[k]) if free else None
+                if blueprint is not None:
+                    memory.accuracy_before[k] = accuracy
+                    return Op.GERMINATE, k, blueprint, 0
+        return Op.WAIT, 0, 0, 0
+
+    def _stable(self, env: HostEnv) -> bool:
+        recent = env.history.loss[-self.config.stable_ticks - 1 :]
+        least = 1.0 - self.config.stable_loss
+        return len(recent) == self.config.stable_ticks + 1 and all(
+            after > least * before for before, after in zip(recent, recent[1:], strict=False)
+        )
+
+    def _plateau(self, env: HostEnv) -> bool:
+        recent = env.history.accuracy[-self.config.plateau_ticks - 1 :]
+        rises = [100.0 * (after - before) for before, after in zip(recent, recent[1:], strict=False)]
+        return len(rises) == self.config.plateau_ticks and max(rises) < self.config.plateau_points
+
+    def _harmful(self, env: HostEnv, k: int, improvement: float) -> bool:
+        contribution = env.records[k].contribution or 0.0
+        ransom = contribution > self.config.ransom_contribution and improvement < self.config.ransom_loss
+        waited = env.slots[k].ticks_in_stage >= self.config.cull_ticks
+        return ransom or (waited and improvement < self.config.cull_points)
+
+    def _next_blueprint(self, memory: _Memory, growable: list[bool]) -> int | None:
+        for step in range(len(growable)):
+            blueprint = (memory.turn + step) % len(growable)
+            if growable[blueprint] and memory.penalties.get(blueprint, 0.0) <= self.config.max_penalty:
+                memory.turn = blueprint + 1
+                return blueprint
+        return None
+
+
+def worth_keeping(contribution: float | None, lifecycle: LifecycleConfig) -> bool:
+    """The gate's own threshold; where the gate has none, any contribution above zero."""
+    threshold = lifecycle.min_contribution
+    return contribution is not None and (contribution > 0.0 if threshold is None else contribution >= threshold)
