@@ -27,7 +27,7 @@ class Evaluation(Callback):
         self,
         hosts: int = 64,
         seed: int = 0,
-        heuristic: HeuristicConfig = HeuristicConfig(),  # noqa: B008  (frozen)
+        heuristic: HeuristicConfig = HeuristicConfig(),
     ) -> None:
         if hosts < 0 or hosts == 1:
             raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")

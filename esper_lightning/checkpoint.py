@@ -27,7 +27,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, target)
+            draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
 

@@ -1,6 +1,7 @@
 """The command line: LightningCLI with our defaults, and one line for every error a user can cause."""
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ class EsperCLI(LightningCLI):
         if config.trainer.devices not in (1, "1"):
             raise ValueError(f"trainer.devices must be 1, got {config.trainer.devices}: Tamiyo trains in one process")
         if str(config.trainer.precision).endswith("true"):
-            raise ValueError(f"trainer.precision {config.trainer.precision} would change the hosts too; use 32 or mixed")
+            raise ValueError(f"trainer.precision {config.trainer.precision} changes hosts too; use 32 or mixed")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -146,6 +147,9 @@ def one_line_errors() -> Iterator[None]:
 
 def run(args: list[str] | None) -> None:
     """Parses, checks, builds and runs; None: the arguments of the process."""
+    # Lightning makes torch look for GPUs through the driver's library, and Adam looks at every step: 130 µs, not 5, a
+    # tenth of a tiny host's step. The reason for it, processes forked later, does not exist here.
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     EsperCLI(
         TamiyoModule,

@@ -52,7 +52,7 @@ class HostPoolData(LightningDataModule):
         self,
         task: Task,
         host: HostFactory,
-        env: EnvConfig = EnvConfig(),  # noqa: B008  (frozen)
+        env: EnvConfig = EnvConfig(),
         n_envs: int = 48,
         seed: int = 0,
     ) -> None:

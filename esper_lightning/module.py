@@ -59,9 +59,9 @@ class TamiyoModule(LightningModule):
 
     def __init__(
         self,
-        policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
-        ppo: PPOConfig = PPOConfig(),  # noqa: B008
-        normalize: NormalizeConfig = NormalizeConfig(),  # noqa: B008
+        policy: PolicyConfig = PolicyConfig(),
+        ppo: PPOConfig = PPOConfig(),
+        normalize: NormalizeConfig = NormalizeConfig(),
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -79,14 +79,12 @@ class TamiyoModule(LightningModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Builds the policy to the pool's measure; the pool itself stays outside, for its hosts are not ours to train."""
+        """Builds the policy to the pool's measure; the pool stays outside, for its hosts are not ours to train."""
         data: HostPoolData = self.trainer.datamodule
         self.check(data)
         pool = data.pool
         space, features = pool.space, len(pool.feature_names)
-        self.policy = Policy(
-            features, len(space.slots), len(space.blueprints), len(space.tempos), self.policy_config
-        )
+        self.policy = Policy(features, len(space.slots), len(space.blueprints), len(space.tempos), self.policy_config)
         if self.normalize.observations:
             self.observation_norm: nn.Module = RunningMeanStd((features,), self.normalize.momentum, self.normalize.clip)
         else:
@@ -95,9 +93,7 @@ class TamiyoModule(LightningModule):
 
     def on_fit_start(self) -> None:
         data: HostPoolData = self.trainer.datamodule
-        self.loop = RolloutLoop(
-            data.pool, self.policy, self.observation_norm, self.value_norm, self.ppo, data.seed
-        )
+        self.loop = RolloutLoop(data.pool, self.policy, self.observation_norm, self.value_norm, self.ppo, data.seed)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=1e-5)

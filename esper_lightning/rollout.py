@@ -80,9 +80,7 @@ class RolloutLoop:
             distribution, values, self.state = self.policy.step(seen, self.state, self.pool.masks, self.starts)
             action = distribution.sample(self.generator)
             self.raw[self.buffer.length].copy_(self.pool.observation.features)
-            self.buffer.add_decision(
-                seen, self.pool.masks, action, distribution.log_prob(action), values, self.starts
-            )
+            self.buffer.add_decision(seen, self.pool.masks, action, distribution.log_prob(action), values, self.starts)
         with torch.enable_grad():
             step = self.pool.step(action)
         with self.pool.clock.measure("policy"):

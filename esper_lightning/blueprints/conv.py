@@ -112,6 +112,4 @@ def conv_light(channels: int) -> nn.Module:
 @register("conv_heavy", {"image"}, parameters=lambda c: 2 * (9 * c * c + c))
 def conv_heavy(channels: int) -> nn.Module:
     """Two 3×3 convolutions with a ReLU between."""
-    return Residual(
-        nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)
-    )
+    return Residual(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1))

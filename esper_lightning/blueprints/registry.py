@@ -27,9 +27,7 @@ Build = TypeVar("Build", bound=Callable[[int], nn.Module])
 _BLUEPRINTS: dict[str, Blueprint] = {}
 
 
-def register(
-    name: str, layouts: set[str], parameters: Callable[[int], int]
-) -> Callable[[Build], Build]:
+def register(name: str, layouts: set[str], parameters: Callable[[int], int]) -> Callable[[Build], Build]:
     """Decorator that makes a seed module known as `name`. Raises ValueError if the name is taken."""
 
     def add(build: Build) -> Build:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.blueprints import initialise
 from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
@@ -23,7 +24,6 @@ from esper_lightning.growth.network import (
     slots_of,
 )
 from esper_lightning.growth.optimizer import HOST_GROUP, add_group, forget, group_names, remove_group
-from esper_lightning.blueprints import initialise
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 

@@ -42,7 +42,7 @@ def legal(
 
 
 def make_masks(n_envs: int, growable: Tensor, device: torch.device) -> Masks:
-    """Storage for the masks of `n_envs` environments; `growable` [K, P] is the same for all of them and for all time."""
+    """Storage for the masks of `n_envs` environments; `growable` [K, P] is the same for all of them, always."""
     slots = growable.shape[0]
     return Masks(
         slot=torch.zeros(n_envs, len(Op), slots, dtype=torch.bool, device=device),

@@ -37,9 +37,7 @@ class _Split:
         return torch.cat(with_seed + without)
 
 
-def forward_variants(
-    network: nn.Module, variants: Sequence[frozenset[str]], x: Tensor
-) -> tuple[Tensor, list[int]]:
+def forward_variants(network: nn.Module, variants: Sequence[frozenset[str]], x: Tensor) -> tuple[Tensor, list[int]]:
     """Runs `network` on the batch `x` [B, …] once per distinct combination of active seeds.
 
     Args:

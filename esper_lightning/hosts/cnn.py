@@ -1,6 +1,7 @@
 """A plain convolutional host with slots after its blocks."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,7 +46,7 @@ class CNN(nn.Module):
 
         widths = [input_shape[0]] + [base * 2**i for i in range(blocks)]
         self.convs = nn.ModuleList(
-            nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in zip(widths, widths[1:], strict=False)
+            nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
         self.slots = nn.ModuleDict()

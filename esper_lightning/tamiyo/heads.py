@@ -1,9 +1,10 @@
 """A factored action distribution: the op first, then a slot for this op, then blueprint and tempo for this slot.
 
-All conditional tables are computed at once, so sampling, log-probability and the exact entropy read from the same numbers.
+All conditional tables are computed at once: sampling, log-probability and the exact entropy read the same numbers.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class Heads(nn.Module):
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Log-probabilities over the last axis; where nothing is possible the row is uniform, and nobody may draw from it."""
+    """Log-probabilities over the last axis; a row where nothing is possible is uniform, and nobody draws from it."""
     return F.log_softmax(torch.where(mask, logits.float(), MASKED), -1)
 
 
@@ -102,7 +103,7 @@ class FactoredDistribution:
         """The likeliest op, then the likeliest choice of each head given what was chosen before."""
         return self._choose(lambda log_probs: log_probs.argmax(-1))
 
-    def _choose(self, draw) -> Action:  # noqa: ANN001
+    def _choose(self, draw: Callable[[Tensor], Tensor]) -> Action:
         op = draw(self.log_probs.op)
         slot = draw(_pick_row(self.log_probs.slot, op))
         blueprint = draw(_pick_row(self.log_probs.blueprint, slot))

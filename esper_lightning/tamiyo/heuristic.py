@@ -1,6 +1,7 @@
 """A hand-written rule for growing: what a careful engineer would do without learning."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -101,12 +102,12 @@ class Heuristic:
         recent = env.history.loss[-self.config.stable_ticks - 1 :]
         least = 1.0 - self.config.stable_loss
         return len(recent) == self.config.stable_ticks + 1 and all(
-            after > least * before for before, after in zip(recent, recent[1:], strict=False)
+            after > least * before for before, after in pairwise(recent)
         )
 
     def _plateau(self, env: HostEnv) -> bool:
         recent = env.history.accuracy[-self.config.plateau_ticks - 1 :]
-        rises = [100.0 * (after - before) for before, after in zip(recent, recent[1:], strict=False)]
+        rises = [100.0 * (after - before) for before, after in pairwise(recent)]
         return len(rises) == self.config.plateau_ticks and max(rises) < self.config.plateau_points
 
     def _harmful(self, env: HostEnv, k: int, improvement: float) -> bool:

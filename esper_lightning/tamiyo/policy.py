@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ class Policy(nn.Module):
         resets = [t for t, any_starts in enumerate(starts.any(1).tolist()) if any_starts]
         cuts = sorted({0, *resets, len(x)})
         outputs = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             keep = ~starts[begin, :, None]  # [N, 1]
             before = tuple((part * keep).unsqueeze(0) for part in state)
             output, after = self.lstm(x[begin:end], before)

@@ -1,0 +1,28 @@
+# Everything works on a fresh machine with Python 3.11 or newer, pip and make.
+PYTHON ?= python3
+BIN := .venv/bin
+# Hosts are many and tiny: giving freed memory back to the system after every operation costs page faults.
+RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
+
+.PHONY: fit smoke test lint clean
+
+fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
+	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
+
+smoke: $(BIN)/.installed  ## the same in miniature
+	$(BIN)/esper-lightning fit --config configs/smoke.yaml
+
+test: $(BIN)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(BIN)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info
