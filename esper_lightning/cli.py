@@ -157,7 +157,7 @@ def run(args: list[str] | None) -> None:
         args=args,
         parser_class=Parser,
         seed_everything_default=0,
-        trainer_defaults={"devices": 1, "enable_model_summary": False},
+        trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
         save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,  # settings come from the command line alone, never from a checkpoint

@@ -62,6 +62,10 @@ class HostTraining:
     max_grad_norm: float | None = 5.0
     """Clip the gradient of the host, and of each seed, to this norm. None: do not clip."""
 
+    onednn: bool = True
+    """Let oneDNN run convolutions on the CPU. Off, torch's own kernels do: for hosts of a few channels they need 1.3 to
+    1.8 times less processor time (measured on digits), for wide ones more."""
+
     def __post_init__(self) -> None:
         for name in ("lr", "seed_lr_factor", "batch_size", "batches", "max_grad_norm"):
             value = getattr(self, name)

@@ -98,7 +98,7 @@ class HostPool:
         self.config = config
         self.device = device
         self.data = data.to(device)
-        self.executor = LoopExecutor(task)
+        self.executor = LoopExecutor(task, config.training.onednn)
         self.clock = PhaseClock()
 
         def build() -> nn.Module:

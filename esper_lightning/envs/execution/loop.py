@@ -1,6 +1,7 @@
 """The readable reference executor: one environment after the other. N environments, K slots, V = K + 2 variants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,28 @@ from esper_lightning.growth.gradients import gradient_stats
 from esper_lightning.tasks import Split, Task
 
 
-class LoopExecutor:
-    """Trains and validates hosts on data that lies on their device. Numbers stay there: nothing is read back."""
+@contextmanager
+def convolutions(onednn: bool) -> Iterator[None]:
+    """Chooses who runs convolutions on the CPU meanwhile; torch keeps one such switch for the whole process."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = onednn
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
-    def __init__(self, task: Task) -> None:
+
+class LoopExecutor:
+    """Trains and validates hosts on data that lies on their device. Numbers stay there: nothing is read back.
+
+    Args:
+        task: Judges outputs.
+        onednn: See HostTraining.
+    """
+
+    def __init__(self, task: Task, onednn: bool) -> None:
         self.task = task
+        self.onednn = onednn
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """One host epoch of every environment.
@@ -23,7 +41,8 @@ class LoopExecutor:
         Returns [N, 4 + 2K]: mean loss, mean accuracy, then norm and health of the last batch's gradient, of the host
         and of each slot's seed (0 and 1 for an empty slot).
         """
-        return torch.stack([self._train(env, data) for env in envs])
+        with convolutions(self.onednn):
+            return torch.stack([self._train(env, data) for env in envs])
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # [4 + 2K]
         env.network.train()
@@ -57,7 +76,8 @@ class LoopExecutor:
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Loss and accuracy [N, 2, V] on `data` of every environment's variants (see HostEnv.variants)."""
-        return torch.stack([self._validate(env, data) for env in envs])
+        with convolutions(self.onednn):
+            return torch.stack([self._validate(env, data) for env in envs])
 
     def _validate(self, env: HostEnv, data: Split) -> Tensor:  # [2, V]
         env.network.eval()
