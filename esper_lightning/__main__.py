@@ -3,7 +3,6 @@
 import logging
 import warnings
 
-
 CHATTER = ("Tip:", "GPU available", "TPU available", "Seed set to")
 """Lightning's advertisements and what the saved config says anyway: they would bury what a run has to say."""
 

@@ -21,7 +21,7 @@ def _initialise_linear(module: nn.Conv2d | nn.Linear, generator: torch.Generator
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Sets every parameter and buffer of `network` in place; nothing else is random.
 
-    A module that owns parameters and is neither a convolution, a linear nor a normalisation layer must have a method
+    A module that owns parameters or buffers and is neither a convolution, a linear nor a normalisation layer must have a method
     `initialise(generator)`. Modules are visited children first, so that method may also correct its children (zero a
     last layer, say). Raises ValueError for a module it cannot initialise.
     """
@@ -34,7 +34,7 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
         _initialise_linear(network, generator)
     elif isinstance(network, NORMALISATION):
         network.reset_parameters()  # ones and zeros
-    elif next(network.parameters(recurse=False), None) is not None:
+    elif [*network.parameters(recurse=False), *network.buffers(recurse=False)]:
         raise ValueError(f"cannot initialise a {type(network).__name__}: give it a method initialise(generator)")
 
 

@@ -1,6 +1,7 @@
 """One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -292,5 +293,5 @@ class HostEnv:
         for name in state["groups"]:
             if name != HOST_GROUP:
                 add_group(self.optimizer, name, by_name[name].seed)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
         self.generator.set_state(state["generator"].cpu())

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, names
 from esper_lightning.envs.actions import Action, ActionConfig, ActionSpace, Op
-from esper_lightning.envs.execution import LoopExecutor, PhaseClock
+from esper_lightning.envs.execution import EXECUTORS, PhaseClock
 from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
 from esper_lightning.envs.masks import Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
@@ -30,6 +30,9 @@ class EnvConfig:
 
     horizon: int = 12
     """Ticks T in an episode."""
+
+    executor: Literal["loop", "threads"] = "loop"
+    """How the hosts are trained: one after the other, or (on the CPU) one per core. The results are the same."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """How hosts learn."""
@@ -95,10 +98,12 @@ class HostPool:
                 f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
                 f"training samples"
             )
+        if config.executor == "threads" and device.type != "cpu":
+            raise ValueError(f"executor 'threads' runs on the CPU, not on {device}; use env.executor loop")
         self.config = config
         self.device = device
         self.data = data.to(device)
-        self.executor = LoopExecutor(task, config.training.onednn)
+        self.executor = EXECUTORS[config.executor](task, config.training.onednn)
         self.clock = PhaseClock()
 
         def build() -> nn.Module:

@@ -8,7 +8,7 @@ from torch.autograd.function import FunctionCtx
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, h: Tensor, s: Tensor) -> Tensor:
-        return h.view_as(h)
+        return h.clone()  # not a view: the host may go on in place
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,7 +16,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(h: Tensor, s: Tensor) -> Tensor:
-    """Returns `h` itself; backward gives the gradient to `h` and to `s` alike (https://arxiv.org/abs/1308.3432).
+    """Returns `h`, bit for bit; backward gives the gradient to `h` and to `s` alike (https://arxiv.org/abs/1308.3432).
 
     The usual `h + (s - s.detach())` is not `h` bit for bit, and an infinite `s` would make it NaN.
     """

@@ -2,7 +2,8 @@
 
 Rows of the batch are shared up to the first slot where two combinations differ: there the batch splits in two, and what
 follows works on a longer batch. A combination that differs from another in no blended seed costs nothing.
-Every layer must treat the rows of a batch independently: call it on a network in evaluation mode.
+Every layer must treat the rows of a batch independently: call it on a network in evaluation mode. A slot must not lie
+inside a branch that is later added to one that went around it: the two would differ in length.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from esper_lightning.growth.gates import (
     reasons_to_cull,
 )
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.stages import Stage, check_transition
 
 
 class SeedEvent(NamedTuple):
@@ -32,8 +32,11 @@ class SeedEvent(NamedTuple):
 
 
 def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
-    """The network's slots by name, in the order in which its modules were defined."""
-    return {module.name: module for module in network.modules() if isinstance(module, SeedSlot)}
+    """The network's slots by name, in the order in which its modules were defined; names must differ."""
+    slots = [module for module in network.modules() if isinstance(module, SeedSlot)]
+    names = [slot.name for slot in slots]
+    check_slot_names(names, names)
+    return dict(zip(names, slots, strict=True))
 
 
 def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
@@ -50,10 +53,16 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
 
 def germinate(slot: SeedSlot, blueprint: str, ramp: Ramp, generator: torch.Generator) -> SeedEvent:
     """Puts a new seed in an empty slot. Its weights come from `generator`, which lives on the slot's device."""
-    event = _move(slot, Stage.GERMINATED, "germinate", blueprint)
-    slot.seed = build_seed(blueprint, slot.layout, slot.width, slot.alpha.device, generator)
+    check_transition(slot.name, slot.stage, Stage.GERMINATED)
+    slot.seed = _new_seed(slot, blueprint, generator)  # may fail, and then the slot is as it was
     slot.blueprint, slot.ramp, slot.age = blueprint, ramp, 0
-    return event
+    return _move(slot, Stage.GERMINATED, "germinate")
+
+
+def _new_seed(slot: SeedSlot, blueprint: str, generator: torch.Generator) -> nn.Module:
+    """A seed with the slot's device, precision and mode."""
+    seed = build_seed(blueprint, slot.layout, slot.width, slot.alpha.device, generator)
+    return seed.to(slot.alpha.dtype).train(slot.training)
 
 
 def fossilize(slot: SeedSlot) -> SeedEvent:
@@ -100,10 +109,10 @@ def may_fossilize(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig) -
     return slot.stage is Stage.PROBATIONARY and not gate_fossil(evidence, config)
 
 
-def _move(slot: SeedSlot, stage: Stage, cause: str, blueprint: str | None = None) -> SeedEvent:
+def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
     before = slot.stage
     slot.move_to(stage)
-    return SeedEvent(slot.name, blueprint or slot.blueprint or "", before, stage, cause)
+    return SeedEvent(slot.name, slot.blueprint or "", before, stage, cause)
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -143,6 +152,5 @@ def rebuild(network: nn.Module, structure: list[dict[str, Any]]) -> None:
         slot.age, slot.ticks_in_stage = entry["age"], entry["ticks_in_stage"]
         slot.alpha.fill_(slot.alpha_now)
         if slot.occupied:
-            device = slot.alpha.device
             # Any generator will do: the weights are loaded over it.
-            slot.seed = build_seed(slot.blueprint, slot.layout, slot.width, device, torch.Generator(device))
+            slot.seed = _new_seed(slot, slot.blueprint, torch.Generator(slot.alpha.device))

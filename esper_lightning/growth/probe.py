@@ -29,34 +29,47 @@ def probe_seeds(
     network.train()
     for blueprint in blueprints:
         get(blueprint)  # an unknown name ends it here
-        shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
-
-        def watch(slot: SeedSlot, x: Tensor, shapes: dict[str, tuple[torch.Size, torch.Size]] = shapes) -> Tensor:
-            if slot.occupied:
-                shapes[slot.name] = (x.shape, slot.seed(x.detach()).shape)
-                if shapes[slot.name][0] != shapes[slot.name][1]:
-                    return x
-            return slot.express(x)
-
+        trial = _Trial()
         for slot in slots.values():
             slot.empty()
-            slot.branch = watch
+            slot.branch = trial
             if blueprint in names(slot.layout):
                 germinate(slot, blueprint, FULL, generator)
         loss_of(network).backward()
         for slot in slots.values():
-            reasons[slot.name, blueprint] = _reasons(slot, shapes.get(slot.name))
+            reasons[slot.name, blueprint] = _reasons(slot, trial)
     return reasons
 
 
-def _reasons(slot: SeedSlot, shapes: tuple[torch.Size, torch.Size] | None) -> list[str]:
+class _Trial:
+    """Stands in for the slots' forward pass: runs each seed, and keeps the host going where that fails."""
+
+    def __init__(self) -> None:
+        self.reached: set[str] = set()
+        self.against: dict[str, str] = {}
+
+    def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        self.reached.add(slot.name)
+        if not slot.occupied:
+            return x
+        try:
+            after = slot.seed(x.detach()).shape
+        except RuntimeError as error:  # whatever torch has against the shape
+            self.against[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
+            return x
+        if after != x.shape:
+            self.against[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(after)}"
+            return x
+        return slot.express(x)
+
+
+def _reasons(slot: SeedSlot, trial: _Trial) -> list[str]:
     if not slot.occupied:
         return [f"does not grow on {slot.layout} features"]
-    if shapes is None:
+    if slot.name not in trial.reached:
         return ["the host's forward pass does not reach the slot"]
-    before, after = shapes
-    if before != after:
-        return [f"changes the feature's shape from {tuple(before)} to {tuple(after)}"]
+    if slot.name in trial.against:
+        return [trial.against[slot.name]]
     if count_parameters(slot.seed) == 0:
         return ["has no parameters"]
     if not any(p.grad is not None and p.grad.any() for p in slot.seed.parameters()):

@@ -1,0 +1,36 @@
+"""Hosts on several processor cores: a worker for each of torch's threads, single-threaded operators, equal results."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.tasks import Split, Task
+
+
+class ThreadsExecutor(LoopExecutor):
+    """As LoopExecutor, with the environments dealt out to worker threads: whoever is free takes the next.
+
+    Python itself runs one thread at a time, but torch's kernels and the backward pass let the others run. Environments
+    share nothing that is written, so neither the number of workers nor their order changes any result.
+    """
+
+    def __init__(self, task: Task, onednn: bool) -> None:
+        super().__init__(task, onednn)
+        # One thread per operator: operators on tiny hosts are too small to split, and the cores are taken by hosts.
+        self.workers = ThreadPoolExecutor(torch.get_num_threads(), "host", torch.set_num_threads, (1,))
+
+    def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        with convolutions(self.onednn):
+            return torch.stack(list(self.workers.map(lambda env: self._train(env, data), envs)))
+
+    def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        def work(env: HostEnv) -> Tensor:
+            with torch.inference_mode():  # holds for one thread
+                return self._validate(env, data)
+
+        with convolutions(self.onednn):
+            return torch.stack(list(self.workers.map(work, envs)))

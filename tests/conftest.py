@@ -1,0 +1,98 @@
+"""What tests share: one thread, digits loaded once, and pools and rollouts small enough to run in every test."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import nn
+
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import CNN
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig
+from esper_lightning.tasks import Digits
+
+# Reproducible, and no examples left behind in the checkout.
+settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)
+settings.load_profile("esper")
+
+# Hosts are tiny: a second thread costs more than it brings, and on a busy machine ten times more.
+torch.set_num_threads(1)
+
+SMALL = EnvConfig(
+    horizon=6,
+    training=HostTraining(batches=2),
+    # Quick lives: within six ticks a seed can reach every stage.
+    lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
+    actions=ActionConfig(blueprints=["norm", "conv_small", "conv_light"], tempos={"FAST": 1, "SLOW": 2}),
+)
+
+
+def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """390 parameters, three slots."""
+    return CNN(
+        input_shape, outputs, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False
+    )
+
+
+@pytest.fixture(scope="session")
+def make_pool() -> Callable[..., HostPool]:
+    """`make_pool(n_envs, host=…, horizon=…, training=…, …)`: a small pool on digits; the rest replaces EnvConfig's."""
+    task = Digits(validation=100, test=100)
+    data = task.load()
+
+    def make(n_envs: int = 2, host: Callable[[Sequence[int], int], nn.Module] = small_host, **changes: Any) -> HostPool:
+        return HostPool(task, data, host, replace(SMALL, **changes), n_envs, torch.device("cpu"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[..., Policy]:
+    """`make_policy(pool, seed)`: a small untrained policy that fits the pool."""
+
+    def make(pool: HostPool, seed: int = 0) -> Policy:
+        space = pool.space
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return Policy(
+                len(pool.feature_names),
+                len(space.slots),
+                len(space.blueprints),
+                len(space.tempos),
+                PolicyConfig(width=16),
+            )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_loop(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> Callable[..., RolloutLoop]:
+    """`make_loop(n_envs, gamma=…, …)`: acts in a small pool of its own; the rest goes to PPOConfig."""
+
+    def make(n_envs: int = 3, **ppo: Any) -> RolloutLoop:
+        pool = make_pool(n_envs)
+        observation_norm = RunningMeanStd((len(pool.feature_names),))
+        value_norm = RunningMeanStd((), clip=float("inf"))
+        return RolloutLoop(pool, make_policy(pool), observation_norm, value_norm, PPOConfig(**ppo), run_seed=7)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def play_rollout() -> Callable[[RolloutLoop], None]:
+    """Begins a rollout and goes through all its ticks."""
+
+    def play(loop: RolloutLoop) -> None:
+        loop.begin_rollout()
+        for _ in range(loop.pool.config.horizon):
+            loop.tick()
+
+    return play

@@ -1,0 +1,115 @@
+"""The reference executor against what anybody would write by hand."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.baselines import WaitOnly
+
+WAIT = (Op.WAIT, 0, 0, 0)
+
+
+def act(*rows: tuple[int, int, int, int]) -> Action:
+    return Action(*torch.tensor(rows).unbind(1))
+
+
+def grown_pool(make_pool: Callable[..., HostPool]) -> HostPool:
+    """One environment with a fossil, a probationary seed and a seed that still blends."""
+    pool = make_pool(1, horizon=20)
+    pool.reset([4])
+    for row in [(Op.GERMINATE, 0, 1, 0), (Op.GERMINATE, 2, 2, 0), WAIT, (Op.FOSSILIZE, 0, 0, 0)]:
+        pool.step(act(row))
+    pool.step(act((Op.GERMINATE, 1, 0, 1)))
+    pool.step(act(WAIT))
+    assert [slot.stage for slot in pool.envs[0].slots] == [Stage.FOSSILIZED, Stage.BLENDING, Stage.PROBATIONARY]
+    return pool
+
+
+def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1, training=HostTraining(lr=0.01, batches=3, max_grad_norm=None))
+    pool.reset([4])
+    env, (inputs, targets) = pool.envs[0], pool.data.train
+    network = deepcopy(env.network).train()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    generator = env.generator.get_state()
+    losses, hits = [], []
+    for indices in env.draw_batches(pool.data.train.samples):
+        outputs = network(inputs[indices])
+        loss = F.cross_entropy(outputs, targets[indices])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        hits.append((outputs.argmax(1) == targets[indices]).float().mean().item())
+    norm = torch.cat([p.grad.flatten() for p in network.parameters()]).norm().item()
+
+    env.generator.set_state(generator)
+    row = pool.executor.train_epoch([env], pool.data.train)[0].tolist()
+
+    for ours, theirs in zip(env.network.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert row[:4] == pytest.approx([sum(losses) / 3, sum(hits) / 3, norm, 1.0], rel=1e-4)
+    assert row[4:] == [0.0, 1.0] * 3  # of empty slots
+
+
+def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool: Callable[..., HostPool]) -> None:
+    pool = grown_pool(make_pool)
+    env, (inputs, targets) = pool.envs[0], pool.data.validation
+    loss, accuracy = pool.executor.validate([env], pool.data.validation)[0]
+
+    slots = [slot.name for slot in env.slots]
+    left_out = [[], *([name] for name in slots), slots[1:]]  # the last: what is fossilized alone
+    for variant, names in enumerate(left_out):
+        network = deepcopy(env.network).eval()
+        for name in names:
+            slots_of(network)[name].empty()
+        outputs = network(inputs)
+        torch.testing.assert_close(loss[variant], F.cross_entropy(outputs, targets), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(accuracy[variant], (outputs.argmax(1) == targets).float().mean())
+    assert len(set(loss.tolist())) == 5, "every combination should say something else"
+
+
+def test_a_contribution_is_accuracy_with_minus_accuracy_without(make_pool: Callable[..., HostPool]) -> None:
+    pool, wait = grown_pool(make_pool), WaitOnly()
+    for _ in range(2):
+        pool.step(wait.act(pool))  # until no ramp moves any more
+    env, (inputs, targets) = pool.envs[0], pool.data.validation
+
+    def points(without: str | None = None) -> float:
+        network = deepcopy(env.network).eval()
+        if without:
+            slots_of(network)[without].empty()
+        return 100.0 * (network(inputs).argmax(1) == targets).float().mean().item()
+
+    expected = [points() - points(without=slot.name) for slot in env.slots]
+    assert [record.contribution for record in env.records] == pytest.approx(expected, abs=1e-3)
+    assert any(expected)
+
+
+def test_validation_changes_nothing(make_pool: Callable[..., HostPool]) -> None:
+    pool = grown_pool(make_pool)
+    before = deepcopy(pool.envs[0].network.state_dict())
+
+    pool.executor.validate(pool.envs, pool.data.validation)
+
+    after = pool.envs[0].network.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_clock_gives_a_ticks_time_by_phase_and_begins_again(make_pool: Callable[..., HostPool]) -> None:
+    pool, wait = make_pool(1), WaitOnly()
+    pool.clock.take()
+    pool.step(wait.act(pool))
+
+    seconds = pool.clock.take()
+
+    assert min(seconds["train"], seconds["validate"], seconds["bookkeeping"]) > 0
+    assert seconds["policy"] == seconds["update"] == 0
+    assert not any(pool.clock.take().values())

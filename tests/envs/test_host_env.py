@@ -1,0 +1,215 @@
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.baselines import RandomValid
+
+CALM = GradientStats(norm=1.0, health=1.0)
+
+
+def nothing_new(env: HostEnv) -> Measured:
+    """What a host epoch may have shown: all seeds healthy and of no effect."""
+    variants = len(env.variants())
+    return Measured(1.0, 0.5, CALM, [CALM] * len(env.slots), [1.0] * variants, [0.5] * variants)
+
+
+def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
+    """All that can be known of an episode."""
+    controller = RandomValid(wanderer)
+    seen = [pool.reset([seed]).features.clone()]
+    for _ in range(pool.config.horizon):
+        step = pool.step(controller.act(pool))
+        seen += [step.observation.features.clone(), step.observation.blueprints.clone(), step.reward]
+    return seen + [weights.clone() for weights in pool.envs[0].network.state_dict().values()]
+
+
+def momenta(env: HostEnv, group: str) -> list[Tensor]:
+    parameters = next(g["params"] for g in env.optimizer.param_groups if g["name"] == group)
+    return [value.clone() for p in parameters for value in env.optimizer.state[p].values()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_an_episode_in_a_used_environment_is_that_of_a_new_one(
+    make_pool: Callable[..., HostPool], optimizer: str
+) -> None:
+    training = HostTraining(optimizer=optimizer, batches=2, weight_decay=0.01)
+    pool = make_pool(1, training=training)
+    first = trajectory(pool, seed=5, wanderer=3)
+    other = trajectory(pool, seed=6, wanderer=4)
+    again = trajectory(pool, seed=5, wanderer=3)
+
+    assert any(slot.occupied for slot in pool.envs[0].slots), "the episode should grow something"
+    assert same(first, again)
+    assert same(first, trajectory(make_pool(1, training=training), seed=5, wanderer=3))
+    assert not same(first[:1], other[:1]), "another seed is another host"
+
+
+def test_a_reset_leaves_an_empty_host_and_one_group(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1)
+    env = pool.envs[0]
+    env.apply(Op.GERMINATE, 0, 1, 0)
+    pool.executor.train_epoch([env], pool.data.train)
+
+    env.reset(9)
+
+    assert [slot.stage for slot in env.slots] == [Stage.DORMANT] * 3
+    assert [group["name"] for group in env.optimizer.param_groups] == ["host"]
+    assert all(not value.any() for value in momenta(env, "host"))
+    assert (env.tick, env.history.accuracy, env.host_gradient) == (0, [], None)
+
+
+def test_a_tick_goes_over_the_data_without_repetition(make_pool: Callable[..., HostPool]) -> None:
+    env = make_pool(1, training=HostTraining(batch_size=32, batches=None)).envs[0]
+
+    batches = env.draw_batches(samples=100)
+    assert batches.shape == (3, 32)  # without the incomplete last one
+    assert len(set(batches.flatten().tolist())) == 96
+    assert set(batches.flatten().tolist()) <= set(range(100))
+    assert not torch.equal(batches, env.draw_batches(100)), "the next tick has another order"
+
+
+def test_more_batches_than_one_pass_go_over_the_data_again(make_pool: Callable[..., HostPool]) -> None:
+    env = make_pool(1, training=HostTraining(batch_size=8, batches=7)).envs[0]
+
+    order = env.draw_batches(samples=20).flatten()
+    assert len(order) == 56
+    for begin in (0, 20):
+        assert sorted(order[begin : begin + 20].tolist()) == list(range(20))
+    assert len(set(order[40:].tolist())) == 16
+    assert not torch.equal(order[:20], order[20:40])
+
+
+def test_the_batches_of_a_tick_depend_on_the_environments_seed(make_pool: Callable[..., HostPool]) -> None:
+    one, other = make_pool(2).envs
+    one.reset(3)
+    other.reset(3)
+    assert torch.equal(one.draw_batches(50), other.draw_batches(50))
+    other.reset(4)
+    one.reset(3)
+    assert not torch.equal(one.draw_batches(50), other.draw_batches(50))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_seed_keeps_its_momentum_when_it_begins_to_blend(make_pool: Callable[..., HostPool], optimizer: str) -> None:
+    pool = make_pool(
+        1,
+        training=HostTraining(optimizer=optimizer, batches=2),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None),
+    )
+    env = pool.envs[0]
+    env.apply(Op.GERMINATE, 1, 2, 0)
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    before, host = momenta(env, "block2.pool"), momenta(env, "host")
+    assert any(value.any() for value in before)
+
+    events = env.finish_tick(nothing_new(env))
+
+    assert [event.after for event in events] == [Stage.TRAINING, Stage.BLENDING]
+    assert same(momenta(env, "block2.pool"), before)
+    assert same(momenta(env, "host"), host)
+
+
+def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cull(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    pool = make_pool(1)
+    env = pool.envs[0]
+    env.apply(Op.GERMINATE, 0, 1, 0)
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    host, neighbour = momenta(env, "host"), momenta(env, "block1.pool")
+    assert any(value.any() for value in host)
+
+    env.apply(Op.GERMINATE, 2, 2, 0)
+    assert same(momenta(env, "host"), host) and same(momenta(env, "block1.pool"), neighbour)
+    env.apply(Op.CULL, 2, 0, 0)
+    assert same(momenta(env, "host"), host) and same(momenta(env, "block1.pool"), neighbour)
+    assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
+
+
+def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_blended(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=False)).envs[0]
+    env.apply(Op.GERMINATE, 1, 0, 0)
+    known = []
+    for without in (0.1, 0.4, 0.55):
+        accuracy = [0.5, 0.9, without, 0.9, 0.3]  # with all, without each slot in turn, with the fossilized alone
+        env.finish_tick(nothing_new(env)._replace(accuracy=accuracy))
+        known.append((env.records[1].previous_contribution, env.records[1].contribution))
+
+    assert known[0] == (None, None)  # the seed only learned
+    assert known[1] == (None, pytest.approx(10.0))
+    assert known[2] == (pytest.approx(10.0), pytest.approx(-5.0))
+    assert env.records[0].contribution is None
+
+
+def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool: Callable[..., HostPool]) -> None:
+    env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=True)).envs[0]
+    env.reset(1)
+    env.record(nothing_new(env))
+    env.apply(Op.GERMINATE, 0, 0, 0)
+    for _ in range(2):
+        env.finish_tick(nothing_new(env))
+    assert env.slots[0].stage is Stage.PROBATIONARY
+
+    env.finish_tick(nothing_new(env))  # it contributes nothing
+
+    assert env.slots[0].stage is Stage.CULLED
+    assert [group["name"] for group in env.optimizer.param_groups] == ["host"]
+    assert env.records[0].contribution is None
+
+
+@pytest.mark.parametrize("limit", [1e-3, None])
+def test_the_gradients_of_host_and_seed_are_clipped_each_for_itself(
+    make_pool: Callable[..., HostPool], limit: float | None
+) -> None:
+    training = HostTraining(optimizer="sgd", lr=1.0, momentum=0.0, batches=1, max_grad_norm=limit)
+    pool = make_pool(1, training=training)
+    env = pool.envs[0]
+    env.apply(Op.GERMINATE, 2, 1, 0)
+    groups = {group["name"]: group["params"] for group in env.optimizer.param_groups}
+    before = deepcopy(groups)
+
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+
+    for name, parameters in groups.items():
+        moved = [p - q for p, q in zip(parameters, before[name], strict=True)]
+        norm = torch.stack([m.norm() for m in moved]).norm().item()  # lr is 1: the length of the gradient used
+        assert norm == pytest.approx(limit, rel=1e-3) if limit else norm > 1e-2
+
+
+def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> None:
+    env = make_pool(1, training=HostTraining(lr=0.02, seed_lr_factor=0.5, batches=1)).envs[0]
+    env.apply(Op.GERMINATE, 0, 0, 0)
+
+    assert {group["name"]: group["lr"] for group in env.optimizer.param_groups} == {"host": 0.02, "block1.pool": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0.0}, "training.lr must be positive, got 0.0"),
+        ({"seed_lr_factor": -1.0}, "seed_lr_factor must be positive"),
+        ({"batch_size": 0}, "batch_size must be positive"),
+        ({"batches": 0}, "batches must be positive"),
+        ({"max_grad_norm": -5.0}, "max_grad_norm must be positive"),
+        ({"weight_decay": -0.1}, "weight_decay must not be negative"),
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
+    ],
+)
+def test_an_impossible_training_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HostTraining(**settings)

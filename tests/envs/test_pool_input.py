@@ -1,0 +1,110 @@
+"""Settings and actions that make no sense are refused with one line that says why."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.envs import Action, ActionConfig, EnvConfig, HostPool, Op
+from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+
+WAIT = (Op.WAIT, 0, 0, 0)
+
+
+def act(*rows: tuple[int, int, int, int]) -> Action:
+    return Action(*torch.tensor(rows).unbind(1))
+
+
+def without_slots(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    return CNN(input_shape, outputs, base=2, slots=[])
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: Callable[..., HostPool]) -> HostPool:
+    return make_pool(1)
+
+
+class OneSlotUnreached(CNN):
+    """A host that never runs its last block's slot."""
+
+    def _grow(self, key: str, x: torch.Tensor) -> torch.Tensor:
+        return x if key == "block3" else super()._grow(key, x)
+
+
+def unreached(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    return OneSlotUnreached(input_shape, outputs, base=2, pools=2, slots=["block1", "block3"])
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "changes", "message"),
+    [
+        (0, {}, "n_envs must be at least 1, got 0"),
+        (-1, {}, "n_envs must be at least 1, got -1"),
+        (1, {"training": HostTraining(batch_size=5000)}, "batch_size is 5000, more than the task's 1597"),
+        (1, {"host": without_slots}, "the host has no slots"),
+        (1, {"host": unreached}, "slot 'block3': nothing can grow there; .*does not reach the slot"),
+    ],
+)
+def test_a_pool_that_cannot_work_is_refused(
+    make_pool: Callable[..., HostPool], n_envs: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_pool(n_envs, **changes)
+
+
+@pytest.mark.parametrize("horizon", [0, -3])
+def test_an_episode_without_ticks_is_refused(horizon: int) -> None:
+    with pytest.raises(ValueError, match=f"horizon must be at least 1 tick, got {horizon}"):
+        EnvConfig(horizon=horizon)
+
+
+def test_a_batch_may_be_as_large_as_the_data(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1, training=HostTraining(batch_size=1597))
+
+    assert pool.envs[0].draw_batches(pool.data.train.samples).shape == (1, 1597)
+
+
+def test_without_a_choice_everything_that_grows_on_images_is_on_offer(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1, actions=ActionConfig())
+
+    assert {"norm", "attention", "conv_small", "depthwise", "bottleneck", "conv_light", "conv_heavy"} <= set(
+        pool.space.blueprints
+    )
+    assert pool.space.slots == ["block1.pool", "block2.pool", "block3"]
+    assert pool.space.tempos == ["FAST", "STANDARD", "SLOW"]
+    assert pool.masks.blueprint.all()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (9, 0, 0, 0),
+        (Op.GERMINATE, 3, 0, 0),
+        (Op.GERMINATE, -1, 0, 0),
+        (Op.GERMINATE, 0, 3, 0),
+        (Op.GERMINATE, 0, -1, 0),
+        (Op.GERMINATE, 0, 0, 2),
+        (Op.GERMINATE, 0, 0, -1),
+    ],
+)
+def test_an_action_that_names_nothing_is_refused(pool: HostPool, row: tuple[int, int, int, int]) -> None:
+    pool.reset([0])
+
+    with pytest.raises(ValueError):
+        pool.step(act(row))
+
+
+def test_an_action_that_is_refused_for_one_environment_is_carried_out_in_none(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    pool = make_pool(2)
+
+    with pytest.raises(ValueError, match=r"host 1: CULL block1.pool is masked"):
+        pool.step(act((Op.GERMINATE, 0, 0, 0), (Op.CULL, 0, 0, 0)))
+
+    assert pool.envs[0].slots[0].stage is Stage.DORMANT
+    pool.step(act((Op.GERMINATE, 0, 0, 0), WAIT))

@@ -1,0 +1,143 @@
+"""Many on/off combinations of seeds in one pass, against one plain pass for each."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.counterfactual import forward_variants
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+from esper_lightning.tasks import Digits
+from tests.growth.grown import grow, loss_of, slot_named, small_batch, small_cnn
+
+PLACES = ["block1", "block2.pool", "block3.pool"]
+
+HALF = Ramp(start=0.0, target=0.5, ticks=1, curve="linear")
+
+BLENDED = [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
+
+
+def grown_cnn(seeds: int) -> CNN:
+    """Three slots, the first `seeds` of them with blended seeds, in float64 and evaluation mode."""
+    network = small_cnn(PLACES)
+    loss_of(network)  # moves BatchNorm's statistics
+    for place, stage in zip(PLACES[:seeds], BLENDED, strict=False):
+        grow(slot_named(network, place), stage, "conv_light", HALF, seed=len(place))
+    return network.double().eval()
+
+
+def images() -> Tensor:
+    return small_batch(samples=6)[0].double()
+
+
+def family(places: Sequence[str]) -> list[frozenset[str]]:
+    """Every combination of places, from none to all."""
+    return [frozenset(chosen) for k in range(len(places) + 1) for chosen in combinations(places, k)]
+
+
+def plain_pass(network: nn.Module, active: frozenset[str], x: Tensor) -> Tensor:
+    """The outputs of a network that has only the active seeds: the others are taken out."""
+    network = deepcopy(network)
+    for name, slot in slots_of(network).items():
+        if name not in active:
+            slot.empty()
+    return network(x)
+
+
+def check_against_plain_passes(network: nn.Module, variants: list[frozenset[str]], groups: int) -> None:
+    outputs, places = forward_variants(network, variants, images())
+    by_group = outputs.unflatten(0, (groups, -1))
+    assert len(by_group[0]) == len(images())
+    assert sorted(set(places)) == list(range(groups))
+    for variant, place in zip(variants, places, strict=True):
+        torch.testing.assert_close(by_group[place], plain_pass(network, variant, images()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seeds", [0, 1, 2, 3])
+def test_the_whole_family_equals_one_plain_pass_for_each_member(seeds: int) -> None:
+    check_against_plain_passes(grown_cnn(seeds), family(PLACES), groups=2**seeds)
+
+
+@pytest.mark.parametrize(("seeds", "groups"), [(1, 2), (2, 3), (3, 4)])
+def test_leaving_out_one_seed_at_a_time_costs_one_group_for_each_blended_seed(seeds: int, groups: int) -> None:
+    everything = frozenset(PLACES)
+    leave_one_out = [everything, *(everything - {place} for place in PLACES)]
+    check_against_plain_passes(grown_cnn(seeds), leave_one_out, groups)
+    check_against_plain_passes(grown_cnn(seeds), leave_one_out[::-1], groups)
+
+
+def test_combinations_that_are_named_twice_are_run_once() -> None:
+    check_against_plain_passes(grown_cnn(3), [frozenset(PLACES), frozenset(), frozenset(PLACES), frozenset()], groups=2)
+
+
+def test_every_member_of_the_family_says_something_else() -> None:
+    outputs, _ = forward_variants(grown_cnn(3), family(PLACES), images())
+    groups = outputs.unflatten(0, (8, -1))
+    assert all(not torch.allclose(groups[i], groups[j]) for i, j in combinations(range(8), 2))
+
+
+@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
+def test_a_seed_that_is_not_blended_never_takes_part(stage: Stage) -> None:
+    network = small_cnn(PLACES).double().eval()
+    grow(slot_named(network.float(), PLACES[0]), stage)
+    outputs, places = forward_variants(network.double(), [frozenset(), frozenset(PLACES)], images())
+    assert places == [0, 0]
+    torch.testing.assert_close(outputs, small_cnn(PLACES).double().eval()(images()))
+
+
+def test_work_before_the_first_difference_is_done_once() -> None:
+    network, rows = grown_cnn(3), []
+    for convolution in network.convs:
+        convolution.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    forward_variants(network, family(PLACES), images())
+    assert rows == [6, 2 * 6, 4 * 6]
+
+
+def test_a_seed_at_alpha_0_contributes_exactly_nothing() -> None:
+    network = grown_cnn(3)
+    slot = slot_named(network, "block2.pool")
+    slot.alpha.zero_()
+    everything = frozenset(PLACES)
+    batch, digits = small_batch(samples=64)
+    variants = [everything, everything - {"block2.pool"}, everything - {"block3.pool"}]
+    outputs, places = forward_variants(network, variants, batch.double())
+    assert len(set(places)) == 3
+    correct = Digits().measure(outputs, digits.repeat(3)).correct.view(3, -1)[places]
+    assert correct[0].mean() - correct[1].mean() == 0.0
+    assert torch.equal(correct[0], correct[1])
+    assert not torch.equal(correct[0], correct[2])  # a seed with alpha does matter
+
+
+def test_a_network_is_as_it_was_after_a_counterfactual_pass() -> None:
+    network = grown_cnn(3)
+    before = network(images())
+    forward_variants(network, family(PLACES), images())
+    assert all(slot.branch is None for slot in slots_of(network).values())
+    assert torch.equal(network(images()), before)
+
+
+def test_a_network_is_as_it_was_after_a_pass_that_failed() -> None:
+    network = grown_cnn(3)
+    before = network(images())
+    with pytest.raises(RuntimeError, match="channels"):
+        forward_variants(network, family(PLACES), images().expand(-1, 3, -1, -1))
+    assert all(slot.branch is None for slot in slots_of(network).values())
+    handle = network.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # after every slot has split the batch
+        forward_variants(network, family(PLACES), images())
+    handle.remove()
+    assert all(slot.branch is None for slot in slots_of(network).values())
+    assert torch.equal(network(images()), before)
+
+
+def test_a_network_without_slots_has_one_group() -> None:
+    network = small_cnn([]).double().eval()
+    outputs, places = forward_variants(network, [frozenset(), frozenset({"block1"})], images())
+    assert places == [0, 0]
+    assert torch.equal(outputs, network(images()))

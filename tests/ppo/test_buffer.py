@@ -1,0 +1,133 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import Op
+from esper_lightning.ppo.buffer import Rollout, RolloutBuffer
+from esper_lightning.rollout import RolloutLoop
+
+
+@pytest.fixture(scope="module")
+def loop(make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]) -> RolloutLoop:
+    made = make_loop(n_envs=5)
+    play_rollout(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollout(loop: RolloutLoop) -> Rollout:
+    return loop.finish_rollout()[0]
+
+
+def empty_buffer(loop: RolloutLoop) -> RolloutBuffer:
+    return RolloutBuffer(loop.buffer.ticks, loop.pool.observation, loop.pool.masks, loop.policy.width)
+
+
+def tensors(buffer: RolloutBuffer) -> list[Tensor]:
+    """All that has been stored so far."""
+    b, n = buffer, buffer.length
+    stored = (*b.observation, *b.masks, *b.action, b.log_prob, b.values, b.rewards, b.terminated, b.truncated, b.starts)
+    return [t[:n] for t in stored] + list(b.state)
+
+
+def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
+    """Stores the first `ticks` of `source` once more."""
+    buffer.clear(source.state)
+    for t in range(ticks):
+        seen = type(source.observation)(*(part[t] for part in source.observation))
+        masks = type(source.masks)(*(part[t] for part in source.masks))
+        action = type(source.action)(*(part[t] for part in source.action))
+        buffer.add_decision(seen, masks, action, source.log_prob[t], source.values[t], source.starts[t])
+        buffer.add_outcome(source.rewards[t], source.terminated[t], source.truncated[t])
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 4, 6])
+def test_a_buffer_that_is_saved_in_mid_rollout_is_the_same_when_loaded(loop: RolloutLoop, ticks: int) -> None:
+    buffer, other = empty_buffer(loop), empty_buffer(loop)
+    refill(buffer, loop.buffer, ticks)
+    refill(other, loop.buffer, 3)  # it held something else before
+
+    state = buffer.state_dict()
+    other.load_state_dict(state)
+
+    assert other.length == ticks
+    assert all(torch.equal(a, b) for a, b in zip(tensors(buffer), tensors(other), strict=True))
+
+
+def test_a_saved_buffer_does_not_change_when_the_rollout_goes_on(loop: RolloutLoop) -> None:
+    buffer = empty_buffer(loop)
+    refill(buffer, loop.buffer, 2)
+    state = buffer.state_dict()
+    before = [t.clone() for t in state["ticks"] + state["state"]]
+
+    refill(buffer, loop.buffer, 6)
+    buffer.rewards.fill_(9.0)
+    buffer.state.hidden.fill_(9.0)
+
+    assert all(torch.equal(a, b) for a, b in zip(before, state["ticks"] + state["state"], strict=True))
+
+
+def test_more_ticks_than_there_is_room_for_are_our_own_mistake(loop: RolloutLoop) -> None:
+    buffer, full = empty_buffer(loop), loop.buffer
+    refill(buffer, full, full.ticks)
+    seen, masks = loop.pool.observation, loop.pool.masks
+    action = type(full.action)(*(part[0] for part in full.action))
+
+    with pytest.raises(AssertionError, match="the rollout is full"):
+        buffer.add_decision(seen, masks, action, full.log_prob[0], full.values[0], full.starts[0])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_the_minibatches_of_an_epoch_hold_every_environment_once(rollout: Rollout, parts: int) -> None:
+    marked = rollout._replace(log_prob=torch.arange(5.0).expand(6, 5))
+    met: dict[int, list[list[int]]] = {}
+    for epoch, minibatch in marked.minibatches(epochs=3, parts=parts, generator=torch.Generator().manual_seed(0)):
+        assert minibatch.log_prob.shape[0] == 6, "sequences stay whole"
+        met.setdefault(epoch, []).append([int(i) for i in minibatch.log_prob[0]])
+
+    assert list(met) == [0, 1, 2]
+    for groups in met.values():
+        assert len(groups) == parts
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+        assert sorted(env for group in groups for env in group) == [0, 1, 2, 3, 4]
+    assert met[0] != met[1] or met[1] != met[2], "every epoch has its own order"
+
+
+def test_minibatches_are_reproducible(rollout: Rollout) -> None:
+    def order(seed: int) -> list[Tensor]:
+        return [m.log_prob for _, m in rollout.minibatches(2, 2, torch.Generator().manual_seed(seed))]
+
+    assert all(torch.equal(a, b) for a, b in zip(order(1), order(1), strict=True))
+
+
+def test_the_sequences_of_some_environments_are_those_columns_of_everything(rollout: Rollout) -> None:
+    some = rollout._replace(state=type(rollout.state)(torch.arange(5.0)[:, None], 10 + torch.arange(5.0)[:, None])).of(
+        torch.tensor([3, 0])
+    )
+
+    assert torch.equal(some.observation.features, rollout.observation.features[:, [3, 0]])
+    assert torch.equal(some.observation.blueprints, rollout.observation.blueprints[:, [3, 0]])
+    assert torch.equal(some.masks.slot, rollout.masks.slot[:, [3, 0]])
+    assert torch.equal(some.masks.blueprint, rollout.masks.blueprint[:, [3, 0]])
+    for ours, theirs in zip(some.action, rollout.action, strict=True):
+        assert torch.equal(ours, theirs[:, [3, 0]])
+    for name in ("log_prob", "values", "starts", "advantages", "targets"):
+        assert torch.equal(getattr(some, name), getattr(rollout, name)[:, [3, 0]])
+    # The recurrent state has no axis of time.
+    assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
+
+
+def test_op_frequencies_are_shares_of_the_free_decisions(loop: RolloutLoop) -> None:
+    buffer = empty_buffer(loop)
+    refill(buffer, loop.buffer, 4)
+    buffer.action.op.fill_(Op.CULL)
+    buffer.action.op[0] = torch.tensor([Op.WAIT, Op.GERMINATE, Op.GERMINATE, Op.FOSSILIZE, Op.WAIT])
+    buffer.masks.slot.fill_(True)
+    buffer.masks.slot[1:, :, 1:] = False  # from the second tick on nothing but waiting is possible
+    buffer.masks.slot[0, 4, 1:] = False
+
+    assert buffer.op_frequency() == {"WAIT": 0.25, "GERMINATE": 0.5, "CULL": 0.0, "FOSSILIZE": 0.25}
+    buffer.clear(buffer.state)
+    assert set(buffer.op_frequency().values()) == {0.0}

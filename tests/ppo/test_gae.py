@@ -1,0 +1,142 @@
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from esper_lightning.ppo.gae import explained_variance, gae, normalise
+
+
+class Sample(NamedTuple):
+    rewards: Tensor
+    values: Tensor
+    next_values: Tensor
+    terminated: Tensor
+    truncated: Tensor
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """A rollout of up to 9 steps and 4 environments that ends here and there, in either way."""
+    shape = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    ends = draw(st.sampled_from([0.0, 0.2, 0.5]))
+
+    def numbers() -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def flags() -> Tensor:
+        return torch.rand(shape, generator=generator) < ends
+
+    return Sample(numbers(), numbers(), numbers(), flags(), flags())
+
+
+def by_definition(s: Sample, gamma: float, lam: float) -> Tensor:
+    """A_t = sum over l of (gamma·lam)^l · delta_{t+l}, up to the episode's end."""
+    steps, envs = s.rewards.shape
+    advantages = torch.zeros(steps, envs, dtype=torch.float64)
+    for n in range(envs):
+        for t in range(steps):
+            for k in range(t, steps):
+                bootstrap = 0.0 if s.terminated[k, n] else gamma * s.next_values[k, n]
+                advantages[t, n] += (gamma * lam) ** (k - t) * (s.rewards[k, n] + bootstrap - s.values[k, n])
+                if s.terminated[k, n] or s.truncated[k, n]:
+                    break
+    return advantages
+
+
+@given(sample=samples(), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+def test_gae_matches_its_definition(sample: Sample, gamma: float, lam: float) -> None:
+    advantages, returns = gae(*sample, gamma=gamma, lam=lam)
+
+    expected = by_definition(sample, gamma, lam)
+    torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(returns, expected + sample.values, rtol=1e-9, atol=1e-9)
+
+
+def column(*numbers: float) -> Tensor:
+    return torch.tensor(numbers)[:, None]
+
+
+def test_gae_matches_a_hand_computed_rollout() -> None:
+    advantages, returns = gae(
+        rewards=column(1.0, 2.0),
+        values=column(0.5, 1.0),
+        next_values=column(1.0, 3.0),
+        terminated=column(False, False),
+        truncated=column(False, False),
+        gamma=0.5,
+        lam=0.5,
+    )
+    # delta = [1 + 0.5*1 - 0.5, 2 + 0.5*3 - 1] = [1.0, 2.5];  A_0 = 1.0 + 0.25 * 2.5
+    torch.testing.assert_close(advantages, column(1.625, 2.5))
+    torch.testing.assert_close(returns, column(2.125, 3.5))
+
+
+@pytest.mark.parametrize(
+    ("terminated", "truncated", "expected"),
+    [
+        (True, False, 1.0),  # the last state is worth nothing
+        (False, True, 1.0 + 4.0),  # a time limit keeps its value
+        (True, True, 1.0),  # a terminal state is worth nothing, whatever the clock says
+    ],
+)
+def test_only_a_time_limit_keeps_the_value_of_the_last_state(
+    terminated: bool, truncated: bool, expected: float
+) -> None:
+    _, returns = gae(column(1.0), column(7.0), column(4.0), column(terminated), column(truncated), gamma=1.0, lam=0.95)
+
+    torch.testing.assert_close(returns, column(expected))
+
+
+def test_what_happens_after_an_end_changes_nothing_before_it() -> None:
+    def advantage_of_the_first_step(later_reward: float) -> float:
+        ends = column(False, True, False)
+        rewards = column(1.0, 1.0, later_reward)
+        return gae(rewards, column(0, 0, 0.0), column(0, 9.0, 0), ends, ends & False, 1.0, 1.0)[0][0].item()
+
+    assert advantage_of_the_first_step(0.0) == advantage_of_the_first_step(1e6) == 2.0
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_counted_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    advantages = 3.0 + 5.0 * torch.randn(40, 6, generator=generator)
+    counted = torch.rand(40, 6, generator=generator) < 0.5
+
+    scaled = normalise(advantages, counted, floor=1e-3)
+
+    assert scaled[counted].mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert scaled[counted].std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert torch.equal(scaled.flatten().argsort(), advantages.flatten().argsort()), "the order stays"
+
+
+def test_forced_steps_have_no_say_in_the_normalisation() -> None:
+    advantages, counted = torch.tensor([1.0, 3.0, 50.0]), torch.tensor([True, True, False])
+
+    torch.testing.assert_close(normalise(advantages, counted, floor=1e-3), torch.tensor([-1.0, 1.0, 48.0]))
+
+
+def test_advantages_that_are_alike_stay_small() -> None:
+    # Deviation 1e-5, taken for the floor of 1e-2.
+    scaled = normalise(torch.tensor([0.5, 0.50002]), torch.ones(2, dtype=torch.bool), floor=1e-2)
+
+    torch.testing.assert_close(scaled, torch.tensor([-1e-3, 1e-3]), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_too_few_counted_steps_give_no_advantage(counted: int) -> None:
+    where = torch.arange(4) < counted
+
+    assert normalise(torch.tensor([1.0, 2.0, 3.0, 4.0]), where, floor=1e-3).tolist() == [0.0] * 4
+
+
+def test_explained_variance_tells_a_perfect_critic_from_a_useless_one() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
+
+    assert explained_variance(returns, returns).item() == 1.0
+    assert explained_variance(returns + 5.0, returns).item() == pytest.approx(1.0), "a constant error is no variance"
+    assert explained_variance(torch.full((4,), 3.0), returns).item() == pytest.approx(0.0)
+    assert explained_variance(-returns, returns).item() == pytest.approx(-3.0)  # Var(2R) = 4 Var(R)
+    assert explained_variance(torch.zeros(4), torch.ones(4)).isfinite()

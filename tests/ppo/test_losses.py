@@ -1,0 +1,191 @@
+import math
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from esper_lightning.envs import HEADS, Op
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.losses import PPOConfig, clipped_surrogate, kl_estimate, ppo_terms, value_loss
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "learns"),
+    [
+        (1.0, 2.0, -2.0, True),
+        (1.1, 2.0, -2.2, True),
+        (1.5, 2.0, -2.4, False),  # already much likelier: no reward for more
+        (0.5, 2.0, -1.0, True),  # a good action that became unlikely: come back
+        (0.5, -2.0, 1.6, False),  # already much less likely: no reward for more
+        (1.5, -2.0, 3.0, True),  # a bad action that became likely: come back
+    ],
+)
+def test_the_surrogate_is_pessimistic(ratio: float, advantage: float, loss: float, learns: bool) -> None:
+    r = torch.tensor(ratio, requires_grad=True)
+
+    value = clipped_surrogate(r, torch.tensor(advantage), clip=0.2)
+    value.backward()
+
+    assert value.item() == pytest.approx(loss)
+    assert r.grad.item() == pytest.approx(-advantage if learns else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "loss"),
+    [
+        (3.0, 0.0, 1.0, None, 2.0),
+        (3.0, 0.0, 1.0, 10.0, 2.0),  # within the clip: as without
+        (1.0, 0.0, 1.0, 0.5, 0.125),  # right, but moved too far: judged where the clip ends, at 0.5
+        (-1.0, 0.0, 1.0, 0.5, 2.0),  # wrong way: the worse of the two errors
+    ],
+)
+def test_the_value_loss_is_half_the_squared_error_and_clipped_on_request(
+    value: float, old: float, target: float, clip: float | None, loss: float
+) -> None:
+    assert value_loss(*torch.tensor([value, old, target]), clip).item() == pytest.approx(loss)
+
+
+@given(log_ratio=st.floats(-20.0, 10.0))
+def test_the_kl_estimate_is_never_negative(log_ratio: float) -> None:
+    assert kl_estimate(torch.tensor(log_ratio)).item() >= 0.0
+
+
+def test_the_kl_estimate_is_0_where_nothing_moved() -> None:
+    assert kl_estimate(torch.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_the_kl_estimate_is_right_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(6, generator=generator, dtype=torch.float64).softmax(0)
+    new = torch.randn(6, generator=generator, dtype=torch.float64).softmax(0)
+
+    average = (old * kl_estimate((new / old).log())).sum()
+
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(old), torch.distributions.Categorical(new)
+    )
+    torch.testing.assert_close(average, expected)
+
+
+@pytest.fixture(scope="module")
+def loop(make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]) -> RolloutLoop:
+    made = make_loop(n_envs=3)
+    play_rollout(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollout(loop: RolloutLoop) -> Rollout:
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.randn(loop.buffer.ticks, 3, generator=generator)
+    return loop.finish_rollout()[0]._replace(advantages=advantages)
+
+
+def forced_everywhere(rollout: Rollout, env: int) -> Rollout:
+    """The same rollout, in which environment `env` could do nothing but wait."""
+    slot = rollout.masks.slot.clone()
+    slot[:, env, 1:] = False
+    action = type(rollout.action)(*(head.clone() for head in rollout.action))
+    for head in action:
+        head[:, env] = 0
+    log_prob = rollout.log_prob.clone()
+    log_prob[:, env] = 0.0
+    return rollout._replace(masks=rollout.masks._replace(slot=slot), action=action, log_prob=log_prob)
+
+
+def policy_gradient(policy: Policy, loss: Tensor) -> list[Tensor]:
+    parameters = list(policy.parameters())
+    return list(torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True))
+
+
+def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutLoop, rollout: Rollout) -> None:
+    config, policy = PPOConfig(), loop.policy
+    forced = forced_everywhere(rollout, env=1)
+    others = rollout.of(torch.tensor([0, 2]))
+
+    ours, theirs = ppo_terms(policy, forced, config), ppo_terms(policy, others, config)
+
+    for name in ("policy", "entropy"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+        a, b = (policy_gradient(policy, getattr(terms, name)) for terms in (ours, theirs))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+        assert any(g.any() for g in a)
+    torch.testing.assert_close(ours.head_entropy, theirs.head_entropy)
+
+
+def test_the_critic_learns_from_forced_steps_too(loop: RolloutLoop, rollout: Rollout) -> None:
+    forced = forced_everywhere(rollout, env=1)
+    worse = forced._replace(targets=forced.targets + torch.tensor([0.0, 5.0, 0.0]))
+
+    values = [ppo_terms(loop.policy, r, PPOConfig()).value for r in (forced, worse)]
+
+    assert values[1] > values[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "reached"),
+    [
+        (Op.WAIT, {"op"}),
+        (Op.CULL, {"op", "slot"}),
+        (Op.FOSSILIZE, {"op", "slot"}),
+        (Op.GERMINATE, {"op", "slot", "blueprint", "tempo"}),
+    ],
+)
+def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
+    loop: RolloutLoop, rollout: Rollout, op: Op, reached: set[str]
+) -> None:
+    everything = rollout.masks._replace(slot=torch.ones_like(rollout.masks.slot))
+    action = rollout.action._replace(op=torch.full_like(rollout.action.op, op))
+    with torch.no_grad():
+        log_prob = loop.policy(rollout.observation, rollout.state, everything, rollout.starts)[0].log_prob(action)
+    taken = rollout._replace(masks=everything, action=action, log_prob=log_prob)
+
+    loop.policy.zero_grad()
+    ppo_terms(loop.policy, taken, PPOConfig()).policy.backward()
+
+    taught = {
+        head
+        for head in HEADS
+        if any(p.grad is not None and p.grad.any() for p in getattr(loop.policy.heads, head).parameters())
+    }
+    assert taught == reached
+
+
+def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout) -> None:
+    def bonus(**weights: float) -> float:
+        return ppo_terms(loop.policy, rollout, PPOConfig(entropy_weights=weights or None)).entropy.item()
+
+    only = [bonus(**{other: float(other == head) for other in HEADS}) for head in HEADS]
+    assert min(only) > 0
+    assert bonus() == pytest.approx(sum(only), rel=1e-5)
+    assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only[0], rel=1e-5)
+
+
+def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutLoop, rollout: Rollout) -> None:
+    waiting = deepcopy(loop.policy)
+    with torch.no_grad():
+        waiting.heads.op.output.bias[Op.WAIT] = 8.0
+    config = PPOConfig(entropy_weights={"op": 0.0, "slot": 0.0, "tempo": 0.0})
+
+    often, hardly = (ppo_terms(policy, rollout, config) for policy in (loop.policy, waiting))
+
+    blueprint = HEADS.index("blueprint")
+    assert hardly.entropy < 1e-3 < 0.1 < often.entropy
+    assert hardly.head_entropy[blueprint] > 0.9, "although its choices are as even as ever"
+
+
+def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutLoop, rollout: Rollout) -> None:
+    still = ppo_terms(loop.policy, rollout, PPOConfig())
+    assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0
+
+    moved = ppo_terms(loop.policy, rollout._replace(log_prob=rollout.log_prob - math.log(1.5)), PPOConfig(clip=0.2))
+    assert moved.ratio_error.item() == pytest.approx(0.5, rel=1e-4)
+    assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)
+    assert moved.clip_fraction == 1
+    assert moved.total(0.5, 0.1) == moved.policy + 0.5 * moved.value - 0.1 * moved.entropy

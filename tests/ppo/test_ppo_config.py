@@ -1,0 +1,36 @@
+from typing import Any
+
+import pytest
+
+from esper_lightning.ppo.losses import Anneal, PPOConfig
+
+
+def test_an_anneal_is_linear_and_stops_at_its_end() -> None:
+    anneal = Anneal(start=1.0, end=0.2)
+
+    assert [anneal.at(progress) for progress in (0.0, 0.25, 0.5, 1.0, 3.0)] == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "ppo.epochs must be at least 1, got 0"),
+        ({"minibatches": 0}, "ppo.minibatches must be at least 1"),
+        ({"gamma": 0.0}, r"gamma must lie in \(0, 1\]"),
+        ({"gamma": 1.01}, r"gamma must lie in \(0, 1\]"),
+        ({"gae_lambda": -0.1}, r"gae_lambda in \[0, 1\]"),
+        ({"gae_lambda": 1.1}, r"gae_lambda in \[0, 1\]"),
+        ({"clip": 0.0}, "ppo.clip must be positive"),
+        ({"max_grad_norm": -1.0}, "ppo.max_grad_norm must be positive"),
+        ({"target_kl": 0.0}, "ppo.target_kl must be positive"),
+        ({"value_clip": -0.2}, "ppo.value_clip must be positive"),
+        ({"entropy_weights": {"op": 1.0, "slots": 1.0}}, r"unknown heads \['slots'\]"),
+        ({"advantage_floor": 0.0}, "advantage_floor"),  # equal advantages would become 0/0
+        ({"lr": Anneal(start=-1e-3, end=1e-4)}, "lr"),
+        ({"lr": Anneal(start=1e-3, end=-1e-4)}, "lr"),
+        ({"value_coefficient": -0.5}, "value_coefficient"),
+    ],
+)
+def test_an_impossible_ppo_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**settings)

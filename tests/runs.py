@@ -1,0 +1,159 @@
+"""Runs of the command line for tests: in this process, or in one of their own that is ended for sure."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning import Callback, Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from esper_lightning import TamiyoModule
+from esper_lightning.__main__ import main
+from esper_lightning.cli import EsperCLI
+
+# The machine is shared, and with one thread every process adds up in the same order.
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
+HARD_LIMIT = 240.0
+"""Seconds after which a process is killed: many times what it needs, so that it only ends what hangs."""
+
+EPOCHS, HORIZON = 3, 5
+TINY = (
+    *("--config", str(CONFIGS / "smoke.yaml"), "--trainer.max_epochs", str(EPOCHS), "--data.env.horizon", str(HORIZON)),
+    *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
+)
+"""2 hosts, 3 rollouts of 5 ticks, two minibatches a tick: a second in a process that has imported torch."""
+
+
+class Run:
+    """What a run left in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.latest = self.checkpoints / "latest.ckpt"
+
+    def scalars(self) -> dict[str, list[tuple[int, float]]]:
+        """TensorBoard's points (step, value) by tag, as a reader sees them."""
+        events = EventAccumulator(str(self.folder), size_guidance={"scalars": 0}).Reload()
+        return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def only_run(root: Path) -> Run:
+    """The one run below `root`."""
+    (folder,) = root.iterdir()
+    return Run(folder)
+
+
+def cli(*args: str) -> EsperCLI:
+    """`esper-lightning fit` in this process; returns what it built."""
+    built: list[EsperCLI] = []
+
+    class Kept(EsperCLI):
+        def before_fit(self) -> None:
+            built.append(self)
+            super().before_fit()
+
+    # Lightning warns of any argument of the process that it was not given.
+    with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
+        main(["fit", *args])
+    return built[0]
+
+
+def fit(root: Path, *args: str) -> EsperCLI:
+    """A tiny run in this process, its folder below `root`."""
+    return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
+
+
+def process(*args: str) -> subprocess.CompletedProcess[str]:
+    """`python -m esper_lightning fit` in a process of its own, which is gone when this returns or raises."""
+    command = [sys.executable, "-m", "esper_lightning", "fit", *args]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        try:
+            out, err = started.communicate(timeout=HARD_LIMIT)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, started.returncode, out, err)
+
+
+def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str, str]:
+    """Flags that add `callback` to a run."""
+    path = f"{callback.__module__}.{callback.__qualname__}"
+    return "--trainer.callbacks", json.dumps([{"class_path": path, "init_args": init_args}])
+
+
+class SaveEveryTick(Callback):
+    """Writes `tick1.ckpt`, `tick2.ckpt` … beside the other checkpoints; a rollout's last one when its epoch ends."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if not trainer.is_last_batch:
+            self._save(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._save(trainer, pl_module)
+
+    def _save(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        trainer.save_checkpoint(Path(trainer.log_dir) / "checkpoints" / f"tick{pl_module.loop.ticks}.ckpt")
+
+
+class SignalAt(Callback):
+    """Sends its own process the signal `number` at the end of tick `tick`."""
+
+    def __init__(self, tick: int, number: int) -> None:
+        self.tick = tick
+        self.number = number
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.loop.ticks == self.tick:
+            os.kill(os.getpid(), self.number)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A checkpoint, read as strictly as torch can."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def continuation(path: Path) -> dict[str, Any]:
+    """A checkpoint without the one thing that may differ between equal runs: the path of the run's folder."""
+    checkpoint = load(path)
+    callbacks = checkpoint["callbacks"].items()
+    checkpoint["callbacks"] = {name: state for name, state in callbacks if not name.startswith("ModelCheckpoint")}
+    return checkpoint
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """The places where two nested structures differ; tensors must be equal bit for bit."""
+    if type(a) is not type(b):
+        return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+    if isinstance(a, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return [f"{where}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"]
+        same = a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        return [] if same else [f"{where}: up to {(a.double() - b.double()).abs().max().item():.3g} apart"]
+    if isinstance(a, Mapping):
+        if list(a) != list(b):
+            return [f"{where}: keys {list(a)} and {list(b)}"]
+        return [found for key in a for found in differences(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, Sequence) and not isinstance(a, str | bytes):
+        if len(a) != len(b):
+            return [f"{where}: lengths {len(a)} and {len(b)}"]
+        return [found for i in range(len(a)) for found in differences(a[i], b[i], f"{where}[{i}]")]
+    return [] if a == b else [f"{where}: {a!r} and {b!r}"]

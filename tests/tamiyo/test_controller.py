@@ -1,0 +1,91 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool, Observation, Op
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.tamiyo.controller import LearnedController
+from esper_lightning.tamiyo.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: Callable[..., HostPool]) -> HostPool:
+    return make_pool(3)
+
+
+@pytest.fixture(scope="module")
+def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
+    """With preferences, as if it had learned: to keep what may be kept, and else to grow."""
+    made = make_policy(pool)
+    with torch.no_grad():
+        made.heads.op.output.bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def norm(pool: HostPool) -> RunningMeanStd:
+    made = RunningMeanStd((len(pool.feature_names),))
+    made.update(torch.randn(20, len(pool.feature_names), generator=torch.Generator().manual_seed(0)))
+    return made
+
+
+def episode(pool: HostPool, controller: LearnedController) -> list[Tensor]:
+    """Decisions of one episode, [heads, N] per tick; the pool raises if one is not legal."""
+    pool.reset([1, 2, 3])
+    controller.reset(pool)
+    taken = []
+    for _ in range(pool.config.horizon):
+        action = controller.act(pool)
+        taken.append(torch.stack(action))
+        pool.step(action)
+    return taken
+
+
+def test_what_was_learned_is_played_legally_and_without_chance(
+    pool: HostPool, policy: Policy, norm: RunningMeanStd
+) -> None:
+    controller = LearnedController(policy, norm)
+
+    first = episode(pool, controller)
+    torch.manual_seed(1)
+    second = episode(pool, controller)
+
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert set(torch.stack(first)[:, 0].flatten().tolist()) == {Op.GERMINATE, Op.FOSSILIZE}
+
+
+def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
+    pool: HostPool, policy: Policy, norm: RunningMeanStd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Observation] = []
+    real = policy.step
+
+    def watched(observation: Observation, *rest: object) -> object:
+        shown.append(observation)
+        return real(observation, *rest)
+
+    monkeypatch.setattr(policy, "step", watched)
+    controller = LearnedController(policy, norm)
+    pool.reset([1, 2, 3])
+    controller.reset(pool)
+    raw = pool.observation.features.clone()
+    pool.step(controller.act(pool))
+    after_one = [part.clone() for part in controller.state]
+    controller.act(pool)
+
+    torch.testing.assert_close(shown[0].features, ((raw - norm.mean) / norm.var.sqrt()).clamp(-10, 10))
+    assert not any(torch.equal(a, b) for a, b in zip(after_one, controller.state, strict=True))
+    controller.reset(pool)
+    assert not any(part.any() for part in controller.state)
+
+
+def test_playing_teaches_nothing(pool: HostPool, policy: Policy, norm: RunningMeanStd) -> None:
+    before = [value.clone() for value in (*policy.state_dict().values(), *norm.state_dict().values())]
+
+    episode(pool, LearnedController(policy, norm))
+
+    after = (*policy.state_dict().values(), *norm.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in policy.parameters())

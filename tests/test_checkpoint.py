@@ -1,0 +1,152 @@
+"""Checkpoints are written whole or not at all, and read only if they are whole and ours."""
+
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from esper_lightning.checkpoint import SCHEMA, AtomicCheckpointIO, check_checkpoint
+from tests.runs import Run, fit, load, only_run
+
+Checkpoint = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("finished")
+    fit(root, "--trainer.max_epochs", "1")
+    return only_run(root)
+
+
+def test_a_checkpoint_is_written_and_leaves_no_draft(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.ckpt"
+
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+
+    assert torch.equal(load(target)["weights"], torch.ones(3))
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+    before = target.read_bytes()
+
+    def full_disk(checkpoint: Checkpoint, file: BinaryIO) -> None:
+        file.write(b"half of a checkpoint")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+
+    assert target.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+    save = torch.save
+
+    def watched(checkpoint: Checkpoint, file: BinaryIO) -> None:
+        save(checkpoint, file)
+        assert torch.equal(load(target)["weights"], torch.ones(3))
+
+    monkeypatch.setattr(torch, "save", watched)
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+
+    assert torch.equal(load(target)["weights"], torch.zeros(3))
+
+
+def test_a_runs_own_checkpoint_passes(finished: Run) -> None:
+    check_checkpoint(finished.latest)
+
+
+@pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 1000), Fraction(1, 3), Fraction(9, 10), Fraction(999, 1000)])
+def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run, tmp_path: Path) -> None:
+    whole = finished.latest.read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: int(kept * len(whole))])
+
+    with pytest.raises(ValueError, match=r"cut\.ckpt' is truncated or not a checkpoint"):
+        check_checkpoint(cut)
+
+
+def without(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    return {name: part for name, part in checkpoint.items() if name != key}
+
+
+def without_rollout(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint | {"callbacks": without(checkpoint["callbacks"], "RolloutState")}
+
+
+FOREIGN: dict[str, tuple[Callable[[Checkpoint], Any], str]] = {
+    "plain dict": (lambda _: {"epoch": 3, "weights": torch.ones(2)}, "not written by esper-lightning"),
+    "list": (lambda _: [1, 2], "holds a list"),
+    "Fraction": (lambda _: Fraction(1, 2), "bad.ckpt"),  # a class that torch does not load
+    "Fraction within": (lambda ours: ours | {"extra": Fraction(1, 2)}, "bad.ckpt"),
+    "other schema": (lambda ours: ours | {"esper_schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+    "no hosts": (lambda ours: without(ours, "HostPoolData"), "HostPoolData"),
+    "no optimizer": (lambda ours: without(ours, "optimizer_states"), "optimizer_states"),
+    "no rollout": (without_rollout, "RolloutState"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), FOREIGN.values(), ids=list(FOREIGN))
+def test_a_checkpoint_that_is_not_ours_ends_in_one_line(
+    change: Callable[[Checkpoint], Any], named: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(change(load(finished.latest)), tmp_path / "bad.ckpt")
+
+    assert_refused(tmp_path / "bad.ckpt", named, capsys)
+
+
+def test_a_file_of_another_kind_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"text": b"hello there\n", "pickle": pickle.dumps({"a": Path("x")}), "zip": b"PK\x03\x04", "empty": b""}
+    for name, content in files.items():
+        (tmp_path / f"{name}.ckpt").write_bytes(content)
+        assert_refused(tmp_path / f"{name}.ckpt", f"{name}.ckpt", capsys)
+
+
+MISFITS: dict[str, tuple[str, str]] = {
+    "other number of hosts": ("--data.n_envs=3", "n_envs"),
+    "other width": ("--model.policy.width=32", "checkpoint"),
+    "other slots": ("--data.host.init_args.slots=[block3]", "slots"),
+    "other host": ("--data.host.init_args.base=8", "checkpoint"),
+    "other blueprints": ("--data.env.actions.blueprints=[norm]", "checkpoint"),
+    "other host optimizer": ("--data.env.training.optimizer=sgd", "checkpoint"),
+    "other horizon": ("--data.env.horizon=4", "horizon"),
+}
+
+
+@pytest.mark.parametrize(("flag", "named"), MISFITS.values(), ids=list(MISFITS))
+def test_a_checkpoint_of_other_settings_ends_in_one_line_and_leaves_its_run_alone(
+    flag: str, named: str, finished: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished.folder)
+
+    assert_refused(finished.latest, named, capsys, flag)
+
+    assert contents(finished.folder) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_refused(checkpoint: Path, named: str, capsys: pytest.CaptureFixture[str], *flags: str) -> None:
+    root = checkpoint.parent / "runs"
+
+    with pytest.raises(SystemExit) as ended:
+        fit(root, "--ckpt_path", str(checkpoint), *flags)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert named in line
+    assert not root.exists()

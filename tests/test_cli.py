@@ -1,0 +1,189 @@
+"""The command line: every config runs, a run leaves what it promises, and bad input ends in one line."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from esper_lightning.growth.stages import Stage
+from tests.runs import CONFIGS, Run, cli, fit, load, only_run, process
+
+CONTROLLERS = ["tamiyo", "random", "wait", "heuristic"]
+SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
+ROLLOUT_ENDS = [12, 24]
+ROLLOUT_TAGS = {
+    *("rollout/objective", "rollout/return", "rollout/accuracy", "rollout/parameters"),
+    *(f"rollout/op.{op}" for op in ("WAIT", "GERMINATE", "CULL", "FOSSILIZE")),
+    *(f"train/entropy.{head}" for head in ("op", "slot", "blueprint", "tempo")),
+    *("train/kl", "train/clip_fraction", "train/explained_variance", "train/loss.policy", "train/loss.value"),
+    *("train/lr", "train/entropy_coefficient", "train/grad_norm", "time/ticks_per_second"),
+}
+TICK_TAGS = {
+    *("hosts/accuracy", "hosts/loss", "hosts/objective", "hosts/parameters", "hosts/reward"),
+    *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
+}
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """configs/smoke.yaml to its end, as a user runs it."""
+    root = tmp_path_factory.mktemp("smoke")
+    done = process("--config", str(CONFIGS / "smoke.yaml"), "--trainer.default_root_dir", str(root))
+    assert done.returncode == 0, done.stderr
+    assert all(f" {controller} " in done.stdout for controller in CONTROLLERS)
+    return only_run(root)
+
+
+def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None:
+    names = sorted(path.name for path in smoke.checkpoints.iterdir())
+
+    assert names == ["best.ckpt", "latest.ckpt"]
+    assert all(load(smoke.checkpoints / name)["esper_schema"] == 1 for name in names)
+
+
+def test_the_smoke_run_compares_four_controllers_with_intervals(smoke: Run) -> None:
+    with (smoke.folder / "evaluation.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    hosts = json.loads((smoke.folder / "evaluation.json").read_text())
+
+    assert [row["controller"] for row in rows] == list(hosts) == CONTROLLERS
+    for row in rows:
+        worth = hosts[row["controller"]]["objective"]
+        assert int(row["hosts"]) == len(worth) == 4
+        assert float(row["objective_mean"]) == pytest.approx(sum(worth) / 4, rel=1e-5)
+        for column in ("accuracy", "parameters", "objective", "ahead"):
+            low, mean, high = (float(row[f"{column}_{end}"]) for end in ("low", "mean", "high"))
+            assert low <= mean <= high
+    assert rows[0]["ahead_mean"] == rows[0]["ahead_low"] == "0"  # of herself
+
+
+def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
+    scalars = smoke.scalars()
+
+    assert set(scalars) >= TICK_TAGS | ROLLOUT_TAGS
+    for tag, points in scalars.items():
+        steps = list(SMOKE_TICKS) if tag.startswith(("hosts/", "growth/")) else ROLLOUT_ENDS
+        assert [step for step, _ in points] == steps, tag
+        assert all(math.isfinite(value) for _, value in points), tag
+
+
+def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
+    config = str(smoke.folder / "config.yaml")
+
+    cli("--config", config, "--trainer.default_root_dir", str(tmp_path), *("--trainer.max_epochs", "1"), *QUIET)
+
+    first = {tag: points[0] for tag, points in smoke.scalars().items() if tag in ROLLOUT_TAGS and "time/" not in tag}
+    again = {tag: points[0] for tag, points in only_run(tmp_path).scalars().items() if tag in first}
+    assert again == first
+
+
+QUIET = ("--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false")
+SHORT = ("--trainer.max_epochs", "1", "--data.n_envs", "2", "--model.ppo.minibatches", "2", *QUIET)
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_trains(config: Path, tmp_path: Path) -> None:
+    root = ("--trainer.default_root_dir", str(tmp_path))
+
+    built = cli("--config", str(config), *root, *SHORT, "--data.env.training.batches", "1")
+
+    assert built.datamodule.pool.space.slots == ["block1.pool", "block2.pool", "block3"]
+    assert only_run(tmp_path).latest.is_file()
+
+
+def leaves(settings: Mapping[str, Any], where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*where, key))
+        else:
+            yield (*where, key), value
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_setting_of_a_config_is_understood(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli("--config", str(config), "--print_config")
+
+    assert ended.value.code == 0
+    understood = dict(leaves(yaml.safe_load(capsys.readouterr().out)))
+    for path, value in leaves(yaml.safe_load(config.read_text())):
+        assert understood.get(path, understood.get((*path, "class_path"))) == value, path
+
+
+UNWANTED: dict[str, tuple[str, str]] = {
+    "unknown key": ("--model.policy.widht=3", "widht"),
+    "wrong type": ("--data.n_envs=two", "data.n_envs"),
+    "unknown slot": ("--data.host.init_args.slots=[block1.pol]", "did you mean 'block1.pool'?"),
+    "duplicate slot": ("--data.host.init_args.slots=[block3,block3]", "'block3' is named twice"),
+    "no slot": ("--data.host.init_args.slots=[]", "slots"),
+    "no environments": ("--data.n_envs=0", "data.n_envs"),
+    "no ticks": ("--data.env.horizon=0", "env.horizon"),
+    "no epochs": ("--model.ppo.epochs=0", "ppo.epochs"),
+    "more minibatches than environments": ("--model.ppo.minibatches=3", "model.ppo.minibatches"),
+    "unknown blueprint": ("--data.env.actions.blueprints=[conv_lite]", "did you mean 'conv_light'?"),
+    "negative learning rate of hosts": ("--data.env.training.lr=-1", "training.lr"),
+    "negative learning rate of Tamiyo": ("--model.ppo.lr.start=-1", "lr"),
+    "batch larger than the data": ("--data.env.training.batch_size=5000", "batch_size"),
+    "unknown host class": ("--data.host=esper_lightning.hosts.CNNN", "CNNN"),
+    "unknown task class": ("--data.task=nonsense.Task", "nonsense.Task"),
+    "missing config": ("--config=nowhere.yaml", "nowhere.yaml"),
+    "missing checkpoint": ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+    "last checkpoint of no run": ("--ckpt_path=last", "last"),
+    "step limit": ("--trainer.max_steps=5", "trainer.max_steps"),
+    "Lightning's gradient clipping": ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val"),
+    "gradient accumulation": ("--trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
+    "part of the ticks": ("--trainer.limit_train_batches=3", "trainer.limit_train_batches"),
+    "two devices": ("--trainer.devices=2", "trainer.devices"),
+    "precision of everything": ("--trainer.precision=16-true", "trainer.precision"),
+    "a seed that is no number": ("--seed_everything=true", "seed"),
+    "a seed out of range": ("--seed_everything=-1", "-1"),
+    "one evaluation host": ("--evaluation.hosts=1", "evaluation.hosts"),
+    "telemetry of no ticks": ("--telemetry.every_n_ticks=0", "telemetry.every_n_ticks"),
+}
+
+
+def assert_one_line(stderr: str, named: str) -> None:
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert named in line
+
+
+@pytest.mark.parametrize(("flag", "named"), UNWANTED.values(), ids=list(UNWANTED))
+def test_bad_input_ends_in_one_line_that_names_it(
+    flag: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs", flag)
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, named)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_malformed_yaml_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "broken.yaml"
+    config.write_text("model: {policy: {width: 3\n")
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs", "--config", str(config))
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, "config")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bad_input_ends_a_real_process_in_one_line(tmp_path: Path) -> None:
+    flag, named = UNWANTED["unknown slot"]
+    config = str(CONFIGS / "smoke.yaml")
+
+    ended = process("--config", config, "--trainer.default_root_dir", str(tmp_path / "runs"), flag)
+
+    assert ended.returncode == 2
+    assert_one_line(ended.stderr, named)
+    assert ended.stdout == ""
+    assert not (tmp_path / "runs").exists()

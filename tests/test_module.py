@@ -1,0 +1,122 @@
+"""TamiyoModule: trains the policy and nothing else, at the rates that were asked for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from esper_lightning import HostPoolData, TamiyoModule
+from esper_lightning.cli import EsperCLI
+from esper_lightning.hosts import CNN
+from esper_lightning.module import NormalizeConfig
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.tasks import Digits
+from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
+
+
+def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    return CNN(input_shape, outputs, base=4, kernel=1, pools=2)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("module")
+
+
+@pytest.fixture(scope="module")
+def built(root: Path) -> EsperCLI:
+    return fit(root, *with_callback(SaveEveryTick))
+
+
+@pytest.fixture(scope="module")
+def run(built: EsperCLI, root: Path) -> Run:
+    return only_run(root)
+
+
+def values(run: Run, tag: str) -> list[float]:
+    return [value for _, value in run.scalars()[tag]]
+
+
+def test_more_minibatches_than_environments_are_refused() -> None:
+    data = HostPoolData(Digits(), tiny_host, n_envs=2)
+
+    with pytest.raises(ValueError, match=r"model\.ppo\.minibatches is 3, more than the 2 environments"):
+        TamiyoModule(ppo=PPOConfig(minibatches=3)).check(data)
+    TamiyoModule(ppo=PPOConfig(minibatches=2)).check(data)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_a_normaliser_that_forgets_all_or_nothing_is_refused(momentum: float) -> None:
+    with pytest.raises(ValueError, match=r"normalize\.momentum must lie in \(0, 1\)"):
+        NormalizeConfig(momentum=momentum)
+
+
+def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
+    ours = {id(parameter) for parameter in built.model.parameters()}
+    hosts = {id(parameter) for env in built.datamodule.pool.envs for parameter in env.network.parameters()}
+    (optimizer,) = built.trainer.optimizers
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    assert trained == {id(parameter) for parameter in built.model.policy.parameters()}
+    assert not hosts & (ours | trained)
+
+
+def test_a_checkpoint_of_the_module_holds_policy_and_normalisers_alone(run: Run) -> None:
+    parts = {name.partition(".")[0] for name in load(run.latest)["state_dict"]}
+
+    assert parts == {"policy", "observation_norm", "value_norm"}
+
+
+def test_the_learning_rate_falls_linearly_with_rollouts(run: Run) -> None:
+    used = [load(run.checkpoints / f"tick{HORIZON * n}.ckpt") for n in range(1, EPOCHS + 1)]
+
+    expected = pytest.approx([1e-3, 5.5e-4, 1e-4])
+    assert [checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] for checkpoint in used] == expected
+    assert values(run, "train/lr") == expected
+
+
+def test_the_entropy_bonus_falls_linearly_with_rollouts(run: Run) -> None:
+    assert values(run, "train/entropy_coefficient") == pytest.approx([0.03, 0.0165, 0.003])
+
+
+def test_the_first_minibatch_sees_the_policy_that_acted(run: Run) -> None:
+    assert max(values(run, "train/first_ratio_error")) < 1e-5
+
+
+def test_normalisers_have_seen_every_step_when_a_rollout_ends(run: Run) -> None:
+    for tick, steps in ((HORIZON - 1, 0), (HORIZON, 2 * HORIZON), (2 * HORIZON, 4 * HORIZON)):
+        weights = load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]
+        assert weights["observation_norm.count"] == weights["value_norm.count"] == steps
+
+
+def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
+    flags = ("--trainer.max_epochs=1", "--model.ppo.epochs=3", "--model.ppo.minibatches=2")
+
+    fit(tmp_path / "free", *flags, "--model.ppo.target_kl=null")
+    fit(tmp_path / "bound", *flags, "--model.ppo.target_kl=1e-9")
+
+    free, bound = only_run(tmp_path / "free"), only_run(tmp_path / "bound")
+    assert values(free, "train/minibatches") == [6.0]
+    assert load(free.latest)["global_step"] == 6
+    assert values(bound, "train/minibatches")[0] < 6.0
+
+
+def test_what_is_configured_for_tamiyo_is_what_runs(tmp_path: Path) -> None:
+    flags = ("--model.policy.width=16", "--model.policy.blueprint_embedding=3", "--model.normalize.observations=false")
+
+    built = fit(tmp_path, "--trainer.max_epochs=1", *flags, "--model.ppo.lr.start=0.002")
+
+    assert built.model.policy.lstm.hidden_size == 16
+    assert built.model.policy.embedding.embedding_dim == 3
+    assert not isinstance(built.model.observation_norm, RunningMeanStd)
+    assert built.trainer.optimizers[0].param_groups[0]["lr"] == 0.002
+
+
+def test_the_gradient_is_clipped_to_what_was_asked_for(tmp_path: Path) -> None:
+    frozen = fit(tmp_path, "--trainer.max_epochs=1", "--model.ppo.max_grad_norm=1e-30")
+
+    moments = frozen.trainer.optimizers[0].state.values()
+    assert all(state["exp_avg"].abs().max() < 1e-30 for state in moments)
+    assert values(only_run(tmp_path), "train/grad_norm")[0] > 0.0  # logged as it was before

@@ -1,0 +1,125 @@
+"""A run that is stopped, in whatever way, and resumed equals one that was never interrupted, bit for bit."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs import (
+    EPOCHS,
+    HORIZON,
+    TINY,
+    Run,
+    SaveEveryTick,
+    SignalAt,
+    continuation,
+    differences,
+    fit,
+    load,
+    only_run,
+    process,
+    with_callback,
+)
+
+END = EPOCHS * HORIZON
+MID_ROLLOUT = HORIZON + 3
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("uninterrupted")
+    fit(root)
+    return only_run(root)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run with a checkpoint of every tick."""
+    root = tmp_path_factory.mktemp("saved")
+    fit(root, *with_callback(SaveEveryTick))
+    return only_run(root)
+
+
+def stages(checkpoint: Path) -> set[str]:
+    hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
+    return {slot["stage"] for host in hosts for slot in host["manifest"]}
+
+
+def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """What a run wrote to TensorBoard, but for its speed."""
+    return {tag: points for tag, points in run.scalars().items() if not tag.startswith("time/")}
+
+
+def assert_same_end(run: Run, reference: Run) -> None:
+    """Policy, normalisers, optimizer, hosts, rollout, random numbers and Lightning's loops are what they should be."""
+    assert differences(continuation(run.latest), continuation(reference.latest)) == []
+
+
+def test_the_checkpoints_to_resume_from_are_worth_the_test(saved: Run) -> None:
+    ticks = [saved.checkpoints / f"tick{tick}.ckpt" for tick in range(1, END + 1)]
+
+    assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(stages, ticks))  # seeds are alive in them
+    assert all(differences(continuation(a), continuation(b)) for a, b in zip(ticks, ticks[1:], strict=False))
+
+
+def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(saved: Run, uninterrupted: Run) -> None:
+    assert_same_end(saved, uninterrupted)
+    assert measured(saved) == measured(uninterrupted)
+
+
+@pytest.mark.parametrize("tick", [1, 3, 4, HORIZON, HORIZON + 1, 2 * HORIZON - 1, 2 * HORIZON, END - 1])
+def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
+    tick: int, saved: Run, uninterrupted: Run, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "version_0")
+    run.checkpoints.mkdir(parents=True)
+    checkpoint = shutil.copy(saved.checkpoints / f"tick{tick}.ckpt", run.checkpoints)
+
+    fit(tmp_path, "--ckpt_path", str(checkpoint))
+
+    assert_same_end(run, uninterrupted)
+    expected = {tag: [point for point in points if point[0] > tick] for tag, points in measured(uninterrupted).items()}
+    assert measured(run) == expected
+
+
+def test_points_written_after_the_checkpoint_are_not_doubled(saved: Run, uninterrupted: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(saved.folder, tmp_path / "version_0")))  # all its ticks are in TensorBoard
+    run.latest.unlink()
+
+    fit(tmp_path, "--ckpt_path", str(run.checkpoints / f"tick{MID_ROLLOUT}.ckpt"))
+
+    assert only_run(tmp_path).folder == run.folder
+    assert measured(run) == measured(uninterrupted)
+    assert_same_end(run, uninterrupted)
+
+
+def test_a_run_killed_in_mid_rollout_goes_on_from_its_last_rollout(uninterrupted: Run, tmp_path: Path) -> None:
+    root = ("--trainer.default_root_dir", str(tmp_path))
+    killed = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGKILL)))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run = only_run(tmp_path)
+    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == HORIZON
+
+    fit(tmp_path, "--ckpt_path", str(run.latest))
+
+    assert only_run(tmp_path).folder == run.folder
+    assert_same_end(run, uninterrupted)
+    best, its_best = (of.checkpoints / "best.ckpt" for of in (run, uninterrupted))
+    assert differences(continuation(best), continuation(its_best)) == []
+    assert measured(run) == measured(uninterrupted)
+
+
+def test_a_run_stopped_by_sigterm_goes_on_from_that_tick(uninterrupted: Run, tmp_path: Path) -> None:
+    root = ("--trainer.default_root_dir", str(tmp_path))
+    stopped = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGTERM)))
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    run = only_run(tmp_path)
+    assert f"--ckpt_path {run.latest}" in stopped.stdout
+    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == MID_ROLLOUT
+
+    fit(tmp_path, "--ckpt_path", str(run.latest))
+
+    assert only_run(tmp_path).folder == run.folder
+    assert_same_end(run, uninterrupted)
+    assert measured(run) == measured(uninterrupted)
