@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse.typing import PositiveInt
 from lightning import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -54,6 +56,10 @@ REFUSED = {
 """Trainer settings that would break a run, and why."""
 
 
+THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
+are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
+
+
 class Parser(LightningArgumentParser):
     """Says what is wrong in one line, without the usage of two hundred options."""
 
@@ -71,6 +77,7 @@ class EsperCLI(LightningCLI):
         return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
         for key, path in CALLBACKS.items():
             module, _, name = path.rpartition(".")
@@ -80,6 +87,7 @@ class EsperCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         with one_line_errors():
             self._check_settings()
+        torch.set_num_threads(self.config[self.subcommand].threads_per_operator)
 
     def _check_settings(self) -> None:
         config = self.config[self.subcommand]

@@ -5,18 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from esper_lightning import TamiyoModule
 from esper_lightning.__main__ import main
 from esper_lightning.cli import EsperCLI
+from esper_lightning.hosts import CNN
 
 # The machine is shared, and with one thread every process adds up in the same order.
 torch.set_num_threads(1)
@@ -32,6 +36,11 @@ TINY = (
     *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches a tick: a second in a process that has imported torch."""
+
+
+def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """The host of configs/smoke.yaml with its slots in their usual places."""
+    return CNN(input_shape, outputs, base=4, kernel=1, pools=2)
 
 
 class Run:
@@ -72,6 +81,21 @@ def cli(*args: str) -> EsperCLI:
 def fit(root: Path, *args: str) -> EsperCLI:
     """A tiny run in this process, its folder below `root`."""
     return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
+
+
+@contextmanager
+def guarded_signals() -> Iterator[None]:
+    """A signal that nobody takes fails the test: without this it would end pytest."""
+
+    def nobody_took_it(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"nobody took {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, nobody_took_it) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def process(*args: str) -> subprocess.CompletedProcess[str]:

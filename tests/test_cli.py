@@ -138,6 +138,8 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "Lightning's gradient clipping": ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val"),
     "gradient accumulation": ("--trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches"),
     "part of the ticks": ("--trainer.limit_train_batches=3", "trainer.limit_train_batches"),
+    "two machines": ("--trainer.num_nodes=2", "trainer.num_nodes"),
+    "an accelerator that is not there": ("--trainer.accelerator=tpu", "tpu"),
     "two devices": ("--trainer.devices=2", "trainer.devices"),
     "precision of everything": ("--trainer.precision=16-true", "trainer.precision"),
     "a seed that is no number": ("--seed_everything=true", "seed"),
@@ -153,6 +155,7 @@ def assert_one_line(stderr: str, named: str) -> None:
     assert named in line
 
 
+@pytest.mark.timeout(60)  # two machines would wait for each other
 @pytest.mark.parametrize(("flag", "named"), UNWANTED.values(), ids=list(UNWANTED))
 def test_bad_input_ends_in_one_line_that_names_it(
     flag: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -175,6 +178,16 @@ def test_malformed_yaml_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert ended.value.code == 2
     assert_one_line(capsys.readouterr().err, "config")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_cannot_be_made_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "file" / "runs")
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, str(tmp_path / "file"))
 
 
 def test_bad_input_ends_a_real_process_in_one_line(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.tamiyo.baselines import WaitOnly
 from esper_lightning.tasks import Digits
-from tests.runs import differences, fit, load, only_run
-from tests.test_module import tiny_host
+from tests.runs import differences, fit, load, only_run, tiny_host
 
 CPU = torch.device("cpu")
 

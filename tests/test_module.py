@@ -1,23 +1,16 @@
 """TamiyoModule: trains the policy and nothing else, at the rates that were asked for."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from esper_lightning import HostPoolData, TamiyoModule
 from esper_lightning.cli import EsperCLI
-from esper_lightning.hosts import CNN
 from esper_lightning.module import NormalizeConfig
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tasks import Digits
-from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
-
-
-def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    return CNN(input_shape, outputs, base=4, kernel=1, pools=2)
+from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, tiny_host, with_callback
 
 
 @pytest.fixture(scope="module")

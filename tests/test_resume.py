@@ -1,5 +1,6 @@
 """A run that is stopped, in whatever way, and resumed equals one that was never interrupted, bit for bit."""
 
+import itertools
 import shutil
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.runs import (
     continuation,
     differences,
     fit,
+    guarded_signals,
     load,
     only_run,
     process,
@@ -60,7 +62,7 @@ def test_the_checkpoints_to_resume_from_are_worth_the_test(saved: Run) -> None:
     ticks = [saved.checkpoints / f"tick{tick}.ckpt" for tick in range(1, END + 1)]
 
     assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(stages, ticks))  # seeds are alive in them
-    assert all(differences(continuation(a), continuation(b)) for a, b in zip(ticks, ticks[1:], strict=False))
+    assert all(differences(continuation(a), continuation(b)) for a, b in itertools.pairwise(ticks))
 
 
 def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(saved: Run, uninterrupted: Run) -> None:
@@ -68,6 +70,7 @@ def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(saved: Run, uninterrup
     assert measured(saved) == measured(uninterrupted)
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
 @pytest.mark.parametrize("tick", [1, 3, 4, HORIZON, HORIZON + 1, 2 * HORIZON - 1, 2 * HORIZON, END - 1])
 def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     tick: int, saved: Run, uninterrupted: Run, tmp_path: Path
@@ -83,6 +86,7 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     assert measured(run) == expected
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_points_written_after_the_checkpoint_are_not_doubled(saved: Run, uninterrupted: Run, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(saved.folder, tmp_path / "version_0")))  # all its ticks are in TensorBoard
     run.latest.unlink()
@@ -123,3 +127,19 @@ def test_a_run_stopped_by_sigterm_goes_on_from_that_tick(uninterrupted: Run, tmp
     assert only_run(tmp_path).folder == run.folder
     assert_same_end(run, uninterrupted)
     assert measured(run) == measured(uninterrupted)
+
+
+def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
+    uninterrupted: Run, tmp_path: Path
+) -> None:
+    best = uninterrupted.checkpoints / "best.ckpt"
+    tick = load(best)["callbacks"]["RolloutState"]["loop"]["ticks"]
+    with guarded_signals(), pytest.raises(SystemExit) as stopped:
+        fit(tmp_path, *with_callback(SignalAt, tick=tick, number=int(signal.SIGTERM)))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    run = only_run(tmp_path)
+
+    fit(tmp_path, "--ckpt_path", str(run.latest))
+
+    assert_same_end(run, uninterrupted)
+    assert differences(continuation(run.checkpoints / "best.ckpt"), continuation(best)) == []

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -149,7 +150,7 @@ def field_docs(config: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(config)).body[0].body
     return {
         field.target.id: doc.value.value
-        for field, doc in zip(body, body[1:], strict=False)
+        for field, doc in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
 
@@ -216,5 +217,9 @@ def test_no_file_of_the_project_names_a_machine_or_a_registry() -> None:
         path = ROOT / name
         if path != Path(__file__) and path.is_file():
             text = path.read_text(errors="ignore")
-            found = [*PERSONAL.findall(text), *REGISTRY.findall(text), *(host for host in OURS if host and host in text)]
+            found = [
+                *PERSONAL.findall(text),
+                *REGISTRY.findall(text),
+                *(host for host in OURS if host and host in text),
+            ]
             assert not found, name

@@ -21,9 +21,9 @@ def _initialise_linear(module: nn.Conv2d | nn.Linear, generator: torch.Generator
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Sets every parameter and buffer of `network` in place; nothing else is random.
 
-    A module that owns parameters or buffers and is neither a convolution, a linear nor a normalisation layer must have a method
-    `initialise(generator)`. Modules are visited children first, so that method may also correct its children (zero a
-    last layer, say). Raises ValueError for a module it cannot initialise.
+    A module that owns parameters or buffers and is neither a convolution, a linear nor a normalisation layer must have
+    a method `initialise(generator)`. Modules are visited children first, so that method may also correct its children
+    (zero a last layer, say). Raises ValueError for a module it cannot initialise.
     """
     for child in network.children():
         initialise(child, generator)

@@ -1,5 +1,6 @@
 """What a controller can do to a host. N environments, K slots, P blueprints, M tempos."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -76,9 +77,9 @@ class ActionSpace(NamedTuple):
     blueprints: list[str]
     tempos: list[str]
 
-    def describe(self, action: Action, env: int) -> str:
-        """`GERMINATE conv_light in block1.pool (FAST)`: one environment's decision in words."""
-        op, slot, blueprint, tempo = (int(head[env]) for head in action)
+    def describe(self, decision: Sequence[int]) -> str:
+        """`GERMINATE conv_light in block1.pool (FAST)`: one environment's decision, a number per head, in words."""
+        op, slot, blueprint, tempo = decision
         if op == Op.WAIT:
             return "WAIT"
         if op == Op.GERMINATE:

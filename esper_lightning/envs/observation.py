@@ -27,8 +27,11 @@ PLATEAU_STEP = 0.005
 CONTRIBUTION_SCALE = 10.0
 """Accuracy points of contribution that count as 1; more is clipped."""
 
+LOG_LOSS_SCALE = 7.0
+"""Symlog of a loss is divided by this, and larger ones count as 1: that is a loss of 1,096."""
+
 LOG_NORM_SCALE = 5.0
-"""Natural log of 1 + gradient norm is divided by this: norms up to 147 stay below 1."""
+"""Natural log of 1 + gradient norm is divided by this, and larger ones count as 1: that is a norm of 147."""
 
 
 class Observation(NamedTuple):
@@ -36,11 +39,11 @@ class Observation(NamedTuple):
     blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
 
 
-def symlog(x: float) -> float:
-    """Logarithm that is linear near 0 and keeps the sign; not a number and infinity count as a huge loss."""
-    if not math.isfinite(x):
-        x = 1e3
-    return math.copysign(math.log1p(abs(x)), x)
+def symlog(x: float, scale: float) -> float:
+    """Sign and log(1 + |x|) over `scale`, at most 1 in size; not a number counts as infinity."""
+    if math.isnan(x):
+        return 1.0
+    return math.copysign(min(1.0, math.log1p(abs(x)) / scale), x)
 
 
 def clip(x: float, bound: float = 1.0) -> float:
@@ -68,8 +71,8 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     """Every feature of one environment by name."""
     history = env.history
     seen = {"progress": env.tick / env.horizon}
-    seen |= last([symlog(loss) / 7.0 for loss in history.train_loss], "train_loss")
-    seen |= last([symlog(loss) / 7.0 for loss in history.loss], "loss")
+    seen |= last([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
+    seen |= last([symlog(loss, LOG_LOSS_SCALE) for loss in history.loss], "loss")
     seen |= last(history.accuracy, "accuracy")
     seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     seen["plateau"] = plateau_length(history.accuracy) / env.horizon
@@ -77,7 +80,7 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     host = env.host_parameters
     seen["parameters.committed"] = clip(math.log(env.committed_parameters / host), 5.0) / 5.0
     seen["parameters.live"] = clip(math.log1p(env.seed_parameters(LIVE) / host), 5.0) / 5.0
-    seen["host.gradient_norm"] = MISSING if env.host_gradient is None else log_norm(env.host_gradient.norm)
+    seen["host.gradient_norm"] = log_norm(env.host_gradient)
     for stage in Stage:
         seen[f"share.{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
     for op in Op:
@@ -87,9 +90,9 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     return seen
 
 
-def log_norm(norm: float) -> float:
-    """A gradient norm on a bounded logarithmic scale."""
-    return clip(symlog(norm) / LOG_NORM_SCALE)
+def log_norm(gradient: GradientStats | None) -> float:
+    """A gradient's norm on a bounded logarithmic scale."""
+    return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
 
 
 def slot_features(env: HostEnv, k: int) -> dict[str, float]:
@@ -106,7 +109,7 @@ def slot_features(env: HostEnv, k: int) -> dict[str, float]:
     seen["contribution"] = clip((contribution or 0.0) / CONTRIBUTION_SCALE)
     rise = contribution - before if contribution is not None and before is not None else 0.0
     seen["contribution.velocity"] = clip(rise / CONTRIBUTION_SCALE)
-    seen["gradient.norm"] = log_norm(gradient.norm) if gradient else MISSING
+    seen["gradient.norm"] = log_norm(gradient)
     seen["gradient.health"] = gradient.health if gradient else MISSING
     seen["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
     seen["parameters"] = math.log1p(sum(p.numel() for p in slot.seed.parameters()) / env.host_parameters) / 5.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, names
-from esper_lightning.envs.actions import Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.execution import EXECUTORS, PhaseClock
 from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
 from esper_lightning.envs.masks import Masks, legal, make_masks
@@ -165,16 +165,24 @@ class HostPool:
             return self._result(validated, events)
 
     def _apply(self, action: Action) -> list[HostEvent]:
+        decisions = list(zip(*torch.stack(action).tolist(), strict=True))
+        self._check(decisions)  # all of them first: a refused step leaves every host as it was
         events = []
-        slots = self.masks.slot.tolist()
-        for i, (op, slot, blueprint, tempo) in enumerate(zip(*torch.stack(action).tolist(), strict=True)):
-            env = self.envs[i]
+        for i, (env, (op, *choices)) in enumerate(zip(self.envs, decisions, strict=True)):
+            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(Op(op), *choices)]
+        return events
+
+    def _check(self, decisions: list[tuple[int, ...]]) -> None:
+        slots, growable = self.masks.slot.tolist(), self.masks.blueprint[0].tolist()
+        sizes = (len(Op), *map(len, self.space))
+        for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
             if env.tick >= self.config.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
-            if not slots[i][op][slot]:
-                raise ValueError(f"host {i}: {self.space.describe(action, i)} is masked; choose within the masks")
-            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(Op(op), slot, blueprint, tempo)]
-        return events
+            if not all(0 <= choice < size for choice, size in zip(decision, sizes, strict=True)):
+                raise ValueError(f"host {i}: {decision} is no action; the heads {HEADS} have {sizes} choices")
+            op, slot, blueprint, _ = decision
+            if not slots[i][op][slot] or (op == Op.GERMINATE and not growable[slot][blueprint]):
+                raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
     def _worth(self, validated: Tensor) -> Tensor:  # [N, 2, V] -> [N]
         """J of every host; at the horizon what is not fossilized is dropped, so J is that of the rest."""

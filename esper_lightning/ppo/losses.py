@@ -1,6 +1,7 @@
 """The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,11 @@ class PPOConfig:
             raise ValueError(
                 f"ppo: gamma must lie in (0, 1] and gae_lambda in [0, 1], got {self.gamma}, {self.gae_lambda}"
             )
-        for name in ("clip", "max_grad_norm", "target_kl", "value_clip"):
+        for name in ("value_coefficient", "lr.start", "lr.end", "entropy.start", "entropy.end"):
+            value = attrgetter(name)(self)
+            if value < 0.0:
+                raise ValueError(f"ppo.{name} must not be negative, got {value}")
+        for name in ("clip", "max_grad_norm", "target_kl", "value_clip", "advantage_floor"):
             value = getattr(self, name)
             if value is not None and value <= 0.0:
                 raise ValueError(f"ppo.{name} must be positive, got {value}")

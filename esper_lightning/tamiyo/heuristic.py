@@ -47,6 +47,11 @@ class HeuristicConfig:
     ransom_loss: float = -0.2
     """Accuracy points lost since germination that make a contribution suspect."""
 
+    def __post_init__(self) -> None:
+        for name in ("stable_ticks", "plateau_ticks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"heuristic.{name} must be at least 1, got {getattr(self, name)}")
+
 
 @dataclass
 class _Memory:

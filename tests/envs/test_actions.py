@@ -1,16 +1,11 @@
 from typing import Any
 
 import pytest
-import torch
 
-from esper_lightning.envs import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs import HEADS, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.actions import relevance
 
 SPACE = ActionSpace(["block1", "block2.pool"], ["norm", "conv_light"], ["FAST", "SLOW"])
-
-
-def one(op: Op, slot: int = 0, blueprint: int = 0, tempo: int = 0) -> Action:
-    return Action(*torch.tensor([[op], [slot], [blueprint], [tempo]]))
 
 
 @pytest.mark.parametrize(
@@ -36,17 +31,11 @@ def test_the_least_action_config_is_accepted() -> None:
     assert (config.blueprints, config.tempos, config.max_seeds) == (["norm"], {"FAST": 1}, 1)
 
 
-def test_an_action_is_described_in_words() -> None:
-    assert SPACE.describe(one(Op.WAIT), 0) == "WAIT"
-    assert SPACE.describe(one(Op.GERMINATE, 1, 1, 1), 0) == "GERMINATE conv_light in block2.pool (SLOW)"
-    assert SPACE.describe(one(Op.CULL, 1), 0) == "CULL block2.pool"
-    assert SPACE.describe(one(Op.FOSSILIZE, 0), 0) == "FOSSILIZE block1"
-
-
-def test_a_description_is_of_the_environment_that_was_asked_for() -> None:
-    both = Action(*(torch.cat(heads) for heads in zip(one(Op.WAIT), one(Op.CULL, 1), strict=True)))
-
-    assert SPACE.describe(both, 1) == "CULL block2.pool"
+def test_a_decision_is_described_in_words() -> None:
+    assert SPACE.describe((Op.WAIT, 0, 0, 0)) == "WAIT"
+    assert SPACE.describe((Op.GERMINATE, 1, 1, 1)) == "GERMINATE conv_light in block2.pool (SLOW)"
+    assert SPACE.describe((Op.CULL, 1, 0, 0)) == "CULL block2.pool"
+    assert SPACE.describe((Op.FOSSILIZE, 0, 0, 0)) == "FOSSILIZE block1"
 
 
 def test_each_head_matters_for_the_ops_that_read_it() -> None:

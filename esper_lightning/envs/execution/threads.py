@@ -1,5 +1,6 @@
-"""Hosts on several processor cores: a worker for each of torch's threads, single-threaded operators, equal results."""
+"""Hosts on several processor cores: a worker thread per core, single-threaded operators, equal results."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,11 @@ from torch import Tensor
 from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.tasks import Split, Task
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may run on; where the system does not tell, all there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ThreadsExecutor(LoopExecutor):
@@ -21,7 +27,7 @@ class ThreadsExecutor(LoopExecutor):
     def __init__(self, task: Task, onednn: bool) -> None:
         super().__init__(task, onednn)
         # One thread per operator: operators on tiny hosts are too small to split, and the cores are taken by hosts.
-        self.workers = ThreadPoolExecutor(torch.get_num_threads(), "host", torch.set_num_threads, (1,))
+        self.workers = ThreadPoolExecutor(usable_cores(), "host", torch.set_num_threads, (1,))
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with convolutions(self.onednn):

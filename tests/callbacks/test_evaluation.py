@@ -1,0 +1,48 @@
+"""Evaluation: the same fresh hosts for every controller, and for every run that asks for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callbacks import Evaluation
+from esper_lightning.rollout import EVALUATION, TRAINING, episode_seeds
+from tests.runs import fit, only_run
+
+
+def evaluate(root: Path, *flags: str) -> dict[str, Any]:
+    """What each controller's hosts came to, after a tiny training."""
+    fit(root, "--trainer.max_epochs=1", "--data.env.training.batches=1", "--evaluation.hosts=3", *flags)
+    return json.loads((only_run(root).folder / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize("hosts", [1, -1])
+def test_too_few_hosts_for_an_interval_are_refused(hosts: int) -> None:
+    with pytest.raises(ValueError, match=r"evaluation\.hosts must be 0 \(none\) or at least 2"):
+        Evaluation(hosts=hosts)
+
+
+def test_no_hosts_means_no_evaluation(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=0")
+
+    assert not list(tmp_path.rglob("evaluation.*"))
+
+
+def test_the_hosts_depend_on_the_evaluations_seed_alone(tmp_path: Path) -> None:
+    once = evaluate(tmp_path / "once", "--seed_everything=1")
+    again = evaluate(tmp_path / "again", "--seed_everything=2")
+    others = evaluate(tmp_path / "others", "--seed_everything=1", "--evaluation.seed=1")
+
+    for controller in ("random", "wait", "heuristic"):  # they do not learn
+        assert again[controller] == once[controller] != others[controller]
+    assert len(once["wait"]["accuracy"]) == 3
+
+
+def test_no_evaluated_host_was_ever_trained_on() -> None:
+    trained = {seed for episode in range(50) for seed in episode_seeds(0, TRAINING, episode, 48)}
+
+    assert len(trained) == 50 * 48
+    assert not trained & set(episode_seeds(0, EVALUATION, 0, 64))
+    assert {seed % 2 for seed in trained} == {0}
+    assert {seed % 2 for seed in episode_seeds(0, EVALUATION, 0, 64)} == {1}

@@ -1,0 +1,74 @@
+"""Preemption: a stopped run is a saved run, and the process gets its signal handlers back."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lightning import Trainer
+
+from callbacks import Preemption
+from esper_lightning import TamiyoModule
+from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
+
+TICK = 3  # in the middle of the first rollout
+
+
+@pytest.fixture(autouse=True)
+def pytest_survives() -> Iterator[None]:
+    with guarded_signals():
+        yield
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def stop(root: Path, number: signal.Signals, *flags: str) -> int | str | None:
+    """Exit code of a run that sends itself a signal at the end of TICK."""
+    with pytest.raises(SystemExit) as stopped:
+        fit(root, "--trainer.max_epochs=1", *with_callback(SignalAt, tick=TICK, number=int(number)), *flags)
+    return stopped.value.code
+
+
+def test_handlers_are_restored_when_a_run_ends(tmp_path: Path) -> None:
+    before = handlers()
+
+    fit(tmp_path, "--trainer.max_epochs=1")
+
+    assert handlers() == before
+
+
+def test_handlers_are_restored_when_a_run_is_stopped(tmp_path: Path) -> None:
+    before = handlers()
+
+    stop(tmp_path, signal.SIGTERM)
+
+    assert handlers() == before
+
+
+def test_ctrl_c_saves_at_the_end_of_the_tick_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = stop(tmp_path, signal.SIGINT)
+
+    latest = only_run(tmp_path).latest
+    assert code == 130
+    assert load(latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
+    assert f"stopped by SIGINT; go on with: --ckpt_path {latest}" in capsys.readouterr().out
+
+
+def test_the_checkpoint_can_have_a_name_of_its_own(tmp_path: Path) -> None:
+    stop(tmp_path, signal.SIGTERM, "--preemption.filename=stopped")
+
+    assert [path.name for path in only_run(tmp_path).checkpoints.iterdir()] == ["stopped.ckpt"]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    Preemption().on_train_start(Trainer(logger=False), TamiyoModule())
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
