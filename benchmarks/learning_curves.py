@@ -2,8 +2,9 @@
 
     python benchmarks/learning_curves.py runs/digits/version_* --out docs/learning_curves.png
 
-One line per run: the objective that the exploring policy reached on each rollout's hosts, over environment steps.
-Where a run was evaluated, its greedy policy and the rules it was compared with are drawn at the right.
+One line per run: the objective that the exploring policy reached on each rollout's hosts, over environment steps, on
+validation images. Where a run was evaluated, its greedy policy (dots) and the rules it was compared with (dashed) are
+drawn too, on test images.
 """
 
 import argparse
@@ -23,31 +24,34 @@ SPEED = "time/env_steps_per_second"
 RULE_COLOURS = {"random": "tab:gray", "wait": "tab:brown", "heuristic": "tab:olive"}
 
 
-def read(run: Path, tag: str) -> tuple[list[int], list[float]]:
-    """Ticks and values of a scalar."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload().Scalars(tag)
-    return [event.step for event in events], [event.value for event in events]
+def load(run: Path) -> EventAccumulator:
+    return EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+
+
+def values(events: EventAccumulator, tag: str) -> list[float]:
+    return [event.value for event in events.Scalars(tag)]
 
 
 def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def report(run: Path) -> None:
+def report(run: Path, events: EventAccumulator) -> None:
     """One line: speed and shares of time."""
-    speeds = read(run, SPEED)[1]
-    shares = ", ".join(f"{phase} {100 * median(read(run, f'time/share.{phase}')[1]):.1f} %" for phase in PHASES)
+    speeds = values(events, SPEED)
+    shares = ", ".join(
+        f"{phase} {100 * median(values(events, f'time/share.{phase}')):.1f} %" for phase in (*PHASES, "other")
+    )
     print(f"{run}: median {median(speeds):.0f} environment steps/s ({min(speeds):.0f} to {max(speeds):.0f}); {shares}")
 
 
-def draw(runs: list[Path], out: Path) -> None:
+def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rules: dict[str, list[float]] = {}
-    for number, run in enumerate(runs):
-        ticks, objective = read(run, ACTING)
-        per_tick = median(read(run, SPEED)[1]) / median(read(run, "time/ticks_per_second")[1])  # environments
-        steps = [tick * per_tick for tick in ticks]
-        (line,) = axes.plot(steps, objective, label=f"Tamiyo, run {number + 1}, exploring")
+    for number, (run, events) in enumerate(runs.items()):
+        n_envs = round(median(values(events, SPEED)) / median(values(events, "time/ticks_per_second")))
+        steps = [event.step * n_envs for event in events.Scalars(ACTING)]
+        (line,) = axes.plot(steps, values(events, ACTING), label=f"Tamiyo, run {number + 1}, exploring, validation")
         table = run / "evaluation.csv"
         for row in csv.DictReader(table.open()) if table.exists() else ():
             mean, low, high = (float(row[f"objective_{end}"]) for end in ("mean", "low", "high"))
@@ -57,10 +61,12 @@ def draw(runs: list[Path], out: Path) -> None:
             else:
                 rules.setdefault(row["controller"], []).append(mean)
     for rule, means in rules.items():
-        axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS.get(rule), label=rule)
+        axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS.get(rule), label=f"{rule}, test")
     axes.set_xlabel("environment steps (host epochs)")
     axes.set_ylabel("objective: accuracy - rent")
-    axes.set_title("Learning to grow: digits. Dots: greedy policy on fresh hosts, test images, 95 % interval")
+    axes.set_title(
+        "Learning to grow: digits. Dots: Tamiyo, greedy, fresh hosts, test images, 95 % interval", fontsize=10
+    )
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +79,10 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, such as runs/digits/version_0")
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curves.png"), help="the figure to write")
     options = parser.parse_args()
-    for run in options.runs:
-        report(run)
-    draw(options.runs, options.out)
+    runs = {run: load(run) for run in options.runs}
+    for run, events in runs.items():
+        report(run, events)
+    draw(runs, options.out)
 
 
 if __name__ == "__main__":

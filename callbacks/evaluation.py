@@ -31,12 +31,14 @@ class Evaluation(Callback):
     ) -> None:
         if hosts < 0 or hosts == 1:
             raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
+        if seed < 0:
+            raise ValueError(f"evaluation.seed must not be negative, got {seed}")
         self.hosts = hosts
         self.seed = seed
         self.heuristic = heuristic
         self.outcomes: list[Outcome] = []
 
-    def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         if self.hosts == 0:
             return
         pool = trainer.datamodule.make_pool(self.hosts, pl_module.loop.pool.device)

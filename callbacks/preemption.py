@@ -3,18 +3,19 @@
 import signal
 from types import FrameType
 
-from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from esper_lightning.module import TamiyoModule
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Preemption(Callback):
+class Preemption(Checkpoint):
     """On SIGTERM or Ctrl-C, saves at the end of the tick and exits with 143 or 130. A second signal ends at once.
 
-    Lightning alone would exit with 0 and save nothing in the middle of a rollout.
+    Lightning alone would exit with 0 and save nothing in the middle of a rollout. It is a Checkpoint so that Lightning
+    calls it last, after telemetry and the other checkpoints have had this tick.
 
     Args:
         filename: Name, without `.ckpt`, of the checkpoint to write beside the others.
@@ -49,7 +50,14 @@ class Preemption(Callback):
         print(f"stopped by {signal.Signals(self._received).name}; go on with: --ckpt_path {path}", flush=True)
         raise SystemExit(128 + self._received)
 
-    def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._give_back()  # what follows may be interrupted as usual: there is nothing left to lose
+        self._stop_if_asked(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

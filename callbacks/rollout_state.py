@@ -1,6 +1,7 @@
 """RolloutState: what lies between the policy and the hosts in a checkpoint."""
 
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -54,3 +55,5 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"].cpu())
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+    else:
+        warnings.warn(f"saved with {len(states['cuda'])} GPUs: their global generators start anew", stacklevel=2)

@@ -57,5 +57,6 @@ class Telemetry(Callback):
         }
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
         metrics |= {f"rollout/op.{op}": share for op, share in loop.buffer.op_frequency().items()}
-        metrics |= {f"time/share.{phase}": share for phase, share in phase_shares(loop.pool.clock.take()).items()}
+        shares = phase_shares(loop.pool.clock.take(), now - then)
+        metrics |= {f"time/share.{phase}": share for phase, share in shares.items()}
         return metrics

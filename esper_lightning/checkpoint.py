@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ SCHEMA = 1
 """Raised whenever a checkpoint of before could no longer be continued."""
 
 SCHEMA_KEY = "esper_schema"
-PARTS = ("state_dict", "optimizer_states", "loops", "callbacks", "HostPoolData")
+IDENTITY_KEY = "esper_identity"
+PARTS = ("state_dict", "optimizer_states", "loops", "callbacks", "HostPoolData", IDENTITY_KEY)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -21,6 +23,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in target.parent.glob(f".{target.name}.*.tmp"):
+            left_over.unlink(missing_ok=True)  # of a process that was killed while it wrote
         draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with draft.open("wb") as file:
@@ -32,9 +36,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             draft.unlink(missing_ok=True)
 
 
-def stamp(checkpoint: dict[str, Any]) -> None:
-    """Marks a checkpoint as ours."""
+def stamp(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Marks a checkpoint as ours, and says of what run: see `check_identity`."""
     checkpoint[SCHEMA_KEY] = SCHEMA
+    checkpoint[IDENTITY_KEY] = identity
 
 
 def check_schema(checkpoint: dict[str, Any]) -> None:
@@ -47,20 +52,48 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
             f"resume it with the version that wrote it"
         )
     missing = [part for part in PARTS if part not in checkpoint]
+    if not missing and "RolloutState" not in checkpoint["callbacks"]:
+        missing = ["RolloutState"]
     if missing:
         raise ValueError(f"the checkpoint lacks {', '.join(missing)}; it was not saved by a full run")
 
 
-def check_checkpoint(path: str | Path) -> None:
-    """Raises ValueError with one line unless `path` is a whole checkpoint of ours."""
+def check_identity(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raises ValueError, naming the first difference, unless the run of `identity` can continue the checkpoint."""
+    for name, saved in checkpoint[IDENTITY_KEY].items():
+        if saved != identity[name]:
+            raise ValueError(
+                f"the checkpoint's {name} is {saved}, this run's is {identity[name]}; "
+                f"resume with the config.yaml in the checkpoint's run folder"
+            )
+
+
+NOT_A_CHECKPOINT = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    struct.error,
+    pickle.UnpicklingError,
+)
+"""What torch.load has been seen to raise on files that are something else."""
+
+
+def check_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The checkpoint at `path`. Raises ValueError with one line unless it is whole and ours."""
     if not Path(path).is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except NOT_A_CHECKPOINT as error:
         raise ValueError(
             f"checkpoint {str(path)!r} is truncated or not a checkpoint; give another one ({type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__}; give a Lightning checkpoint")
     check_schema(checkpoint)
+    return checkpoint

@@ -17,17 +17,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from esper_lightning.checkpoint import AtomicCheckpointIO, check_checkpoint
+from esper_lightning.checkpoint import AtomicCheckpointIO, check_checkpoint, check_identity
 from esper_lightning.data import HostPoolData
-from esper_lightning.module import TamiyoModule
+from esper_lightning.module import TamiyoModule, identity
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
-    "preemption": "callbacks.Preemption",
     "telemetry": "callbacks.Telemetry",
-    "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "best": "lightning.pytorch.callbacks.ModelCheckpoint",
     "evaluation": "callbacks.Evaluation",
+    # In this order: what `latest` and `preemption` save must know what `best` has just seen.
+    "best": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "preemption": "callbacks.Preemption",
 }
 """Part of every run; each can be configured under its key. The package itself never imports them."""
 
@@ -52,6 +53,8 @@ REFUSED = {
     "limit_train_batches": "a rollout must be whole; use data.env.horizon",
     "fast_dev_run": "a rollout must be whole; use configs/smoke.yaml",
     "strategy": "Tamiyo trains in one process; leave it out",
+    "num_nodes": "Tamiyo trains in one process; leave it out",
+    "max_time": "it would cut a rollout short; stop the run with SIGTERM, which saves it",
 }
 """Trainer settings that would break a run, and why."""
 
@@ -91,23 +94,26 @@ class EsperCLI(LightningCLI):
 
     def _check_settings(self) -> None:
         config = self.config[self.subcommand]
-        if isinstance(config.seed_everything, bool):
-            raise ValueError("seed_everything must be a number, so that the run can be repeated")
         defaults = self._parser(self.subcommand).get_defaults()
         for name, reason in REFUSED.items():
             if config.trainer[name] != defaults.trainer[name]:
                 raise ValueError(f"trainer.{name} cannot be set: {reason}")
         if config.trainer.devices not in (1, "1"):
             raise ValueError(f"trainer.devices must be 1, got {config.trainer.devices}: Tamiyo trains in one process")
-        if str(config.trainer.precision).endswith("true"):
-            raise ValueError(f"trainer.precision {config.trainer.precision} changes hosts too; use 32 or mixed")
+        if config.trainer.precision not in (None, 32, "32", "32-true"):
+            raise ValueError(
+                f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
+            )
+        if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
+            raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
-        checkpoint = self.config[self.config.subcommand].ckpt_path
-        if checkpoint is not None:
-            with one_line_errors():  # before Lightning reads it, which would end in a traceback
-                check_checkpoint(checkpoint)
+        config = self.config[self.config.subcommand]
+        with one_line_errors():  # before Lightning uses them, which would end in a traceback
+            if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
+                raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
+            self.resumed = check_checkpoint(config.ckpt_path) if config.ckpt_path is not None else None
 
     def instantiate_classes(self) -> None:
         with one_line_errors():
@@ -127,6 +133,9 @@ class EsperCLI(LightningCLI):
         with one_line_errors():
             self.model.check(self.datamodule)
             self.datamodule.build(self.trainer.strategy.root_device)
+            if self.resumed is not None:
+                check_identity(self.resumed, identity(self.model, self.datamodule))
+            Path(self.trainer.log_dir).mkdir(parents=True, exist_ok=True)
 
 
 def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
@@ -149,7 +158,7 @@ def one_line_errors() -> Iterator[None]:
     """Around what a user's settings can make fail before the run begins; a run's own errors keep their traceback."""
     try:
         yield
-    except (ValueError, TypeError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, MisconfigurationException) as error:
         fail(str(error))
 
 

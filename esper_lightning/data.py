@@ -31,10 +31,10 @@ class TickLoader:
             yield tick
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.position % self.horizon}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._start = state["position"] % self.horizon
+        self._start = state["position"]
 
 
 class HostPoolData(LightningDataModule):
@@ -59,6 +59,8 @@ class HostPoolData(LightningDataModule):
         super().__init__()
         if n_envs < 1:
             raise ValueError(f"data.n_envs must be at least 1, got {n_envs}")
+        if seed < 0:
+            raise ValueError(f"data.seed must not be negative, got {seed}")
         self.task = task
         self.host = host
         self.env = env
@@ -72,7 +74,7 @@ class HostPoolData(LightningDataModule):
     def build(self, device: torch.device) -> None:
         """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
         if self.pool is None:
-            self.dataset: TaskData = self.task.load()
+            self.dataset: TaskData = self.task.load().to(device)  # one copy for every pool
             self.pool = self.make_pool(self.n_envs, device)
 
     def make_pool(self, n_envs: int, device: torch.device) -> HostPool:

@@ -17,9 +17,6 @@ from esper_lightning.rollout import RolloutLoop, RolloutSummary
 from esper_lightning.tamiyo.controller import LearnedController
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig
 
-KL_SLACK = 1.5
-"""An update ends at this multiple of the KL target, as is usual: the target is met on average, not as a bound."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizeConfig:
@@ -92,21 +89,23 @@ class TamiyoModule(LightningModule):
         self.value_norm = RunningMeanStd((), clip=float("inf"))
 
     def on_fit_start(self) -> None:
+        if not any(callback.state_key == "RolloutState" for callback in self.trainer.callbacks):
+            raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
         data: HostPoolData = self.trainer.datamodule
         self.loop = RolloutLoop(data.pool, self.policy, self.observation_norm, self.value_norm, self.ppo, data.seed)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=1e-5)
+        return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
 
     def training_step(self, tick: int, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.loop.begin_rollout()
-        # Hosts choose their own precision: they must not inherit the trainer's autocast.
+        # Neither hosts nor policy may inherit an autocast of the trainer: the ratio would no longer start at 1.
         with torch.autocast(self.device.type, enabled=False):
+            if batch_idx == 0:
+                self.loop.begin_rollout()
             step = self.loop.tick()
-        if self.trainer.is_last_batch:
-            with self.loop.pool.clock.measure("update"):
-                self.update(*self.loop.finish_rollout())
+            if self.trainer.is_last_batch:
+                with self.loop.pool.clock.measure("update"):
+                    self.update(*self.loop.finish_rollout())
         shown = {
             "accuracy": step.metrics.accuracy.mean(),
             "reward": step.reward.mean(),
@@ -116,18 +115,18 @@ class TamiyoModule(LightningModule):
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         """One PPO update."""
-        progress = self.trainer.current_epoch / max(1, (self.trainer.max_epochs or 1) - 1)
+        progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # a single rollout is the first
         optimizer = self.optimizers()
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
         watched: list[PPOTerms] = []
         grad_norms: list[torch.Tensor] = []
-        for _, minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
+        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
             terms = ppo_terms(self.policy, minibatch, self.ppo)
             watched.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a synchronisation; without it an update could run away unseen.
-            if self.ppo.target_kl is not None and terms.kl.item() > KL_SLACK * self.ppo.target_kl:
+            if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
             optimizer.zero_grad()
             self.manual_backward(terms.total(self.ppo.value_coefficient, entropy_coefficient))
@@ -162,7 +161,25 @@ class TamiyoModule(LightningModule):
         return LearnedController(self.policy, self.observation_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        stamp(checkpoint)
+        stamp(checkpoint, identity(self, self.trainer.datamodule))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_schema(checkpoint)
+
+
+def identity(module: TamiyoModule, data: HostPoolData) -> dict[str, Any]:
+    """What two runs must have in common for one to continue the other, by the names of the settings."""
+    pool = data.pool
+    return {
+        "data.n_envs": pool.n_envs,
+        "data.env.horizon": pool.config.horizon,
+        "data.env.training.optimizer": pool.config.training.optimizer,
+        "slots": pool.space.slots,
+        "blueprints": pool.space.blueprints,
+        "tempos": pool.space.tempos,
+        "observed features": pool.feature_names,
+        "host": pool.host_kind,
+        "model.policy.width": module.policy_config.width,
+        "model.policy.blueprint_embedding": module.policy_config.blueprint_embedding,
+        "model.normalize.observations": module.normalize.observations,
+    }

@@ -11,7 +11,7 @@ from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.tamiyo.baselines import WaitOnly
 from esper_lightning.tasks import Digits
-from tests.runs import differences, fit, load, only_run, tiny_host
+from tests.runs import differences, fit, only_run, tiny_host
 
 CPU = torch.device("cpu")
 
@@ -112,15 +112,3 @@ def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) ->
     resumed = fit(tmp_path, f"--ckpt_path={only_run(tmp_path).latest}", "--data.env.training.lr=0.005")
 
     assert [env.optimizer.param_groups[0]["lr"] for env in resumed.datamodule.pool.envs] == [0.005, 0.005]
-
-
-def test_hosts_train_in_float32_whatever_the_policys_precision(tmp_path: Path) -> None:
-    pools = {}
-    for precision in ("32", "bf16-mixed"):
-        root = tmp_path / precision
-        fit(root, "--trainer.max_epochs=1", f"--trainer.precision={precision}")
-        pools[precision] = load(only_run(root).latest)["HostPoolData"]
-
-    assert differences(pools["32"], pools["bf16-mixed"]) == []
-    weights = [tensor for host in pools["32"]["pool"]["envs"] for tensor in host["network"].values()]
-    assert {tensor.dtype for tensor in weights if tensor.is_floating_point()} == {torch.float32}

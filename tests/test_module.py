@@ -1,16 +1,22 @@
 """TamiyoModule: trains the policy and nothing else, at the rates that were asked for."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
+from lightning import Trainer
 
+from callbacks import RolloutState
 from esper_lightning import HostPoolData, TamiyoModule
 from esper_lightning.cli import EsperCLI
+from esper_lightning.envs import EnvConfig
+from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.module import NormalizeConfig
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tasks import Digits
-from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, tiny_host, with_callback
+from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +119,32 @@ def test_the_gradient_is_clipped_to_what_was_asked_for(tmp_path: Path) -> None:
     moments = frozen.trainer.optimizers[0].state.values()
     assert all(state["exp_avg"].abs().max() < 1e-30 for state in moments)
     assert values(only_run(tmp_path), "train/grad_norm")[0] > 0.0  # logged as it was before
+
+
+def practise(precision: Literal["32", "bf16-mixed"], executor: Literal["loop", "threads"]) -> TamiyoModule:
+    """One rollout under a Trainer of one's own, without the command line's checks."""
+    env = EnvConfig(horizon=4, executor=executor, training=HostTraining(batches=1))
+    module = TamiyoModule(ppo=PPOConfig(minibatches=2))
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        callbacks=[RolloutState()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(0)
+    trainer.fit(module, datamodule=HostPoolData(Digits(), tiny_host, env, n_envs=2))
+    return module
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_hosts_and_policy_stay_in_float32_under_a_trainers_autocast(executor: Literal["loop", "threads"]) -> None:
+    plain, autocast = practise("32", executor), practise("bf16-mixed", executor)
+
+    assert differences(autocast.trainer.datamodule.state_dict(), plain.trainer.datamodule.state_dict()) == []
+    assert differences(autocast.state_dict(), plain.state_dict()) == []
+    assert autocast.report is not None
+    assert autocast.report.metrics["first_ratio_error"] < 1e-5

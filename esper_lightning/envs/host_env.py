@@ -78,14 +78,17 @@ class HostTraining:
                 f"got {self.weight_decay} and {self.momentum}"
             )
 
+    def options(self, group: str) -> dict[str, float]:
+        """Of the host's or a seed's parameter group."""
+        lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
+        options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
+        return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
+
     def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
         """An optimizer with the host's group alone."""
-        options: dict[str, float] = {"lr": float(self.lr), "weight_decay": float(self.weight_decay)}
-        if self.optimizer == "sgd":
-            options["momentum"] = float(self.momentum)
         group = {"params": list(network.parameters()), "name": HOST_GROUP}
         # Fused: one kernel for all tensors, and on CUDA no read-back of the scaler's verdict.
-        return OPTIMIZERS[self.optimizer]([group], fused=True, **options)
+        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.options(HOST_GROUP))
 
 
 class Measured(NamedTuple):
@@ -166,7 +169,7 @@ class HostEnv:
             if name != HOST_GROUP:
                 remove_group(self.optimizer, name)
         for slot in self.slots:
-            slot.empty()
+            slot.empty()  # first: an old seed would draw from the generator and change what follows
         initialise(self.network, self.generator)
         forget(self.optimizer)
         self._begin()
@@ -181,7 +184,7 @@ class HostEnv:
             ramp = Ramp(0.0, self.lifecycle.alpha_target, self.tempos[tempo], self.lifecycle.curve)
             event = germinate(place, self.space.blueprints[blueprint], ramp, self.generator)
             self.records[slot] = SlotRecord()
-            add_group(self.optimizer, place.name, place.seed, lr=self.training.lr * self.training.seed_lr_factor)
+            add_group(self.optimizer, place.name, place.seed, **self.training.options(place.name))
         elif op is Op.CULL:
             event = cull(place)
             self._forget_seed(slot)
@@ -294,4 +297,6 @@ class HostEnv:
             if name != HOST_GROUP:
                 add_group(self.optimizer, name, by_name[name].seed)
         self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
+        for group in self.optimizer.param_groups:
+            group.update(self.training.options(group["name"]))  # settings are this run's, not the checkpoint's
         self.generator.set_state(state["generator"].cpu())

@@ -12,6 +12,7 @@ from torch import Tensor
 from esper_lightning.envs.actions import Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.rewards import ObjectiveConfig
 
@@ -29,6 +30,9 @@ CONTRIBUTION_SCALE = 10.0
 
 LOG_LOSS_SCALE = 7.0
 """Symlog of a loss is divided by this, and larger ones count as 1: that is a loss of 1,096."""
+
+LOG_SIZE_SCALE = 5.0
+"""Log of the growth is divided by this, and more counts as 1: that is 148 times the host."""
 
 LOG_NORM_SCALE = 5.0
 """Natural log of 1 + gradient norm is divided by this, and larger ones count as 1: that is a norm of 147."""
@@ -77,9 +81,8 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     seen["plateau"] = plateau_length(history.accuracy) / env.horizon
     seen["price"] = min(1.0, objective.price)
-    host = env.host_parameters
-    seen["parameters.committed"] = clip(math.log(env.committed_parameters / host), 5.0) / 5.0
-    seen["parameters.live"] = clip(math.log1p(env.seed_parameters(LIVE) / host), 5.0) / 5.0
+    seen["parameters.committed"] = log_size(env.committed_parameters - env.host_parameters, env)
+    seen["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
     seen["host.gradient_norm"] = log_norm(env.host_gradient)
     for stage in Stage:
         seen[f"share.{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
@@ -88,6 +91,11 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     for k in range(len(env.slots)):
         seen |= slot_features(env, k)
     return seen
+
+
+def log_size(added: int, env: HostEnv) -> float:
+    """Parameters added to the host, on a bounded logarithmic scale: log(1 + added / host)."""
+    return clip(math.log1p(added / env.host_parameters) / LOG_SIZE_SCALE)
 
 
 def log_norm(gradient: GradientStats | None) -> float:
@@ -112,7 +120,7 @@ def slot_features(env: HostEnv, k: int) -> dict[str, float]:
     seen["gradient.norm"] = log_norm(gradient)
     seen["gradient.health"] = gradient.health if gradient else MISSING
     seen["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
-    seen["parameters"] = math.log1p(sum(p.numel() for p in slot.seed.parameters()) / env.host_parameters) / 5.0
+    seen["parameters"] = log_size(count_parameters(slot.seed), env)
     return {f"{slot.name}.{name}": value for name, value in seen.items()}
 
 

@@ -1,5 +1,6 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from esper_lightning.envs.masks import Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.network import SeedEvent, slots_of
+from esper_lightning.growth.network import SeedEvent, count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.rewards import ObjectiveConfig, objective
 from esper_lightning.tasks import Split, Task, TaskData
@@ -115,6 +116,7 @@ class HostPool:
         make = (config.training, config.lifecycle, config.actions, config.horizon)
         self.envs = [HostEnv(build(), self.space, *make) for _ in range(n_envs)]
         self.host_parameters = self.envs[0].host_parameters
+        self.host_kind = describe_host(self.envs[0].network)
         self.masks = make_masks(n_envs, growable, device)
         self.feature_names = list(features(self.envs[0], config.objective))
         self.observation = Observation(
@@ -238,6 +240,12 @@ class HostPool:
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
         self._look()
+
+
+def describe_host(network: nn.Module) -> str:
+    """Tells hosts of different architecture apart, in a few words."""
+    shapes = repr([(name, tuple(p.shape)) for name, p in network.named_parameters()])
+    return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
 
 
 def offer(host: nn.Module, task: Task, data: Split, config: EnvConfig) -> tuple[ActionSpace, Tensor]:

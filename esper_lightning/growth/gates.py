@@ -46,13 +46,15 @@ class LifecycleConfig:
     embargo_ticks: int = 5
     """Ticks a slot stays closed after a cull."""
 
-    isolate: bool | None = None
-    """Detach a seed's input until it is fossilized. None: yes for images, no for sequences and vectors."""
-
     def __post_init__(self) -> None:
         for name in ("training_ticks", "embargo_ticks", "min_cull_age", "probation_ticks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"lifecycle.{name} must not be negative, got {getattr(self, name)}")
+        for name in ("min_gradient_health", "min_alpha_reached", "probation_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"lifecycle.{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.max_gradient_norm <= 0.0:
+            raise ValueError(f"lifecycle.max_gradient_norm must be positive, got {self.max_gradient_norm}")
         if not 0.0 < self.alpha_target <= 1.0:
             raise ValueError(f"lifecycle.alpha_target must lie in (0, 1], got {self.alpha_target}")
 

@@ -34,13 +34,13 @@ class Rollout(NamedTuple):
         fields = {name: pick(getattr(self, name)) for name in self._fields if name != "state"}
         return Rollout(**fields, state=RecurrentState(*(part[envs] for part in self.state)))
 
-    def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator[tuple[int, "Rollout"]]:
-        """Goes over the rollout `epochs` times, each time in `parts` random groups of environments: (epoch, group)."""
+    def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator["Rollout"]:
+        """Goes over the rollout `epochs` times, each time in `parts` random groups of environments."""
         device = self.log_prob.device
         n = self.log_prob.shape[1]
-        for epoch in range(epochs):
+        for _ in range(epochs):
             for envs in torch.randperm(n, generator=generator, device=device).tensor_split(parts):
-                yield epoch, self.of(envs)
+                yield self.of(envs)
 
 
 class RolloutBuffer:

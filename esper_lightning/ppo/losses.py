@@ -68,7 +68,13 @@ class PPOConfig:
     """The policy's gradient is clipped to this norm."""
 
     target_kl: float | None = 0.02
-    """An update ends when the policy has moved by 1.5 times this KL divergence. None: never early."""
+    """KL divergence by which an update should move the policy, on average. None: no limit."""
+
+    kl_slack: float = 1.5
+    """An update ends early at this multiple of the KL target: it is a mean to be met, not a bound."""
+
+    adam_eps: float = 1e-5
+    """Adam's epsilon: larger than usual, because PPO's gradients get small and its steps must not grow for it."""
 
     horizon_is_end: bool = True
     """Whether the objective is defined at the horizon (a terminal state) or goes on beyond it (a time limit)."""
@@ -85,7 +91,7 @@ class PPOConfig:
             value = attrgetter(name)(self)
             if value < 0.0:
                 raise ValueError(f"ppo.{name} must not be negative, got {value}")
-        for name in ("clip", "max_grad_norm", "target_kl", "value_clip", "advantage_floor"):
+        for name in ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps"):
             value = getattr(self, name)
             if value is not None and value <= 0.0:
                 raise ValueError(f"ppo.{name} must be positive, got {value}")

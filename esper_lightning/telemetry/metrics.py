@@ -31,7 +31,7 @@ def growth_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
     }
 
 
-def phase_shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds by phase as shares of their sum."""
-    total = sum(seconds.values())
-    return {phase: spent / total for phase, spent in seconds.items()} if total else {}
+def phase_shares(seconds: dict[str, float], elapsed: float) -> dict[str, float]:
+    """Seconds by phase as shares of the `elapsed` time by the clock; `other` is what no phase accounts for."""
+    shares = {phase: spent / elapsed for phase, spent in seconds.items()}
+    return shares | {"other": 1.0 - sum(shares.values())}

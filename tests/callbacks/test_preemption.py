@@ -4,12 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning import Trainer
 
 from callbacks import Preemption
 from esper_lightning import TamiyoModule
+from esper_lightning.evaluation.compare import Outcome, play
 from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
 
 TICK = 3  # in the middle of the first rollout
@@ -72,3 +74,15 @@ def test_a_second_signal_ends_at_once() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Outcome:
+        monkeypatch.undo()  # once: a second signal would end pytest
+        os.kill(os.getpid(), signal.SIGINT)
+        return play(*args)
+
+    monkeypatch.setattr("callbacks.evaluation.play", interrupted)
+
+    with pytest.raises((SystemExit, AssertionError)):  # by us, or by whoever had the signal before
+        fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2")

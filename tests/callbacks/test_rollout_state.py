@@ -4,10 +4,14 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from lightning import Trainer
 
 from callbacks.rollout_state import random_states, set_random_states
-from tests.runs import fit, load, only_run
+from esper_lightning import HostPoolData, TamiyoModule
+from esper_lightning.tasks import Digits
+from tests.runs import fit, load, only_run, tiny_host
 
 
 def draw() -> list[float]:
@@ -44,3 +48,11 @@ def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
     assert state["loop"]["episode"] == 1
     assert torch.equal(state["loop"]["raw"], loop.raw)
     assert all(torch.equal(saved, now) for saved, now in zip(state["loop"]["state"], loop.state, strict=True))
+
+
+def test_a_module_does_not_train_without_it(tmp_path: Path) -> None:
+    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu")
+
+    with pytest.raises(ValueError, match="RolloutState is missing"):
+        trainer.fit(TamiyoModule(), datamodule=HostPoolData(Digits(), tiny_host, n_envs=4))
+    assert not list(tmp_path.rglob("*.ckpt"))

@@ -56,7 +56,7 @@ def test_before_any_update_the_ratio_is_1_whatever_was_reset(
         play_rollout(loop)
         rollout, _ = loop.finish_rollout()
 
-    for _, minibatch in rollout.minibatches(1, 2, loop.generator):
+    for minibatch in rollout.minibatches(1, 2, loop.generator):
         assert ppo_terms(loop.policy, minibatch, PPOConfig()).ratio_error < 1e-5
     assert (rollout.log_prob < -0.1).any(), "there was something to choose"
 
