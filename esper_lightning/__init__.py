@@ -1,6 +1,4 @@
-"""Grows neural networks while they train, under a learned policy."""
+"""Grows neural networks while they train, under a learned policy.
 
-from esper_lightning.data import HostPoolData
-from esper_lightning.module import TamiyoModule
-
-__all__ = ["HostPoolData", "TamiyoModule"]
+Nothing is imported here: `esper_lightning.growth` and what it grows on work with any training loop, without Lightning.
+"""

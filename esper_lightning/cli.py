@@ -104,6 +104,8 @@ class EsperCLI(LightningCLI):
             raise ValueError(
                 f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
             )
+        if config.latest.monitor is not None:
+            raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
         if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
             raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
@@ -158,7 +160,7 @@ def one_line_errors() -> Iterator[None]:
     """Around what a user's settings can make fail before the run begins; a run's own errors keep their traceback."""
     try:
         yield
-    except (ValueError, TypeError, OSError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
         fail(str(error))
 
 

@@ -17,10 +17,10 @@ from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from esper_lightning import TamiyoModule
 from esper_lightning.__main__ import main
 from esper_lightning.cli import EsperCLI
 from esper_lightning.hosts import CNN
+from esper_lightning.module import TamiyoModule
 
 # The machine is shared, and with one thread every process adds up in the same order.
 torch.set_num_threads(1)

@@ -8,11 +8,11 @@ import torch
 from lightning import Trainer
 
 from callbacks import RolloutState
-from esper_lightning import HostPoolData, TamiyoModule
 from esper_lightning.cli import EsperCLI
+from esper_lightning.data import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.host_env import HostTraining
-from esper_lightning.module import NormalizeConfig
+from esper_lightning.module import NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tasks import Digits

@@ -12,6 +12,8 @@ from esper_lightning.blueprints import get
 
 
 class Op(IntEnum):
+    """What can be done to a slot. The numbers are the op head's choices."""
+
     WAIT = 0
     GERMINATE = 1
     CULL = 2

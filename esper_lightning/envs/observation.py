@@ -39,6 +39,8 @@ LOG_NORM_SCALE = 5.0
 
 
 class Observation(NamedTuple):
+    """What a controller sees of every environment."""
+
     features: Tensor  # [..., N, D] float
     blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
 

@@ -53,6 +53,8 @@ class EnvConfig:
 
 
 class HostEvent(NamedTuple):
+    """A change of stage, with the host and the tick (from 1 on) in which it happened."""
+
     host: int
     tick: int
     seed: SeedEvent
@@ -68,6 +70,8 @@ class PoolMetrics(NamedTuple):
 
 
 class StepResult(NamedTuple):
+    """What followed from a step. Observation and masks are the pool's own storage: the next step overwrites them."""
+
     observation: Observation
     reward: Tensor  # [N]
     terminated: Tensor  # [N] bool

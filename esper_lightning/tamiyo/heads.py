@@ -43,6 +43,8 @@ class ConditionalHead(nn.Module):
 
 
 class Logits(NamedTuple):
+    """A table per head: one row for each context that its choice is conditioned on."""
+
     op: Tensor  # [..., ops]
     slot: Tensor  # [..., ops, K]
     blueprint: Tensor  # [..., K, P]

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 
 class Split(NamedTuple):
+    """Samples and what should be said of them."""
+
     inputs: Tensor  # [samples, …]
     targets: Tensor  # [samples, …] int64
 
@@ -21,6 +23,8 @@ class Split(NamedTuple):
 
 
 class TaskData(NamedTuple):
+    """A data set. Hosts learn from `train`, rewards come from `validation`, and only evaluations see `test`."""
+
     train: Split
     validation: Split
     test: Split

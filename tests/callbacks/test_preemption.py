@@ -10,8 +10,8 @@ import pytest
 from lightning import Trainer
 
 from callbacks import Preemption
-from esper_lightning import TamiyoModule
 from esper_lightning.evaluation.compare import Outcome, play
+from esper_lightning.module import TamiyoModule
 from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
 
 TICK = 3  # in the middle of the first rollout

@@ -9,7 +9,8 @@ import torch
 from lightning import Trainer
 
 from callbacks.rollout_state import random_states, set_random_states
-from esper_lightning import HostPoolData, TamiyoModule
+from esper_lightning.data import HostPoolData
+from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits
 from tests.runs import fit, load, only_run, tiny_host
 
