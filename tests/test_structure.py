@@ -120,6 +120,14 @@ def test_what_grows_is_useful_without_reinforcement_learning() -> None:
     assert not [path for path in growing if rooms_used(path) & {"envs", "tamiyo", "ppo", "rewards"}]
 
 
+def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:
+    """In a process of its own: here they are loaded already."""
+    code = "import sys, esper_lightning.growth.network, esper_lightning.hosts; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert not {"lightning", "sklearn", "esper_lightning.envs"} & set(loaded.split())
+
+
 def test_modules_and_public_classes_say_what_they_are() -> None:
     silent = []
     for path in MODULES:
