@@ -161,8 +161,9 @@ class HostPool:
             trained = self.executor.train_epoch(self.envs, self.data.train)
         with self.clock.measure("validate"):
             validated = self.executor.validate(self.envs, self.data.validation)
-            # The tick's one transfer to the host's memory: everything after it is Python numbers.
-            trained, validated = trained.cpu(), validated.cpu()
+            # The tick's one transfer to the processor's memory: everything after it is Python numbers.
+            numbers = torch.cat([trained, validated.flatten(1)], 1).cpu()
+            trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
         with self.clock.measure("bookkeeping"):
             rows = zip(self.envs, trained.tolist(), validated.tolist(), strict=True)
             for i, (env, training, validation) in enumerate(rows):
