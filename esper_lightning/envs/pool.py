@@ -161,7 +161,7 @@ class HostPool:
             trained = self.executor.train_epoch(self.envs, self.data.train)
         with self.clock.measure("validate"):
             validated = self.executor.validate(self.envs, self.data.validation)
-            # The tick's one transfer to the processor's memory: everything after it is Python numbers.
+            # One transfer for all that was measured: after it everything is Python numbers.
             numbers = torch.cat([trained, validated.flatten(1)], 1).cpu()
             trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
         with self.clock.measure("bookkeeping"):
