@@ -13,6 +13,10 @@ EXPLODED = 5.0
 """A tensor whose gradient norm is above this dominates every update."""
 
 
+VANISHED_COST, EXPLODED_COST = 0.5, 0.8
+"""Health lost when every tensor has vanished or exploded: the second also spoils what the others learn."""
+
+
 class GradientStats(NamedTuple):
     """Of one group of parameters."""
 
@@ -30,10 +34,12 @@ def gradient_stats(parameters: Iterable[nn.Parameter]) -> Tensor:  # [2] = Gradi
     tensors = list(parameters)
     norms = [torch.linalg.vector_norm(p.grad) for p in tensors if p.grad is not None]
     if not norms:
-        return torch.tensor([0.0, 0.5 if tensors else 1.0], device=tensors[0].device if tensors else None)
+        return torch.tensor(
+            [0.0, 1.0 - VANISHED_COST if tensors else 1.0], device=tensors[0].device if tensors else None
+        )
     stacked = torch.stack(norms)
     without = len(tensors) - len(norms)
     vanished = (stacked < VANISHED).sum() + without
     exploded = (stacked > EXPLODED).sum()
-    health = (1.0 - (0.5 * vanished + 0.8 * exploded) / len(tensors)).clamp(min=0.0)
+    health = (1.0 - (VANISHED_COST * vanished + EXPLODED_COST * exploded) / len(tensors)).clamp(min=0.0)
     return torch.stack([torch.linalg.vector_norm(stacked), health])
