@@ -12,6 +12,7 @@ import csv
 from pathlib import Path
 
 import matplotlib
+import yaml
 
 matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot as plt
@@ -30,6 +31,11 @@ def load(run: Path) -> EventAccumulator:
 
 def values(events: EventAccumulator, tag: str) -> list[float]:
     return [event.value for event in events.Scalars(tag)]
+
+
+def name(run: Path) -> str:
+    """`seed 0`, by the config in the run's folder."""
+    return f"seed {yaml.safe_load((run / 'config.yaml').read_text())['seed_everything']}"
 
 
 def median(values: list[float]) -> float:
@@ -51,7 +57,7 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
     for number, (run, events) in enumerate(runs.items()):
         n_envs = round(median(values(events, SPEED)) / median(values(events, "time/ticks_per_second")))
         steps = [event.step * n_envs for event in events.Scalars(ACTING)]
-        (line,) = axes.plot(steps, values(events, ACTING), label=f"Tamiyo, run {number + 1}, exploring, validation")
+        (line,) = axes.plot(steps, values(events, ACTING), label=f"Tamiyo, {name(run)}, exploring, validation")
         table = run / "evaluation.csv"
         for row in csv.DictReader(table.open()) if table.exists() else ():
             mean, low, high = (float(row[f"objective_{end}"]) for end in ("mean", "low", "high"))
@@ -64,9 +70,7 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
         axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS.get(rule), label=f"{rule}, test")
     axes.set_xlabel("environment steps (host epochs)")
     axes.set_ylabel("objective: accuracy - rent")
-    axes.set_title(
-        "Learning to grow: digits. Dots: Tamiyo, greedy, fresh hosts, test images, 95 % interval", fontsize=10
-    )
+    axes.set_title("Learning to grow. Dots: Tamiyo, greedy, fresh hosts, test images, 95 % interval", fontsize=10)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     out.parent.mkdir(parents=True, exist_ok=True)

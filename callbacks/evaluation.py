@@ -49,7 +49,11 @@ class Evaluation(Callback):
             "wait": WaitOnly(),
             "heuristic": Heuristic(self.heuristic),
         }
-        self.outcomes = [play(pool, name, controller, seeds) for name, controller in controllers.items()]
+        try:
+            self.outcomes = [play(pool, name, controller, seeds) for name, controller in controllers.items()]
+        except KeyboardInterrupt:
+            print("trained, but not compared; for the table resume from the run's latest.ckpt", flush=True)
+            raise SystemExit(130) from None
         if trainer.is_global_zero:
             folder = Path(trainer.log_dir or trainer.default_root_dir)
             write(self.outcomes, folder)

@@ -1,6 +1,7 @@
 """Preemption: a stopped run is a saved run."""
 
 import signal
+from pathlib import Path
 from types import FrameType
 
 from lightning import Trainer
@@ -45,9 +46,10 @@ class Preemption(Checkpoint):
         if self._received is None:
             return
         folder = next(c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
-        path = f"{folder}/{self.filename}.ckpt"
-        trainer.save_checkpoint(path)
-        print(f"stopped by {signal.Signals(self._received).name}; go on with: --ckpt_path {path}", flush=True)
+        path = Path(folder) / f"{self.filename}.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)
+        command = f"esper-lightning fit --config {path.parent.parent / 'config.yaml'} --ckpt_path {path}"
+        print(f"stopped by {signal.Signals(self._received).name}; go on with: {command}", flush=True)
         raise SystemExit(128 + self._received)
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:

@@ -6,14 +6,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse import ArgumentError, Namespace, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -68,8 +69,27 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
-            raise ArgumentError(message) from ex
+            raise ArgumentError(None, message) from ex
         fail(message)
+
+
+class RunConfig(SaveConfigCallback):
+    """Saves the settings of a run in its folder, so that it can be repeated: without the checkpoint it went on from.
+
+    What an earlier start of the same run had saved is kept as `config.1.yaml` and so on.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
+        config = config.clone()
+        config.ckpt_path = None
+        super().__init__(parser, config, **kwargs)
+
+    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+        folder = Path(trainer.log_dir)
+        present = folder / self.config_filename
+        if present.exists() and not self.already_saved:
+            present.rename(next(path for n in count(1) if not (path := folder / f"config.{n}.yaml").exists()))
+        super().setup(trainer, pl_module, stage)
 
 
 class EsperCLI(LightningCLI):
@@ -177,7 +197,7 @@ def run(args: list[str] | None) -> None:
         parser_class=Parser,
         seed_everything_default=0,
         trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
-        save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
+        save_config_callback=RunConfig,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,  # settings come from the command line alone, never from a checkpoint
     )

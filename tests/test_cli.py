@@ -135,6 +135,7 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "no rollouts": ("--trainer.max_epochs=0", "trainer.max_epochs"),
     "rollouts without end": ("--trainer.max_epochs=-1", "trainer.max_epochs"),
     "a latest that is not the last": ("--latest.monitor=rollout/return", "latest.monitor"),
+    "mistyped host setting": ("--data.host.init_args.bse=4", "bse"),
     "time limit": ("--trainer.max_time=00:00:01:00", "trainer.max_time"),
     "step limit": ("--trainer.max_steps=5", "trainer.max_steps"),
     "Lightning's gradient clipping": ("--trainer.gradient_clip_val=1", "trainer.gradient_clip_val"),

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.runs import (
     EPOCHS,
@@ -143,3 +144,17 @@ def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
 
     assert_same_end(run, uninterrupted)
     assert differences(continuation(run.checkpoints / "best.ckpt"), continuation(best)) == []
+
+
+def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+    first = (run.folder / "config.yaml").read_text()
+
+    fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
+
+    assert only_run(tmp_path).folder == run.folder, "it went on in its folder"
+    assert (run.folder / "config.1.yaml").read_text() == first
+    again = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert again["ckpt_path"] is None, "whoever repeats the config must not continue the old run"
+    assert again["trainer"]["max_epochs"] == 2

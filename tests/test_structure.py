@@ -175,7 +175,7 @@ def help_of_options() -> dict[str, str]:
     title = ""
     for block in re.split(r"^(?=  --|\S)", printed("--help"), flags=re.MULTILINE):
         if block.startswith("  --"):
-            said[block.split()[0].removeprefix("--")] = squeezed(title + block)
+            said[block.split()[0].removeprefix("--").rstrip(",")] = squeezed(title + block)
             title = ""
         else:
             title = block.replace(":", ".")

@@ -52,7 +52,11 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
 
 
 def germinate(slot: SeedSlot, blueprint: str, ramp: Ramp, generator: torch.Generator) -> SeedEvent:
-    """Puts a new seed in an empty slot. Its weights come from `generator`, which lives on the slot's device."""
+    """Puts a new seed in an empty slot. Its weights come from `generator`, which lives on the slot's device.
+
+    The seed learns once an optimizer knows its parameters: see `growth.optimizer.add_group`, and `remove_group` for
+    when it is culled.
+    """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
     slot.seed = _new_seed(slot, blueprint, generator)  # may fail, and then the slot is as it was
     slot.blueprint, slot.ramp, slot.age = blueprint, ramp, 0

@@ -23,6 +23,13 @@ class SeedSlot(nn.Module):
         width: Channels C of that feature.
         isolate: Detach the seed's input until it is fossilized, so that the host below learns only through the
             (1 - alpha) part. None: yes for images, no for sequences and vectors.
+
+    Attributes:
+        stage: Where the seed is in its life; `growth.network` moves it.
+        seed: The module that grows, or an identity.
+        blueprint: Its kind, or None.
+        ramp: The path of alpha, which begins with BLENDING.
+        age, ticks_in_stage: Host epochs since germination, and in this stage.
     """
 
     alpha: Tensor

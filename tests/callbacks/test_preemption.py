@@ -58,7 +58,8 @@ def test_ctrl_c_saves_at_the_end_of_the_tick_and_says_how_to_go_on(
     latest = only_run(tmp_path).latest
     assert code == 130
     assert load(latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
-    assert f"stopped by SIGINT; go on with: --ckpt_path {latest}" in capsys.readouterr().out
+    command = f"esper-lightning fit --config {latest.parent.parent / 'config.yaml'} --ckpt_path {latest}"
+    assert f"stopped by SIGINT; go on with: {command}" in capsys.readouterr().out
 
 
 def test_the_checkpoint_can_have_a_name_of_its_own(tmp_path: Path) -> None:
