@@ -58,12 +58,12 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
         raise ValueError(f"the checkpoint lacks {', '.join(missing)}; it was not saved by a full run")
 
 
-def check_identity(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raises ValueError, naming the first difference, unless the run of `identity` can continue the checkpoint."""
-    for name, saved in checkpoint[IDENTITY_KEY].items():
-        if saved != identity[name]:
+def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raises ValueError, naming the first difference, unless the run of `identity` can continue that of `saved`."""
+    for name, before in saved.items():
+        if before != identity[name]:
             raise ValueError(
-                f"the checkpoint's {name} is {saved}, this run's is {identity[name]}; "
+                f"the checkpoint's {name} is {before}, this run's is {identity[name]}; "
                 f"resume with the config.yaml in the checkpoint's run folder"
             )
 
@@ -84,7 +84,7 @@ NOT_A_CHECKPOINT = (
 
 
 def check_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The checkpoint at `path`. Raises ValueError with one line unless it is whole and ours."""
+    """The identity of the checkpoint at `path`. Raises ValueError with one line unless it is whole and ours."""
     if not Path(path).is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
@@ -96,4 +96,4 @@ def check_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise ValueError(f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__}; give a Lightning checkpoint")
     check_schema(checkpoint)
-    return checkpoint
+    return checkpoint[IDENTITY_KEY]

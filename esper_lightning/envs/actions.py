@@ -45,6 +45,15 @@ def relevance(device: torch.device | None = None) -> Tensor:  # [ops, heads] flo
     return torch.tensor([[float(op in RELEVANT[head]) for head in HEADS] for op in Op], device=device)
 
 
+def blank_irrelevant(action: Action, relevant: Tensor) -> Action:
+    """The same decision with every choice that does not matter for its op as 0: equal decisions are equal actions.
+
+    `relevant` is the table of `relevance`, on the action's device.
+    """
+    matters = relevant[action.op].long()  # [..., heads]
+    return Action(*(head * matters[..., i] for i, head in enumerate(action)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActionConfig:
     """Which choices the heads offer."""

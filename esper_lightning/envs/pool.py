@@ -145,8 +145,7 @@ class HostPool:
             untrained = [_measured(row, len(self.space.slots)) for row in validated.tolist()]
             for env, measured in zip(self.envs, untrained, strict=True):
                 env.record(measured)
-            for env, value in zip(self.envs, self._worth(validated).tolist(), strict=True):
-                env.objective = value
+            self._remember_objective(self._metrics(validated))
             self._look()
         return self.observation
 
@@ -169,7 +168,7 @@ class HostPool:
             for i, (env, training, validation) in enumerate(rows):
                 measured = _measured(validation, len(self.space.slots), training)
                 events += [HostEvent(i, env.tick, event) for event in env.finish_tick(measured)]
-            return self._result(validated, events)
+            return self._result(self._metrics(validated), events)
 
     def _apply(self, action: Action) -> list[HostEvent]:
         decisions = list(zip(*torch.stack(action).tolist(), strict=True))
@@ -191,32 +190,33 @@ class HostPool:
             if not slots[i][op][slot] or (op == Op.GERMINATE and not growable[slot][blueprint]):
                 raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
-    def _worth(self, validated: Tensor) -> Tensor:  # [N, 2, V] -> [N]
-        """J of every host; at the horizon what is not fossilized is dropped, so J is that of the rest."""
-        parameters = torch.tensor([env.committed_parameters for env in self.envs])
+    def _metrics(self, validated: Tensor) -> PoolMetrics:
+        """From [N, 2, V]; at the horizon what is not fossilized is dropped, so accuracy and J are those of the rest."""
         over = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
-        accuracy = torch.where(over, validated[:, 1, -1], validated[:, 1, 0])
-        return objective(accuracy, parameters, self.host_parameters, self.config.objective)
-
-    def _result(self, validated: Tensor, events: list[HostEvent]) -> StepResult:
-        before = torch.tensor([env.objective for env in self.envs])
-        worth = self._worth(validated)
-        for env, value in zip(self.envs, worth.tolist(), strict=True):
-            env.objective = value
-        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
-        variant = torch.where(truncated, validated.shape[2] - 1, 0)[:, None, None].expand(-1, 2, 1)
+        variant = torch.where(over, validated.shape[2] - 1, 0)[:, None, None].expand(-1, 2, 1)
         loss, accuracy = validated.gather(2, variant).squeeze(2).unbind(1)
         parameters = torch.tensor([env.committed_parameters for env in self.envs])
+        worth = objective(accuracy, parameters, self.host_parameters, self.config.objective)
+        return PoolMetrics(accuracy, loss, worth, parameters)
+
+    def _result(self, metrics: PoolMetrics, events: list[HostEvent]) -> StepResult:
+        before = torch.tensor([env.objective for env in self.envs])
+        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        self._remember_objective(metrics)
         self._look()
         return StepResult(
             observation=self.observation,
-            reward=(worth - before).to(self.device),
+            reward=(metrics.objective - before).to(self.device),
             terminated=torch.zeros_like(truncated).to(self.device),
             truncated=truncated.to(self.device),
             masks=self.masks,
             events=events,
-            metrics=PoolMetrics(accuracy, loss, worth, parameters),
+            metrics=metrics,
         )
+
+    def _remember_objective(self, metrics: PoolMetrics) -> None:
+        for env, value in zip(self.envs, metrics.objective.tolist(), strict=True):
+            env.objective = value
 
     def _look(self) -> None:
         """Brings observation and masks up to date, in their storage."""

@@ -3,7 +3,7 @@
 import torch
 
 from esper_lightning.envs import HEADS, Action, HostPool, Op
-from esper_lightning.envs.actions import relevance
+from esper_lightning.envs.actions import blank_irrelevant, relevance
 
 
 class WaitOnly:
@@ -36,8 +36,8 @@ class RandomValid:
         slot = self._draw(masks.slot[rows, op])
         blueprint = self._draw(masks.blueprint[rows, slot])
         tempo = self._draw(torch.ones(pool.n_envs, len(pool.space.tempos), dtype=torch.bool))
-        matters = relevance()[op].long()
-        return Action(*(head.mul(matters[:, i]).to(pool.device) for i, head in enumerate((op, slot, blueprint, tempo))))
+        action = blank_irrelevant(Action(op, slot, blueprint, tempo), relevance())
+        return Action(*(head.to(pool.device) for head in action))
 
     def _draw(self, possible: torch.Tensor) -> torch.Tensor:  # [N, choices] bool -> [N]
         return torch.multinomial(possible.float(), 1, generator=self.generator).squeeze(1)

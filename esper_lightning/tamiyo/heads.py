@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.envs import Action, Masks, Op
-from esper_lightning.envs.actions import relevance
+from esper_lightning.envs.actions import blank_irrelevant, relevance
 
 MASKED = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
@@ -110,9 +110,7 @@ class FactoredDistribution:
         slot = draw(_pick_row(self.log_probs.slot, op))
         blueprint = draw(_pick_row(self.log_probs.blueprint, slot))
         tempo = draw(_pick_row(self.log_probs.tempo, slot))
-        # A choice that does not matter is stored as 0, so that equal decisions are equal actions.
-        matters = self.relevant[op].long()  # [..., heads]
-        return Action(*(head * matters[..., i] for i, head in enumerate((op, slot, blueprint, tempo))))
+        return blank_irrelevant(Action(op, slot, blueprint, tempo), self.relevant)
 
     def log_prob(self, action: Action) -> Tensor:  # [...]
         """Of the whole decision: the sum over the heads that matter for its op."""

@@ -66,8 +66,8 @@ class _Memory:
 class Heuristic:
     """Waits for a stable host on a plateau, germinates blueprints in rotation, keeps what the gate allows to keep."""
 
-    def __init__(self, config: HeuristicConfig | None = None) -> None:
-        self.config = config or HeuristicConfig()
+    def __init__(self, config: HeuristicConfig = HeuristicConfig()) -> None:
+        self.config = config
 
     def reset(self, pool: HostPool) -> None:
         self.memories = [_Memory() for _ in pool.envs]

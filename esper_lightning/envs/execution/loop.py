@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.gradients import gradient_stats
+from esper_lightning.growth.optimizer import HOST_GROUP
 from esper_lightning.tasks import Split, Task
 
 
@@ -68,7 +69,7 @@ class LoopExecutor:
     @staticmethod
     def _gradients(env: HostEnv) -> Tensor:  # [2 + 2K], before clipping
         groups = {group["name"]: group["params"] for group in env.optimizer.param_groups}
-        host = gradient_stats(groups["host"])
+        host = gradient_stats(groups[HOST_GROUP])
         absent = torch.tensor([0.0, 1.0], device=host.device, dtype=host.dtype)
         seeds = [gradient_stats(groups[slot.name]) if slot.name in groups else absent for slot in env.slots]
         return torch.cat([host, *seeds])
