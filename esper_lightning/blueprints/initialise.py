@@ -6,10 +6,33 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-NORMALISATION = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
+WEIGHTED = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+CONSTANT = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.PReLU,
+)
+"""Layers whose `reset_parameters` sets ones, zeros and the like, and draws nothing."""
 
 
-def _initialise_linear(module: nn.Conv2d | nn.Linear, generator: torch.Generator) -> None:
+def _initialise_weighted(module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
     # The field's usual start for these layers: uniform within 1/sqrt(fan in), weight and bias alike.
     bound = 1.0 / math.sqrt(module.weight[0].numel())
     nn.init.uniform_(module.weight, -bound, bound, generator=generator)
@@ -17,23 +40,46 @@ def _initialise_linear(module: nn.Conv2d | nn.Linear, generator: torch.Generator
         nn.init.uniform_(module.bias, -bound, bound, generator=generator)
 
 
+def _initialise_embedding(module: nn.Embedding | nn.EmbeddingBag, generator: torch.Generator) -> None:
+    nn.init.normal_(module.weight, generator=generator)
+    if module.padding_idx is not None:
+        nn.init.zeros_(module.weight[module.padding_idx])
+
+
+def _initialise_attention(module: nn.MultiheadAttention, generator: torch.Generator) -> None:
+    # Its output projection is a child, and has been drawn; by custom that layer's bias begins at zero.
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "in_proj_bias":
+            nn.init.zeros_(parameter)
+        elif name in ("bias_k", "bias_v"):
+            nn.init.xavier_normal_(parameter, generator=generator)
+        else:
+            nn.init.xavier_uniform_(parameter, generator=generator)
+    if module.out_proj.bias is not None:
+        nn.init.zeros_(module.out_proj.bias)
+
+
 @torch.no_grad()
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
     """Sets every parameter and buffer of `network` in place; nothing else is random.
 
-    A module that owns parameters or buffers and is neither a convolution, a linear nor a normalisation layer must have
-    a method `initialise(generator)`. Modules are visited children first, so that method may also correct its children
-    (zero a last layer, say). Raises ValueError for a module it cannot initialise.
+    Knows linear layers, convolutions, embeddings, normalisations and MultiheadAttention. Any other module that owns
+    parameters or buffers must have a method `initialise(generator)`. Modules are visited children first, so that method
+    may also correct its children (zero a last layer, say). Raises ValueError for a module it cannot initialise.
     """
     for child in network.children():
         initialise(child, generator)
     own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)
     if own is not None:
         own(generator)
-    elif isinstance(network, nn.Conv2d | nn.Linear):
-        _initialise_linear(network, generator)
-    elif isinstance(network, NORMALISATION):
-        network.reset_parameters()  # ones and zeros
+    elif isinstance(network, WEIGHTED):
+        _initialise_weighted(network, generator)
+    elif isinstance(network, nn.Embedding | nn.EmbeddingBag):
+        _initialise_embedding(network, generator)
+    elif isinstance(network, nn.MultiheadAttention):
+        _initialise_attention(network, generator)
+    elif isinstance(network, CONSTANT):
+        network.reset_parameters()
     elif [*network.parameters(recurse=False), *network.buffers(recurse=False)]:
         raise ValueError(f"cannot initialise a {type(network).__name__}: give it a method initialise(generator)")
 

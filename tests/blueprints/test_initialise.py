@@ -1,17 +1,19 @@
 """A network's weights depend on an explicit generator and on nothing else."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on, build_seed, initialise, names
+from esper_lightning.blueprints import Birth, build_on, build_seed, initialise
 from esper_lightning.hosts import CNN
-
-CPU = torch.device("cpu")
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.blueprints.features import CPU, HERE, seeded
 
 
 def cnn() -> CNN:
@@ -53,10 +55,12 @@ def test_the_same_generator_seed_gives_the_same_host() -> None:
     assert not same(build_on(CPU, cnn, seeded(3)), build_on(CPU, cnn, seeded(4)))
 
 
-@pytest.mark.parametrize("blueprint", names("image"))
-def test_the_same_generator_seed_gives_the_same_seed(blueprint: str) -> None:
-    first, second = (build_seed(blueprint, "image", 8, CPU, seeded(3)) for _ in range(2))
+@pytest.mark.parametrize(("layout", "name"), HERE)
+@pytest.mark.parametrize("birth", ["identity", "random"])
+def test_the_same_generator_seed_gives_the_same_seed(layout: str, name: str, birth: Birth) -> None:
+    first, second, other = (build_seed(name, layout, 8, CPU, seeded(i), birth) for i in (3, 3, 4))
     assert same(first, second)
+    assert birth == "identity" or not same(first, other)
     assert all(torch.isfinite(value).all() for value in first.state_dict().values())
 
 
@@ -75,8 +79,8 @@ def test_the_global_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     host = build_on(CPU, cnn, seeded())
     initialise(host, seeded(1))
-    for blueprint in names("image"):
-        build_seed(blueprint, "image", 8, CPU, seeded())
+    for layout, name in HERE:
+        build_seed(name, layout, 8, CPU, seeded(), "random")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -93,6 +97,11 @@ def test_the_global_random_state_has_no_influence() -> None:
     [
         (nn.Conv2d(16, 64, 3), 1 / 12),  # 16·9 = 144 inputs
         (nn.Conv2d(64, 64, 5, groups=64), 1 / 5),  # 25 inputs: a channel sees itself alone
+        (nn.Conv1d(16, 64, 9), 1 / 12),
+        (nn.Conv3d(16, 64, 3), 1 / 432**0.5),
+        (nn.ConvTranspose1d(64, 16, 9), 1 / 12),  # PyTorch counts its outputs: 16·9
+        (nn.ConvTranspose2d(64, 16, 3), 1 / 12),
+        (nn.ConvTranspose3d(64, 16, 3), 1 / 432**0.5),
         (nn.Linear(100, 30), 1 / 10),
     ],
 )
@@ -105,18 +114,89 @@ def test_weights_fill_the_usual_interval_evenly(layer: nn.Module, bound: float) 
     assert layer.bias.std() > 0
 
 
-def test_layers_without_bias_and_normalisations_are_known() -> None:
-    network = nn.Sequential(
-        nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.ReLU()
-    )
+def spoilt(module: nn.Module) -> nn.Module:
+    """Nothing of the constructor's own start is left."""
     with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.fill_(9.0)
-    initialise(network, seeded())
-    assert network[0].weight.abs().max() <= 0.5
-    for norm in network[1:4]:
-        assert torch.equal(norm.weight, torch.ones(4))
-        assert torch.equal(norm.bias, torch.zeros(4))
+        for value in module.state_dict().values():
+            value.fill_(9.0)
+    return module
+
+
+def test_a_layer_without_bias_is_known() -> None:
+    layer = spoilt(nn.Linear(4, 4, bias=False))
+    initialise(layer, seeded())
+    assert layer.weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(partial(norm, 4) for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
+        *(partial(norm, 4, affine=True) for norm in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
+        partial(nn.InstanceNorm2d, 4),
+        partial(nn.InstanceNorm2d, 4, track_running_stats=True),
+        *(partial(norm, 4) for norm in (nn.LayerNorm, nn.RMSNorm)),
+        partial(nn.GroupNorm, 2, 4),
+        partial(nn.PReLU, 4),
+    ],
+)
+def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Module]) -> None:
+    module, generator = spoilt(build()), seeded()
+    initialise(module, generator)
+    assert same(module, build())
+    assert torch.equal(generator.get_state(), seeded().get_state())  # without a draw
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_are_normal_and_padding_is_zero(kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+    table = spoilt(kind(500, 20, padding_idx=3))
+    initialise(table, seeded())
+    assert not table.weight[3].any()
+    assert table.weight.mean().item() == pytest.approx(0.0, abs=0.05)
+    assert table.weight.std().item() == pytest.approx(1.0, rel=0.05)
+    assert 3.0 < table.weight.abs().max() < 6.0
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 30, "vdim": 50}, {"add_bias_kv": True}, {"bias": False}])
+def test_multihead_attention_begins_as_pytorch_builds_it(options: dict[str, Any]) -> None:
+    module, reference = spoilt(nn.MultiheadAttention(40, 4, **options)), nn.MultiheadAttention(40, 4, **options)
+    initialise(module, seeded())
+    for name, expected in reference.state_dict().items():
+        found = module.state_dict()[name]
+        assert found.std().item() == pytest.approx(expected.std().item(), rel=0.35), name
+        assert bool(found.any()) == bool(expected.any()), name
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 4),
+        nn.Conv1d(3, 4, 2),
+        nn.ConvTranspose3d(3, 4, 2),
+        nn.Embedding(3, 4),
+        nn.EmbeddingBag(3, 4),
+        nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        nn.MultiheadAttention(4, 2, kdim=3, vdim=5),
+    ],
+)
+def test_layers_draw_from_the_generator_alone(layer: nn.Module) -> None:
+    other, before = deepcopy(layer), torch.get_rng_state()
+    initialise(layer, seeded(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    initialise(other, seeded(3))
+    assert same(layer, other)
+
+
+@given(seed=st.integers(0, 2**40), layout=st.sampled_from(HERE), width=st.integers(1, 20))
+def test_weights_depend_on_the_generator_alone(seed: int, layout: tuple[str, str], width: int) -> None:
+    on, name = layout
+    before = torch.get_rng_state()
+    first = build_seed(name, on, width, CPU, seeded(seed), "random")
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + 1)
+        assert same(build_seed(name, on, width, CPU, seeded(seed), "random"), first)
 
 
 def test_a_module_with_its_own_method_has_the_last_word() -> None:
@@ -127,7 +207,7 @@ def test_a_module_with_its_own_method_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Embedding(3, 4), nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), nn.MultiheadAttention(4, 2)]
+    "module", [nn.Bilinear(2, 3, 4), nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), nn.GRUCell(4, 2)]
 )
 def test_a_module_that_it_does_not_know_is_refused_by_name(module: nn.Module) -> None:
     unknown = module[1] if isinstance(module, nn.Sequential) else module

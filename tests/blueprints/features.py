@@ -1,0 +1,31 @@
+"""Features of every layout, and what grows on them."""
+
+import torch
+from torch import Tensor
+
+from esper_lightning.blueprints import names
+
+CPU = torch.device("cpu")
+
+LAYOUTS = ["image", "sequence", "vector"]
+
+EVERYTHING = [(layout, name) for layout in LAYOUTS for name in names(layout)]
+"""Every blueprint on every layout."""
+
+HERE = [(layout, name) for layout in LAYOUTS for name in names(layout, CPU)]
+"""Those that run on a CPU."""
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def feature(layout: str, width: int, samples: int = 3, positions: tuple[int, int] = (5, 7)) -> Tensor:
+    """[B, C, H, W] with H×W positions, [B, T, C] with T = H·W, or [B, C]; mean 0.5, deviation 2."""
+    height, length = positions
+    shapes = {
+        "image": (samples, width, height, length),
+        "sequence": (samples, height * length, width),
+        "vector": (samples, width),
+    }
+    return 2.0 * torch.randn(shapes[layout], generator=seeded(width)) + 0.5
