@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.blueprints import build_on
+from esper_lightning.blueprints import build_on, initialise
 from esper_lightning.growth.network import count_parameters, slots_of
+from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
+from tests.growth.grown import grow
 
 ALL = ["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"]
 
@@ -101,6 +103,44 @@ def test_images_of_any_size_become_one_number_for_each_class(input_shape: tuple[
 def test_empty_slots_change_neither_the_weights_nor_the_outputs() -> None:
     x = images(4, 3, 32, 32)
     assert torch.equal(built(slots=ALL)(x), built(slots=[])(x))
+
+
+FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
+
+
+@pytest.mark.parametrize("input_shape", [(3, 32, 32), (1, 8, 8)])
+@pytest.mark.parametrize("channels_last", FORMATS)
+def test_features_and_seeds_have_the_hosts_memory_format(input_shape: tuple[int, ...], channels_last: bool) -> None:
+    network, seen = built(input_shape, slots=ALL, channels_last=channels_last), []
+    for slot in slots_of(network).values():
+        grow(slot, Stage.BLENDING, "bottleneck")
+        for module in (slot, *slot.seed.modules()):
+            module.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
+    network(images(4, *input_shape))
+    seen = [x for x in seen if min(x.shape[2:]) > 1]  # images of one pixel have either format
+    assert len(seen) > 40
+    assert all(x.is_contiguous(memory_format=FORMATS[channels_last]) for x in seen)
+    assert not any(x.is_contiguous(memory_format=FORMATS[not channels_last]) for x in seen)
+
+
+@pytest.mark.parametrize("input_shape", [(3, 32, 32), (1, 8, 8)])
+def test_the_memory_format_changes_nothing_but_rounding(input_shape: tuple[int, ...]) -> None:
+    losses, gradients = [], []
+    for channels_last in FORMATS:
+        network = built(input_shape, channels_last=channels_last).double()
+        network(images(4, *input_shape).double()).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in network.named_parameters()})
+        losses.append(network.eval()(images(4, *input_shape).double()))  # by the running statistics
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+def test_first_weights_do_not_depend_on_the_memory_format() -> None:
+    network, other = built(channels_last=True), built(channels_last=False)
+    for _ in range(2):  # a host that is used again starts with the same weights
+        assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+        network(images(4, 3, 32, 32)).sum().backward()
+        initialise(network, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("isolate", "expected"), [(None, True), (True, True), (False, False)])

@@ -1,0 +1,176 @@
+"""Hosts that compute their activations again in the backward pass, against hosts that keep them."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.blueprints import build_on
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN, GPT
+from tests.growth.grown import LIFE, grow
+
+SAMPLES, LENGTH, VOCABULARY = 8, 12, 20
+
+Make = Callable[[bool], nn.Module]
+
+
+def cnn(checkpoint_activations: bool) -> nn.Module:
+    def build() -> nn.Module:
+        slots = ["block1", "block1.pool", "block2.pool", "block3"]
+        return CNN((3, 16, 16), 10, base=4, slots=slots, checkpoint_activations=checkpoint_activations)
+
+    return build_on(torch.device("cpu"), build, torch.Generator().manual_seed(0))
+
+
+def gpt(checkpoint_activations: bool) -> nn.Module:
+    def build() -> nn.Module:
+        options = {"width": 16, "blocks": 4, "heads": 2, "context": LENGTH}
+        return GPT((LENGTH,), VOCABULARY, **options, checkpoint_activations=checkpoint_activations)
+
+    return build_on(torch.device("cpu"), build, torch.Generator().manual_seed(0))
+
+
+HOSTS: list[tuple[Make, str]] = [(cnn, "conv_light"), (gpt, "attention")]
+
+every_host = pytest.mark.parametrize(("make", "blueprint"), HOSTS, ids=["CNN", "GPT"])
+
+
+def inputs_of(network: nn.Module, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(network, CNN):
+        return torch.randn(SAMPLES, 3, 16, 16, generator=generator)
+    return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+
+
+def loss_of(network: nn.Module, seed: int = 1) -> Tensor:
+    outputs = network(inputs_of(network, seed)).flatten(0, -2)
+    return F.cross_entropy(outputs, torch.arange(len(outputs)) % outputs.shape[-1])
+
+
+def trained(network: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Loss of every step, and the gradients of the last."""
+    network.train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(loss_of(network, seed=step))
+        losses[-1].backward()
+        optimizer.step()
+    return losses, [p.grad for p in network.parameters()]
+
+
+def same(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def check_same_training(kept: nn.Module, recomputed: nn.Module) -> None:
+    losses, gradients = trained(kept)
+    same_losses, same_gradients = trained(recomputed)
+    assert same(losses, same_losses)
+    assert same(gradients, same_gradients)
+    assert same(kept.parameters(), recomputed.parameters())
+    assert same(kept.buffers(), recomputed.buffers())
+
+
+@every_host
+@pytest.mark.parametrize("stage", [Stage.DORMANT, *LIFE], ids=lambda stage: stage.name)
+def test_training_is_the_same_bit_for_bit_in_every_stage_of_a_seed(make: Make, blueprint: str, stage: Stage) -> None:
+    networks = make(False), make(True)
+    for network in networks:
+        for slot in slots_of(network).values():
+            if stage is not Stage.DORMANT:
+                grow(slot, stage, blueprint, Ramp(start=0.0, target=1.0, ticks=3, curve="linear"))
+    check_same_training(*networks)
+
+
+def test_a_seeds_own_running_statistics_count_each_batch_once() -> None:
+    networks = cnn(False), cnn(True)
+    for network in networks:
+        slot = slots_of(network)["block2.pool"]
+        grow(slot, Stage.BLENDING)
+        slot.seed = nn.BatchNorm2d(slot.width)
+    check_same_training(*networks)
+    assert networks[1].slots["block2_pool"].seed.num_batches_tracked == 3
+    assert networks[1].norms[0].num_batches_tracked == 3
+
+
+def test_a_seed_that_draws_random_numbers_draws_the_same_again() -> None:
+    gradients = []
+    for network in (cnn(False), cnn(True)):
+        slot = slots_of(network)["block1.pool"]
+        grow(slot, Stage.BLENDING)
+        slot.seed = nn.Sequential(slot.seed, nn.Dropout())
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            gradients.append(trained(network)[1])
+    assert same(*gradients)
+
+
+@every_host
+def test_a_network_remains_the_owner_of_its_buffers(make: Make, blueprint: str) -> None:
+    network = make(True)
+    before = dict(network.named_buffers())
+    trained(network)
+    assert all(buffer is before[name] for name, buffer in network.named_buffers())
+
+
+def kept_bytes(network: nn.Module) -> int:
+    """Bytes that lie in memory between the forward and the backward pass, without the weights."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(network)  # holds all that it saved, so that no address is used twice
+    del loss
+    return sum(size for address, size in kept.items() if address not in weights)
+
+
+@every_host
+def test_less_is_kept_until_the_backward_pass(make: Make, blueprint: str) -> None:
+    for stage in (Stage.DORMANT, Stage.BLENDING):
+        networks = make(False), make(True)
+        for network in networks:
+            for slot in slots_of(network).values():
+                if stage is not Stage.DORMANT:
+                    grow(slot, stage, blueprint)
+        kept, recomputed = map(kept_bytes, networks)
+        assert recomputed < kept / 3
+
+
+def runs_of_the_first_block(network: nn.Module) -> list[bool]:
+    """One entry for each time that it begins to run from now on: whether gradients were on."""
+    runs: list[bool] = []
+    first = network.norms[0] if isinstance(network, CNN) else network.blocks[0]
+    first.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    return runs
+
+
+@every_host
+def test_only_training_computes_anything_twice(make: Make, blueprint: str) -> None:
+    network = make(True)
+    runs = runs_of_the_first_block(network)
+    loss_of(network.train()).backward()
+    assert runs == [True, True]
+    loss_of(network.eval()).backward()
+    assert runs == [True, True, True]
+    with torch.no_grad():
+        loss_of(network.train())
+    assert len(runs) == 4
+
+
+@every_host
+def test_the_probe_finds_the_same(make: Make, blueprint: str) -> None:
+    blueprints = ["norm", blueprint, "conv_small", "lora"]
+    assert probe_seeds(make(True), blueprints, loss_of) == probe_seeds(make(False), blueprints, loss_of)
