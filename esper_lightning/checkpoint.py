@@ -1,15 +1,15 @@
 """Checkpoints: written whole or not at all, and read only if they are ours."""
 
 import os
-import pickle
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-SCHEMA = 1
+from esper_lightning.growth.saving import NOT_TENSORS
+
+SCHEMA = 2
 """Raised whenever a checkpoint of before could no longer be continued."""
 
 SCHEMA_KEY = "esper_schema"
@@ -63,24 +63,9 @@ def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
     for name, before in saved.items():
         if before != identity[name]:
             raise ValueError(
-                f"the checkpoint's {name} is {before}, this run's is {identity[name]}; "
+                f"{name}: the checkpoint has {before}, this run {identity[name]}; "
                 f"resume with the config.yaml in the checkpoint's run folder"
             )
-
-
-NOT_A_CHECKPOINT = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    struct.error,
-    pickle.UnpicklingError,
-)
-"""What torch.load has been seen to raise on files that are something else."""
 
 
 def check_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -89,7 +74,7 @@ def check_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except NOT_A_CHECKPOINT as error:
+    except NOT_TENSORS as error:
         raise ValueError(
             f"checkpoint {str(path)!r} is truncated or not a checkpoint; give another one ({type(error).__name__})"
         ) from error

@@ -1,1 +1,36 @@
-"""The growing network: useful alone, with any training loop."""
+"""The growing network: useful alone, with any training loop. See docs/growing.md."""
+
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.attach import attach_slots, detach_slots
+from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants
+from esper_lightning.growth.fold import fold
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.manifest import manifest, rebuild
+from esper_lightning.growth.network import SeedEvent, slots_of
+from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.shapley import credit, interactions
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+
+__all__ = [
+    "GrowingNetwork",
+    "LifecycleConfig",
+    "Ramp",
+    "SeedEvent",
+    "SeedSlot",
+    "Stage",
+    "attach_slots",
+    "contributions",
+    "credit",
+    "detach_slots",
+    "fold",
+    "forward_variants",
+    "interactions",
+    "load",
+    "manifest",
+    "measure_variants",
+    "rebuild",
+    "save",
+    "slots_of",
+]

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from esper_lightning.blueprints import nearest
+
 Curve = Literal["linear", "cosine", "sigmoid6", "sigmoid12", "sigmoid24"]
 
 
@@ -41,6 +43,17 @@ class Ramp(NamedTuple):
         if tick >= self.ticks:
             return self.target
         return self.start + (self.target - self.start) * CURVES[self.curve](tick / self.ticks)
+
+
+def check_ramp(ramp: Ramp) -> Ramp:
+    """The ramp itself. Raises ValueError if it makes no sense."""
+    if ramp.curve not in CURVES:
+        raise ValueError(f"unknown curve {ramp.curve!r}; {nearest(ramp.curve, list(CURVES))}")
+    if type(ramp.ticks) is not int or ramp.ticks < 0:
+        raise ValueError(f"a ramp takes a whole number of ticks, at least 0, got {ramp.ticks}")
+    if not (0.0 <= ramp.start <= 1.0 and 0.0 <= ramp.target <= 1.0):
+        raise ValueError(f"alpha must lie in [0, 1], got a ramp from {ramp.start} to {ramp.target}")
+    return ramp
 
 
 FULL = Ramp(start=0.0, target=1.0, ticks=1, curve="linear")

@@ -1,14 +1,22 @@
-"""May this seed advance? Gates are pure functions that return the reasons against; an empty list is a pass."""
+"""May this seed advance? Gates are pure functions that return the reasons against; an empty list is a pass.
 
+G0, whether a blueprint can grow in a slot at all, is found out by trying: see `growth.probe`.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from esper_lightning.growth.alpha import Curve
+from esper_lightning.blueprints import Birth
+from esper_lightning.growth.gradients import GradientStats
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
-    """When seeds advance, and what they must show first. Ticks are host epochs."""
+    """How seeds begin, when they advance, and what they must show first. Ticks are host epochs."""
+
+    birth: Birth = "identity"
+    """A new seed's output is the host's feature itself, or random."""
 
     training_ticks: int = 3
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend right after the tick of germination."""
@@ -19,14 +27,17 @@ class LifecycleConfig:
     max_gradient_norm: float = 100.0
     """A seed whose gradient norm is above this is exploding and is not blended."""
 
-    curve: Curve = "linear"
-    """Shape of the alpha ramp."""
+    auto_blend: bool = True
+    """Blend a seed as soon as it may be. Off, the controller decides by ADVANCE."""
 
     alpha_target: float = 1.0
-    """Alpha at the end of the ramp."""
+    """Alpha at the end of a new seed's ramp."""
 
     min_alpha_reached: float = 0.95
     """Share of the alpha target that ends blending."""
+
+    auto_probation: bool = True
+    """Put a seed on probation as soon as it is blended in. Off, the controller decides by ADVANCE."""
 
     min_contribution: float | None = 1.0
     """Accuracy points (of 100) a seed must contribute before it may be fossilized. None: no threshold."""
@@ -66,46 +77,66 @@ class LifecycleConfig:
 class Evidence(NamedTuple):
     """What has been measured of a seed. None: not measured yet."""
 
+    age: int
+    """Host epochs since germination."""
     ticks_in_stage: int
+    in_optimizer: bool
+    """An optimizer holds the seed's parameters."""
     alpha_share: float
-    """Alpha over its target."""
-    gradient_norm: float | None = None
-    gradient_health: float | None = None
+    """How near alpha was to its target in the last host epoch, 0 … 1."""
+    alpha_rests: bool
+    """Alpha was at its target in the last host epoch already, and that is not 0."""
+    gradient: GradientStats | None = None
     contribution: float | None = None
     """Accuracy with the seed minus accuracy without it, in points of 100, on the same validation pass."""
 
 
-def gradient_reasons(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Is the seed's gradient known, alive and calm?"""
-    if evidence.gradient_norm is None or evidence.gradient_health is None:
+    gradient = evidence.gradient
+    if gradient is None:
         return ["gradient not measured"]
     against = []
-    if not evidence.gradient_norm <= config.max_gradient_norm:  # also catches NaN
-        against.append(f"gradient norm {evidence.gradient_norm:.3g} above {config.max_gradient_norm:g}")
-    if evidence.gradient_health < config.min_gradient_health:
-        against.append(f"gradient health {evidence.gradient_health:.2f} below {config.min_gradient_health:g}")
+    if not gradient.norm <= config.max_gradient_norm:  # also catches NaN
+        against.append(f"gradient norm {gradient.norm:.3g} above {config.max_gradient_norm:g}")
+    if gradient.health < config.min_gradient_health:
+        against.append(f"gradient health {gradient.health:.2f} below {config.min_gradient_health:g}")
     return against
 
 
-def gate_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def against_training(evidence: Evidence) -> list[str]:
+    """G1: will the seed learn?"""
+    return [] if evidence.in_optimizer else ["no optimizer holds its parameters"]
+
+
+def against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """G2: has the seed learned long enough, and is it healthy?"""
-    against = gradient_reasons(evidence, config)
+    against = against_gradient(evidence, config)
     if evidence.ticks_in_stage < config.training_ticks:
         against.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
     return against
 
 
-def gate_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """G3: is the ramp of alpha at its end?"""
     if evidence.alpha_share < config.min_alpha_reached:
         return [f"alpha at {evidence.alpha_share:.2f} of its target, below {config.min_alpha_reached:g}"]
     return []
 
 
-def gate_fossil(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """G5: is the seed healthy, and its contribution large enough to keep it for good?"""
-    against = gradient_reasons(evidence, config)
-    if evidence.contribution is None:
+def against_culling(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+    """G4: has the seed had its time?"""
+    if evidence.age < config.min_cull_age:
+        return [f"{evidence.age} ticks old, younger than {config.min_cull_age}"]
+    return []
+
+
+def against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+    """G5: is the seed healthy, at rest, and its contribution large enough to keep it for good?"""
+    against = against_gradient(evidence, config)
+    if not evidence.alpha_rests:
+        against.append("alpha is still moving")
+    if evidence.contribution is None or math.isnan(evidence.contribution):
         against.append("contribution not measured")
     elif config.min_contribution is not None and evidence.contribution < config.min_contribution:
         against.append(f"contribution {evidence.contribution:+.2f} points below {config.min_contribution:g}")
@@ -117,7 +148,7 @@ def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -
     if not config.auto_cull:
         return []
     why = []
-    if evidence.contribution is not None and evidence.contribution <= 0.0:
+    if evidence.contribution is not None and not evidence.contribution > 0.0:  # also catches NaN
         why.append(f"contribution {evidence.contribution:+.2f} points is not positive")
     limit = config.probation_limit(horizon)
     if evidence.ticks_in_stage >= limit:

@@ -1,5 +1,6 @@
 """Gradient statistics of a host and its seeds, on the device until somebody asks."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,25 +22,39 @@ class GradientStats(NamedTuple):
     """Of one group of parameters."""
 
     norm: float
-    """Euclidean norm over all tensors."""
-    health: float
-    """1: every tensor learns; lower by the shares of vanished and exploded tensors."""
+    """Euclidean norm over all numbers."""
+    rms: float
+    """Root of the mean square of a number: comparable between groups of different size."""
+    vanished: float
+    """Share of the tensors with a norm below VANISHED, or with no gradient."""
+    exploded: float
+    """Share of the tensors with a norm above EXPLODED, or not a number."""
+
+    @property
+    def health(self) -> float:
+        """1: every tensor learns; 1 - 0.5·vanished - 0.8·exploded, not below 0."""
+        return max(0.0, 1.0 - VANISHED_COST * self.vanished - EXPLODED_COST * self.exploded)
+
+    def ratio(self, host: "GradientStats") -> float | None:
+        """This norm over that of `host`; None where either is zero or not finite: then it says nothing."""
+        known = 0.0 < self.norm < math.inf and 0.0 < host.norm < math.inf
+        return self.norm / host.norm if known else None
 
 
-def gradient_stats(parameters: Iterable[nn.Parameter]) -> Tensor:  # [2] = GradientStats, on the parameters' device
-    """Norm and health of the gradients at hand; tensors without one count as vanished, no tensors as norm 0, health 1.
+NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
+"""Of no tensors at all."""
 
-    Health is 1 - 0.5·share(norm < 1e-7) - 0.8·share(norm > 5), not below 0.
-    """
-    tensors = list(parameters)
+
+def gradient_stats(parameters: Iterable[nn.Parameter]) -> Tensor:  # [4] = GradientStats, on the parameters' device
+    """Statistics of the gradients at hand. Nothing to train: NO_GRADIENT; tensors without a gradient: all vanished."""
+    tensors = [parameter for parameter in parameters if parameter.requires_grad]
     norms = [torch.linalg.vector_norm(p.grad) for p in tensors if p.grad is not None]
     if not norms:
-        return torch.tensor(
-            [0.0, 1.0 - VANISHED_COST if tensors else 1.0], device=tensors[0].device if tensors else None
-        )
+        device = tensors[0].device if tensors else None
+        return torch.tensor(NO_GRADIENT._replace(vanished=float(bool(tensors))), device=device)
     stacked = torch.stack(norms)
-    without = len(tensors) - len(norms)
-    vanished = (stacked < VANISHED).sum() + without
-    exploded = (stacked > EXPLODED).sum()
-    health = (1.0 - (VANISHED_COST * vanished + EXPLODED_COST * exploded) / len(tensors)).clamp(min=0.0)
-    return torch.stack([torch.linalg.vector_norm(stacked), health])
+    numbers = sum(p.numel() for p in tensors)
+    norm = torch.linalg.vector_norm(stacked)
+    vanished = ((stacked < VANISHED).sum() + len(tensors) - len(norms)) / len(tensors)
+    exploded = (~(stacked <= EXPLODED)).sum() / len(tensors)
+    return torch.stack([norm, norm / math.sqrt(numbers), vanished, exploded])

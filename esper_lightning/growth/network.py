@@ -1,20 +1,23 @@
-"""Operations on a growing network: any module that holds SeedSlots. They return what happened and log nothing."""
+"""Operations on one slot of a growing network. They change a stage, return what happened, and log nothing.
 
-import difflib
+`growth.growing.GrowingNetwork` puts them together with an optimizer, measurements and gates.
+"""
+
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import build_seed
-from esper_lightning.growth.alpha import Ramp
+from esper_lightning.blueprints import Birth, build_on, build_seed, nearest
+from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
+from esper_lightning.growth.blend import GatedSeed, SampleGate, Style
 from esper_lightning.growth.gates import (
     Evidence,
     LifecycleConfig,
-    gate_blending,
-    gate_fossil,
-    gate_probation,
+    against_blending,
+    against_probation,
+    against_training,
     reasons_to_cull,
 )
 from esper_lightning.growth.slot import SeedSlot
@@ -22,13 +25,18 @@ from esper_lightning.growth.stages import Stage, check_transition
 
 
 class SeedEvent(NamedTuple):
-    """One change of stage."""
+    """One change of a seed: of its stage, or of where its alpha goes (then `before` and `after` are the same)."""
 
     slot: str
     blueprint: str
     before: Stage
     after: Stage
     cause: str
+
+    def __str__(self) -> str:
+        """`layer1: conv_light DORMANT → GERMINATED (germinate)`"""
+        change = self.before.name if self.before is self.after else f"{self.before.name} → {self.after.name}"
+        return f"{self.slot}: {self.blueprint} {change} ({self.cause})"
 
 
 def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
@@ -44,29 +52,44 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
     available = list(available)
     for name in wanted:
         if name not in available:
-            near = difflib.get_close_matches(name, available, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(available)}"
-            raise ValueError(f"unknown slot {name!r}; {hint}")
+            raise ValueError(f"unknown slot {name!r}; {nearest(name, available)}")
         if list(wanted).count(name) > 1:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
 
 
-def germinate(slot: SeedSlot, blueprint: str, ramp: Ramp, generator: torch.Generator) -> SeedEvent:
+def new_seed(
+    slot: SeedSlot, blueprint: str, style: Style, generator: torch.Generator, birth: Birth = "identity"
+) -> nn.Module:
+    """A seed for `slot`, with its device, precision and mode; weights come from `generator`, on the same device."""
+    device = slot.alpha.device
+    seed = build_seed(blueprint, slot.layout, slot.width, device, generator, birth)
+    if style == "gate":
+        channels = -1 if slot.layout == "sequence" else 1
+        seed = GatedSeed(seed, build_on(device, lambda: SampleGate(slot.width, channels), generator))
+    return seed.to(slot.alpha.dtype).train(slot.training)
+
+
+def germinate(
+    slot: SeedSlot,
+    blueprint: str,
+    ramp: Ramp,
+    generator: torch.Generator,
+    style: Style = "add",
+    birth: Birth = "identity",
+) -> SeedEvent:
     """Puts a new seed in an empty slot. Its weights come from `generator`, which lives on the slot's device.
 
     The seed learns once an optimizer knows its parameters: see `growth.optimizer.add_group`, and `remove_group` for
     when it is culled.
     """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
-    slot.seed = _new_seed(slot, blueprint, generator)  # may fail, and then the slot is as it was
-    slot.blueprint, slot.ramp, slot.age = blueprint, ramp, 0
+    check_ramp(ramp)
+    if style not in get_args(Style):
+        raise ValueError(f"unknown style {style!r}; {nearest(style, get_args(Style))}")
+    slot.seed = new_seed(slot, blueprint, style, generator, birth)  # may fail, and then the slot is as it was
+    slot.blueprint, slot.style, slot.age = blueprint, style, 0
+    slot.aim(ramp)
     return _move(slot, Stage.GERMINATED, "germinate")
-
-
-def _new_seed(slot: SeedSlot, blueprint: str, generator: torch.Generator) -> nn.Module:
-    """A seed with the slot's device, precision and mode."""
-    seed = build_seed(blueprint, slot.layout, slot.width, slot.alpha.device, generator)
-    return seed.to(slot.alpha.dtype).train(slot.training)
 
 
 def fossilize(slot: SeedSlot) -> SeedEvent:
@@ -82,20 +105,50 @@ def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
     return event
 
 
-def advance(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[SeedEvent]:
+def aim(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> SeedEvent:
+    """Sends alpha to another target over `ticks` host epochs. At target 0 the seed will be culled: a slow cull.
+
+    Raises ValueError if alpha cannot move: before BLENDING, and once the seed is fossilized.
+    """
+    if not slot.ramping:
+        raise ValueError(f"slot {slot.name!r}: alpha does not move in {slot.stage.name}; only BLENDING to PROBATIONARY")
+    # From what the host has seen last: asked twice between two host epochs, alpha moves once.
+    slot.aim(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
+    slot.ticks_in_stage = 0  # a seed that is given another alpha is judged anew
+    return SeedEvent(slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks")
+
+
+def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
+    """The next stage on the way to PROBATIONARY. Raises ValueError where only time or another operation leads on."""
+    following = {Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
+    if slot.stage not in following:
+        raise ValueError(f"slot {slot.name!r}: nothing to advance in {slot.stage.name}; only TRAINING and BLENDING")
+    if slot.fading:
+        raise ValueError(f"slot {slot.name!r}: the seed is being culled and cannot advance; set_alpha calls it back")
+    return _move(slot, following[slot.stage], cause)
+
+
+def elapse(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[SeedEvent]:
     """What time and evidence alone bring about at the end of a host epoch; `horizon` is the episode's length in ticks.
 
     Call it after `slot.tick()`. A seed may pass several stages at once where the config asks for no wait between them.
     """
     events: list[SeedEvent] = []
-    if slot.stage is Stage.GERMINATED:
+    if slot.stage is Stage.GERMINATED and not against_training(evidence):
         events.append(_move(slot, Stage.TRAINING, "placed"))
         evidence = evidence._replace(ticks_in_stage=0)
-    if slot.stage is Stage.TRAINING and not gate_blending(evidence, config):
-        events.append(_move(slot, Stage.BLENDING, "ready to blend"))
-    elif slot.stage is Stage.BLENDING and not gate_probation(evidence, config):
-        events.append(_move(slot, Stage.PROBATIONARY, "alpha reached its target"))
-    elif slot.stage is Stage.PROBATIONARY and (why := reasons_to_cull(evidence, config, horizon)):
+    if slot.stage is Stage.TRAINING and config.auto_blend and not against_blending(evidence, config):
+        events.append(advance(slot, "ready to blend"))
+    elif slot.fading:
+        if slot.alpha_now == 0.0:
+            events.append(cull(slot, "faded out"))
+    elif slot.stage is Stage.BLENDING and config.auto_probation and not against_probation(evidence, config):
+        events.append(advance(slot, "alpha reached its target"))
+    elif (
+        slot.stage is Stage.PROBATIONARY
+        and evidence.alpha_rests
+        and (why := reasons_to_cull(evidence, config, horizon))
+    ):
         events.append(cull(slot, "; ".join(why)))
     elif slot.stage is Stage.CULLED:
         events.append(_move(slot, Stage.EMBARGOED, "removed"))
@@ -103,14 +156,6 @@ def advance(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon
         events.append(_move(slot, Stage.DORMANT, "embargo over"))
         slot.empty()
     return events
-
-
-def may_cull(slot: SeedSlot, config: LifecycleConfig) -> bool:
-    return slot.live and slot.age >= config.min_cull_age
-
-
-def may_fossilize(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig) -> bool:
-    return slot.stage is Stage.PROBATIONARY and not gate_fossil(evidence, config)
 
 
 def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
@@ -121,40 +166,3 @@ def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
 
 def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def manifest(network: nn.Module) -> list[dict[str, Any]]:
-    """What has grown where, as plain JSON: with the state dict it rebuilds the network exactly."""
-    return [
-        {
-            "slot": slot.name,
-            "stage": slot.stage.name,
-            "blueprint": slot.blueprint,
-            "ramp": list(slot.ramp),
-            "age": slot.age,
-            "ticks_in_stage": slot.ticks_in_stage,
-        }
-        for slot in slots_of(network).values()
-    ]
-
-
-def rebuild(network: nn.Module, structure: list[dict[str, Any]]) -> None:
-    """Gives `network` the grown structure of a manifest; its weights are then loaded with `load_state_dict`.
-
-    Raises ValueError if the manifest's slots are not the network's.
-    """
-    slots = slots_of(network)
-    named = [entry["slot"] for entry in structure]
-    if named != list(slots):
-        raise ValueError(f"the manifest is of a network with slots {named}, this one has {list(slots)}")
-    for entry in structure:
-        slot = slots[entry["slot"]]
-        slot.empty()
-        slot.stage = Stage[entry["stage"]]
-        slot.blueprint = entry["blueprint"]
-        slot.ramp = Ramp(*entry["ramp"])
-        slot.age, slot.ticks_in_stage = entry["age"], entry["ticks_in_stage"]
-        slot.alpha.fill_(slot.alpha_now)
-        if slot.occupied:
-            # Any generator will do: the weights are loaded over it.
-            slot.seed = _new_seed(slot, slot.blueprint, torch.Generator(slot.alpha.device))

@@ -9,9 +9,27 @@ from torch.optim import Optimizer
 HOST_GROUP = "host"
 
 
+def group_of(slot: str) -> str:
+    """Name of the parameter group of the seed in `slot`."""
+    return f"seed.{slot}"
+
+
 def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
-    """Lets `module` learn as group `name`; `options` (lr, weight_decay …) differ from the optimizer's defaults."""
-    optimizer.add_param_group({"params": list(module.parameters()), "name": name, **options})
+    """Lets `module` learn as group `name`; `options` (lr, weight_decay …) differ from the optimizer's defaults.
+
+    Parameters that another group holds leave it, with what the optimizer knows of them.
+    """
+    own = set(module.parameters())
+    for group in optimizer.param_groups:
+        keep = [i for i, parameter in enumerate(group["params"]) if parameter not in own]
+        if len(keep) < len(group["params"]):
+            for key in {"params", "param_names"} & set(group):
+                group[key] = [group[key][i] for i in keep]
+    # An optimizer that was given named parameters wants names for all.
+    named = any("param_names" in group for group in optimizer.param_groups)
+    parameters = [(f"{name}.{own_name}", p) for own_name, p in module.named_parameters()]
+    params = parameters if named else [parameter for _, parameter in parameters]
+    optimizer.add_param_group({"params": params, "name": name, **options})
 
 
 def remove_group(optimizer: Optimizer, name: str) -> None:
@@ -25,17 +43,23 @@ def remove_group(optimizer: Optimizer, name: str) -> None:
 
 def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
     """The group called `name`; there must be one."""
-    return next(group for group in optimizer.param_groups if group["name"] == name)
+    return next(group for group in optimizer.param_groups if group.get("name") == name)
 
 
 def group_names(optimizer: Optimizer) -> list[str]:
-    """Names in the order in which the groups were added, which is the order of a saved optimizer state."""
-    return [group["name"] for group in optimizer.param_groups]
+    """Names in the order in which the groups were added, which is the order of a saved optimizer state.
+
+    A group that somebody else made may have no name: then it is empty here.
+    """
+    return [group.get("name", "") for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def forget(optimizer: Optimizer) -> None:
-    """Sets momenta and step counts to zero in place: as new, without new memory."""
+    """Sets momenta and step counts to zero in place: as new, without new memory.
+
+    So it is for SGD (without dampening), Adam and their like, whose state begins with zeros.
+    """
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

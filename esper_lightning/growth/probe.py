@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import get, names
+from esper_lightning.blueprints import Birth, check_known, names
 from esper_lightning.growth.alpha import FULL
 from esper_lightning.growth.network import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -14,7 +14,10 @@ PROBE_SEED = 0
 
 
 def probe_seeds(
-    network: nn.Module, blueprints: Iterable[str], loss_of: Callable[[nn.Module], Tensor]
+    network: nn.Module,
+    blueprints: Iterable[str],
+    loss_of: Callable[[nn.Module], Tensor],
+    birth: Birth = "identity",
 ) -> dict[tuple[str, str], list[str]]:
     """Grows each blueprint in every slot of `network`, once, and returns the reasons against (slot, blueprint).
 
@@ -22,19 +25,20 @@ def probe_seeds(
         network: A host with empty slots. It is used up.
         blueprints: Names to try.
         loss_of: Runs a network on a batch of training data and returns its loss, with a graph.
+        birth: How seeds will begin.
     """
     slots = slots_of(network)
     generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_SEED)
     reasons: dict[tuple[str, str], list[str]] = {}
     network.train()
     for blueprint in blueprints:
-        get(blueprint)  # an unknown name ends it here
+        check_known(blueprint)  # an unknown name ends it here
         trial = _Trial()
         for slot in slots.values():
             slot.empty()
             slot.branch = trial
-            if blueprint in names(slot.layout):
-                germinate(slot, blueprint, FULL, generator)
+            if blueprint in names(slot.layout, slot.alpha.device):
+                trial.germinate(slot, blueprint, generator, birth)
         loss_of(network).backward()
         for slot in slots.values():
             reasons[slot.name, blueprint] = _reasons(slot, trial)
@@ -48,13 +52,19 @@ class _Trial:
         self.reached: set[str] = set()
         self.against: dict[str, str] = {}
 
+    def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, birth: Birth) -> None:
+        try:
+            germinate(slot, blueprint, FULL, generator, birth=birth)
+        except ValueError as error:  # it cannot begin like this, or at this width
+            self.against[slot.name] = str(error)
+
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         self.reached.add(slot.name)
         if not slot.occupied:
             return x
         try:
             after = slot.seed(x.detach()).shape
-        except RuntimeError as error:  # whatever torch has against the shape
+        except (RuntimeError, ValueError) as error:  # whatever torch has against the shape
             self.against[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x
         if after != x.shape:
@@ -64,12 +74,12 @@ class _Trial:
 
 
 def _reasons(slot: SeedSlot, trial: _Trial) -> list[str]:
-    if not slot.occupied:
-        return [f"does not grow on {slot.layout} features"]
-    if slot.name not in trial.reached:
-        return ["the host's forward pass does not reach the slot"]
     if slot.name in trial.against:
         return [trial.against[slot.name]]
+    if not slot.occupied:
+        return [f"does not grow on {slot.layout} features on {slot.alpha.device.type}"]
+    if slot.name not in trial.reached:
+        return ["the host's forward pass does not reach the slot"]
     if count_parameters(slot.seed) == 0:
         return ["has no parameters"]
     if not any(p.grad is not None and p.grad.any() for p in slot.seed.parameters()):

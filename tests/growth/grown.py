@@ -1,19 +1,31 @@
 """Small hosts, and ways to bring their seeds to a stage of life."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.growth.alpha import FULL, Ramp
+from esper_lightning.growth.blend import Style
+from esper_lightning.growth.gates import Evidence
+from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import germinate, slots_of
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 
 CPU = torch.device("cpu")
 
 LIFE = [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
+
+STYLES: list[Style] = list(get_args(Style))
+
+LAYOUTS: list[Layout] = list(get_args(Layout))
+
+CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
+"""The gradient of a healthy seed."""
 
 SLOTS = ["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"]
 
@@ -37,6 +49,53 @@ def loss_of(network: nn.Module, seed: int = 7) -> Tensor:
     return F.cross_entropy(network(images), digits)
 
 
+class TinyHost(nn.Module):
+    """Two layers with a slot behind each, `first` and `second`, on sequences [B, T, 5] or vectors [B, 5]; 3 classes."""
+
+    def __init__(self, layout: Layout, width: int = 6, isolate: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, width), nn.Linear(width, width)])
+        self.slots = nn.ModuleList(SeedSlot(name, layout, width, isolate) for name in ("first", "second"))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # -> [B, 3]
+        for layer, slot in zip(self.layers, self.slots, strict=True):
+            x = slot(torch.tanh(layer(x)))
+        return self.head(x.mean(1) if x.ndim == 3 else x)
+
+
+def host_of(layout: Layout, seed: int = 0, isolate: bool | None = None) -> nn.Module:
+    """A small host with two slots at least, whose features have that layout; its weights depend on `seed` alone."""
+    if layout == "image":
+        return small_cnn(["block1", "block2.pool"], seed, isolate)
+    return build_on(CPU, lambda: TinyHost(layout, isolate=isolate), seeded(seed))
+
+
+def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, Tensor]:
+    """Inputs and classes for `host_of(layout)`."""
+    if layout == "image":
+        return small_batch(samples, seed)
+    shape = (samples, 4, 5) if layout == "sequence" else (samples, 5)
+    return torch.randn(shape, generator=seeded(seed)), torch.randint(3, (samples,), generator=seeded(seed))
+
+
+class LastState(nn.Module):
+    """An LSTM on [B, T, 5] that gives its outputs and its last layer's last state: [B, T, C], ([B, C], [B, C])."""
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, width, layers, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        outputs, (hidden, cell) = self.lstm(x)
+        return outputs, (hidden[-1], cell[-1])
+
+
+def loss_on(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, classes = batch
+    return F.cross_entropy(network(inputs), classes)
+
+
 @torch.no_grad()
 def stir(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
     """Moves every parameter a little, so that no seed is the identity."""
@@ -45,12 +104,36 @@ def stir(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def grow(slot: SeedSlot, stage: Stage, blueprint: str = "conv_light", ramp: Ramp = FULL, seed: int = 0) -> None:
+def grow(
+    slot: SeedSlot,
+    stage: Stage,
+    blueprint: str = "conv_light",
+    ramp: Ramp = FULL,
+    seed: int = 0,
+    style: Style = "add",
+) -> None:
     """Gives the empty `slot` a stirred seed and leads it through its life to `stage`."""
-    germinate(slot, blueprint, ramp, seeded(seed))
+    germinate(slot, blueprint, ramp, seeded(seed), style)
     stir(slot.seed, seed)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
+        if step is Stage.PROBATIONARY:
+            slot.ramp_ticks = ramp.ticks  # as many host epochs have passed
         slot.move_to(step)
+
+
+def evidence_of(
+    slot: SeedSlot, contribution: float | None = 2.0, gradient: GradientStats | None = CALM, in_optimizer: bool = True
+) -> Evidence:
+    """What gates see of a seed: the slot's own part as it is, measurements as given."""
+    return Evidence(
+        age=slot.age,
+        ticks_in_stage=slot.ticks_in_stage,
+        in_optimizer=in_optimizer,
+        alpha_share=slot.alpha_share,
+        alpha_rests=slot.alpha_before == slot.ramp.target > 0.0,
+        gradient=gradient,
+        contribution=contribution,
+    )
 
 
 def slot_named(network: nn.Module, name: str) -> SeedSlot:

@@ -1,81 +1,104 @@
 """May a seed advance? Reasons against, and none where it may."""
 
 import math
+from typing import Any
 
 import pytest
 
 from esper_lightning.growth.gates import (
     Evidence,
     LifecycleConfig,
-    gate_blending,
-    gate_fossil,
-    gate_probation,
-    gradient_reasons,
+    against_blending,
+    against_culling,
+    against_fossilizing,
+    against_gradient,
+    against_probation,
+    against_training,
     reasons_to_cull,
 )
+from tests.growth.grown import CALM
 
 CONFIG = LifecycleConfig()
 
-FIT = Evidence(ticks_in_stage=3, alpha_share=1.0, gradient_norm=1.0, gradient_health=1.0, contribution=2.0)
+FIT = Evidence(
+    age=9, ticks_in_stage=3, in_optimizer=True, alpha_share=1.0, alpha_rests=True, gradient=CALM, contribution=2.0
+)
+
+NEW = Evidence(age=0, ticks_in_stage=0, in_optimizer=False, alpha_share=0.0, alpha_rests=False)
 
 NAN = float("nan")
 
 
-def fit(**measured: float | None) -> Evidence:
+def fit(**measured: Any) -> Evidence:
     """A seed that passes every gate, but for what is named."""
     return FIT._replace(**measured)
 
 
+def with_gradient(**measured: float) -> Evidence:
+    return fit(gradient=CALM._replace(**measured))
+
+
 def test_a_fit_seed_passes_every_gate() -> None:
-    assert gradient_reasons(FIT, CONFIG) == gate_blending(FIT, CONFIG) == []
-    assert gate_probation(FIT, CONFIG) == gate_fossil(FIT, CONFIG) == []
+    assert against_gradient(FIT, CONFIG) == against_training(FIT) == against_blending(FIT, CONFIG) == []
+    assert against_probation(FIT, CONFIG) == against_culling(FIT, CONFIG) == against_fossilizing(FIT, CONFIG) == []
     assert reasons_to_cull(FIT, CONFIG, horizon=50) == []
+
+
+def test_a_new_seed_passes_no_gate_and_every_reason_is_told_at_once() -> None:
+    assert against_training(NEW) == ["no optimizer holds its parameters"]
+    assert against_blending(NEW, CONFIG) == ["gradient not measured", "0 of 3 ticks in TRAINING"]
+    assert against_probation(NEW, CONFIG) == ["alpha at 0.00 of its target, below 0.95"]
+    assert against_culling(NEW, CONFIG) == ["0 ticks old, younger than 1"]
+    assert against_fossilizing(NEW, CONFIG) == [
+        "gradient not measured",
+        "alpha is still moving",
+        "contribution not measured",
+    ]
+    assert reasons_to_cull(NEW, CONFIG, horizon=50) == []
 
 
 @pytest.mark.parametrize(
     ("evidence", "reasons"),
     [
-        (fit(gradient_norm=None), ["gradient not measured"]),
-        (fit(gradient_health=None), ["gradient not measured"]),
-        (fit(gradient_norm=100.0), []),
-        (fit(gradient_norm=math.nextafter(100.0, 200.0)), ["gradient norm 100 above 100"]),
-        (fit(gradient_norm=2500.0), ["gradient norm 2.5e+03 above 100"]),
-        (fit(gradient_norm=float("inf")), ["gradient norm inf above 100"]),
-        (fit(gradient_norm=NAN), ["gradient norm nan above 100"]),
-        (fit(gradient_health=0.7), []),
-        (fit(gradient_health=0.5), ["gradient health 0.50 below 0.7"]),
+        (fit(gradient=None), ["gradient not measured"]),
+        (with_gradient(norm=100.0), []),
+        (with_gradient(norm=math.nextafter(100.0, 200.0)), ["gradient norm 100 above 100"]),
+        (with_gradient(norm=2500.0), ["gradient norm 2.5e+03 above 100"]),
+        (with_gradient(norm=float("inf")), ["gradient norm inf above 100"]),
+        (with_gradient(norm=NAN), ["gradient norm nan above 100"]),
+        (with_gradient(vanished=0.6), []),  # health 0.7
+        (with_gradient(vanished=1.0), ["gradient health 0.50 below 0.7"]),
+        (with_gradient(exploded=0.5), ["gradient health 0.60 below 0.7"]),
         (
-            fit(gradient_norm=NAN, gradient_health=0.1),
+            with_gradient(norm=NAN, vanished=0.2, exploded=1.0),
             ["gradient norm nan above 100", "gradient health 0.10 below 0.7"],
         ),
     ],
 )
 def test_a_gradient_must_be_known_calm_and_alive(evidence: Evidence, reasons: list[str]) -> None:
-    assert gradient_reasons(evidence, CONFIG) == reasons
+    assert against_gradient(evidence, CONFIG) == reasons
     # Both gates that let a seed into the host's output ask for it, and name nothing else here.
-    assert gate_blending(evidence, CONFIG) == gate_fossil(evidence, CONFIG) == reasons
+    assert against_blending(evidence, CONFIG) == against_fossilizing(evidence, CONFIG) == reasons
 
 
 def test_thresholds_of_the_gradient_are_settings() -> None:
     lenient = LifecycleConfig(min_gradient_health=0.4, max_gradient_norm=1e6)
-    assert gradient_reasons(fit(gradient_norm=2500.0, gradient_health=0.5), lenient) == []
+    assert against_gradient(with_gradient(norm=2500.0, vanished=1.0), lenient) == []
+
+
+def test_a_seed_that_no_optimizer_holds_does_not_begin_to_train() -> None:
+    assert against_training(fit(in_optimizer=False)) == ["no optimizer holds its parameters"]
+    assert against_training(NEW._replace(in_optimizer=True)) == []
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2])
 def test_a_seed_must_learn_for_a_while_before_it_is_blended(ticks: int) -> None:
-    assert gate_blending(fit(ticks_in_stage=ticks), CONFIG) == [f"{ticks} of 3 ticks in TRAINING"]
-    assert gate_blending(fit(ticks_in_stage=ticks), LifecycleConfig(training_ticks=ticks)) == []
+    assert against_blending(fit(ticks_in_stage=ticks), CONFIG) == [f"{ticks} of 3 ticks in TRAINING"]
+    assert against_blending(fit(ticks_in_stage=ticks), LifecycleConfig(training_ticks=ticks)) == []
 
 
-def test_the_blending_gate_tells_all_reasons_at_once() -> None:
-    assert gate_blending(Evidence(ticks_in_stage=1, alpha_share=0.0), CONFIG) == [
-        "gradient not measured",
-        "1 of 3 ticks in TRAINING",
-    ]
-
-
-def test_the_blending_gate_does_not_ask_for_a_contribution() -> None:
-    assert gate_blending(fit(alpha_share=0.0, contribution=None), CONFIG) == []
+def test_the_blending_gate_asks_for_neither_alpha_nor_a_contribution() -> None:
+    assert against_blending(fit(alpha_share=0.0, alpha_rests=False, contribution=None), CONFIG) == []
 
 
 @pytest.mark.parametrize(
@@ -88,13 +111,20 @@ def test_the_blending_gate_does_not_ask_for_a_contribution() -> None:
     ],
 )
 def test_probation_begins_when_alpha_has_come_close_to_its_target(share: float, reasons: list[str]) -> None:
-    assert gate_probation(Evidence(ticks_in_stage=9, alpha_share=share), CONFIG) == reasons
+    assert against_probation(NEW._replace(alpha_share=share), CONFIG) == reasons
+
+
+@pytest.mark.parametrize(("age", "reasons"), [(1, ["1 ticks old, younger than 2"]), (2, []), (9, [])])
+def test_a_seed_may_be_culled_once_it_is_old_enough(age: int, reasons: list[str]) -> None:
+    assert against_culling(NEW._replace(age=age), LifecycleConfig(min_cull_age=2)) == reasons
+    assert against_culling(NEW, LifecycleConfig(min_cull_age=0)) == []
 
 
 @pytest.mark.parametrize(
     ("contribution", "reasons"),
     [
         (None, ["contribution not measured"]),
+        (NAN, ["contribution not measured"]),
         (-3.0, ["contribution -3.00 points below 1"]),
         (0.0, ["contribution +0.00 points below 1"]),
         (0.99, ["contribution +0.99 points below 1"]),
@@ -102,19 +132,25 @@ def test_probation_begins_when_alpha_has_come_close_to_its_target(share: float, 
     ],
 )
 def test_a_fossil_must_contribute_a_point(contribution: float | None, reasons: list[str]) -> None:
-    assert gate_fossil(fit(contribution=contribution), CONFIG) == reasons
+    assert against_fossilizing(fit(contribution=contribution), CONFIG) == reasons
+
+
+def test_a_fossil_is_kept_as_it_was_measured_so_alpha_must_rest() -> None:
+    assert against_fossilizing(fit(alpha_rests=False), CONFIG) == ["alpha is still moving"]
+    assert against_fossilizing(fit(alpha_share=0.0), CONFIG) == []
 
 
 @pytest.mark.parametrize("contribution", [-3.0, 0.0, 5.0])
 def test_without_a_threshold_any_measured_contribution_will_do(contribution: float) -> None:
     config = LifecycleConfig(min_contribution=None)
-    assert gate_fossil(fit(contribution=contribution), config) == []
-    assert gate_fossil(fit(contribution=None), config) == ["contribution not measured"]
+    assert against_fossilizing(fit(contribution=contribution), config) == []
+    for unknown in (None, NAN):
+        assert against_fossilizing(fit(contribution=unknown), config) == ["contribution not measured"]
 
 
 def test_a_threshold_of_zero_is_a_threshold() -> None:
     config = LifecycleConfig(min_contribution=0.0)
-    assert gate_fossil(fit(contribution=-0.5), config) == ["contribution -0.50 points below 0"]
+    assert against_fossilizing(fit(contribution=-0.5), config) == ["contribution -0.50 points below 0"]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +160,7 @@ def test_a_threshold_of_zero_is_a_threshold() -> None:
         (0.1, 4, []),
         (0.0, 4, ["contribution +0.00 points is not positive"]),
         (-2.5, 4, ["contribution -2.50 points is not positive"]),
+        (NAN, 4, ["contribution +nan points is not positive"]),
         (None, 5, ["on probation for 5 ticks"]),
         (0.1, 5, ["on probation for 5 ticks"]),
         (-1.0, 6, ["contribution -1.00 points is not positive", "on probation for 5 ticks"]),
@@ -155,3 +192,16 @@ def test_times_are_not_negative(name: str) -> None:
 def test_alpha_must_aim_at_a_share_of_the_seed(target: float) -> None:
     with pytest.raises(ValueError, match=r"lifecycle\.alpha_target must lie in \(0, 1\]"):
         LifecycleConfig(alpha_target=target)
+
+
+@pytest.mark.parametrize("name", ["min_gradient_health", "min_alpha_reached", "probation_share"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, NAN])
+def test_shares_lie_between_nothing_and_all(name: str, value: float) -> None:
+    assert getattr(LifecycleConfig(**{name: 1.0}), name) == 1.0
+    with pytest.raises(ValueError, match=rf"lifecycle\.{name} must lie in \[0, 1\], got {value}"):
+        LifecycleConfig(**{name: value})
+
+
+def test_the_bound_of_the_gradient_is_positive() -> None:
+    with pytest.raises(ValueError, match=r"lifecycle\.max_gradient_norm must be positive, got 0"):
+        LifecycleConfig(max_gradient_norm=0.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.growth.gradients import GradientStats, gradient_stats
+from esper_lightning.growth.gradients import NO_GRADIENT, GradientStats, gradient_stats
 from tests.growth.grown import loss_of, seeded, small_cnn
 
 
@@ -28,7 +28,9 @@ def test_the_norm_agrees_with_double_precision(scale: float) -> None:
     for each in parameters:
         each.grad = scale * torch.randn(each.shape, generator=generator)
     flat = np.concatenate([each.grad.numpy().astype(np.float64).ravel() for each in parameters])
-    assert gradient_stats(parameters)[0].item() == pytest.approx(math.sqrt((flat**2).sum()), rel=1e-5)
+    norm, rms, _, _ = gradient_stats(parameters).tolist()
+    assert norm == pytest.approx(math.sqrt((flat**2).sum()), rel=1e-5)
+    assert rms == pytest.approx(math.sqrt((flat**2).mean()), rel=1e-5)
 
 
 def test_the_norm_is_the_one_that_clipping_sees() -> None:
@@ -39,7 +41,9 @@ def test_the_norm_is_the_one_that_clipping_sees() -> None:
 
 
 def test_healthy_gradients_have_health_1() -> None:
-    assert stats([3.0, 0.0], [0.0, 4.0]) == GradientStats(norm=5.0, health=1.0)
+    calm = stats([3.0, 0.0], [0.0, 4.0])
+    assert calm == GradientStats(norm=5.0, rms=2.5, vanished=0.0, exploded=0.0)  # rms² = 25/4
+    assert calm.health == 1.0
 
 
 @pytest.mark.parametrize(
@@ -62,12 +66,26 @@ def test_health_counts_tensors_that_vanished_or_exploded(gradients: list[list[fl
 
 def test_tensors_without_a_gradient_add_nothing_to_the_norm() -> None:
     assert stats(None, [3.0], None, [4.0]).norm == 5.0
-    assert stats(None).norm == 0.0
+    assert stats(None) == GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
+
+
+def test_numbers_without_a_gradient_count_in_the_mean() -> None:
+    assert stats(None, [3.0], [4.0]).rms == 2.5  # two numbers without, one each with: rms² = 25/4
+
+
+def test_frozen_parameters_count_nowhere() -> None:
+    frozen, old = parameter([30.0, 40.0]), parameter(None)
+    for each in (frozen, old):
+        each.requires_grad = False
+    learning = [parameter([3.0]), parameter([4.0])]
+    assert GradientStats(*gradient_stats([frozen, *learning, old]).tolist()) == stats([3.0], [4.0])
+    assert GradientStats(*gradient_stats([frozen, old]).tolist()) == NO_GRADIENT
 
 
 def test_a_group_without_parameters_is_quiet_and_healthy() -> None:
-    assert stats() == GradientStats(norm=0.0, health=1.0)
-    assert gradient_stats(iter(())).shape == (2,)
+    assert stats() == NO_GRADIENT == GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
+    assert stats().health == 1.0
+    assert gradient_stats(iter(())).shape == (4,)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -75,15 +93,37 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
     assert not math.isfinite(stats([1.0], [bad, 1.0]).norm)
 
 
-def test_an_infinite_gradient_counts_as_exploded() -> None:
-    assert stats([1.0], [float("inf")]).health == pytest.approx(0.6)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_counts_as_exploded(bad: float) -> None:
+    assert stats([1.0], [bad]).exploded == 0.5
+    assert stats([1.0], [bad]).health == pytest.approx(0.6)
+
+
+def test_health_is_never_below_zero() -> None:
+    assert GradientStats(norm=1.0, rms=1.0, vanished=1.0, exploded=1.0).health == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seed", "host", "ratio"),
+    [
+        (3.0, 4.0, 0.75),
+        (0.0, 4.0, None),
+        (3.0, 0.0, None),
+        (math.inf, 4.0, None),
+        (3.0, math.inf, None),
+        (math.nan, 4.0, None),
+        (3.0, math.nan, None),
+    ],
+)
+def test_a_ratio_needs_two_gradients_that_say_something(seed: float, host: float, ratio: float | None) -> None:
+    assert NO_GRADIENT._replace(norm=seed).ratio(NO_GRADIENT._replace(norm=host)) == ratio
 
 
 def test_double_precision_stays_double() -> None:
     tiny = gradient_stats([parameter([3e-200], torch.float64), parameter([4e-200], torch.float64)])
     assert tiny.dtype == torch.float64
     assert tiny[0].item() == pytest.approx(5e-200)
-    assert tiny[1].item() == 0.5
+    assert tiny[2].item() == 1.0
 
 
 def test_statistics_carry_no_graph() -> None:

@@ -1,25 +1,27 @@
 """A seed's whole life, told by the events that the operations return."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.gates import Evidence, LifecycleConfig
+from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.network import (
     SeedEvent,
     advance,
+    aim,
     check_slot_names,
     count_parameters,
     cull,
+    elapse,
     fossilize,
     germinate,
-    may_cull,
-    may_fossilize,
     slots_of,
 )
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LIFE, SLOTS, grow, loss_of, seeded, slot_named, small_cnn
+from tests.growth.grown import CALM, LIFE, SLOTS, evidence_of, grow, loss_of, seeded, slot_named, small_cnn
 
 THREE_TICKS = Ramp(start=0.0, target=1.0, ticks=3, curve="linear")
 
@@ -28,16 +30,10 @@ def image_slot() -> SeedSlot:
     return SeedSlot("block1", "image", 4)
 
 
-def evidence_of(slot: SeedSlot, contribution: float | None = 2.0, health: float = 1.0) -> Evidence:
-    return Evidence(
-        slot.ticks_in_stage, slot.ramp.value(slot.ticks_in_stage) / slot.ramp.target, 1.0, health, contribution
-    )
-
-
 def pass_tick(slot: SeedSlot, config: LifecycleConfig, contribution: float | None = 2.0) -> list[str]:
     """One host epoch; the changes of stage it brings, `TRAINING: placed`."""
     slot.tick()
-    events = advance(slot, evidence_of(slot, contribution), config, horizon=50)
+    events = elapse(slot, evidence_of(slot, contribution), config, horizon=50)
     return [f"{event.after.name}: {event.cause}" for event in events]
 
 
@@ -125,30 +121,107 @@ def test_an_unhealthy_seed_stays_in_training() -> None:
     grow(slot, Stage.TRAINING)
     for _ in range(10):
         slot.tick()
-        assert advance(slot, evidence_of(slot, health=0.2), LifecycleConfig(), horizon=50) == []
+        assert elapse(slot, evidence_of(slot, gradient=CALM._replace(exploded=1.0)), LifecycleConfig(), 50) == []
     assert slot.stage is Stage.TRAINING
+
+
+def test_a_seed_that_no_optimizer_holds_waits() -> None:
+    slot, config = image_slot(), LifecycleConfig()
+    germinate(slot, "norm", FULL, seeded())
+    for _ in range(3):
+        slot.tick()
+        assert elapse(slot, evidence_of(slot, in_optimizer=False), config, horizon=50) == []
+    assert pass_tick(slot, config) == ["TRAINING: placed"]
+
+
+def test_where_it_is_switched_off_nothing_advances_by_itself() -> None:
+    slot, config = image_slot(), LifecycleConfig(auto_blend=False, auto_probation=False)
+    germinate(slot, "norm", THREE_TICKS, seeded())
+    assert pass_tick(slot, config) == ["TRAINING: placed"]
+    assert [pass_tick(slot, config) for _ in range(9)] == [[]] * 9
+    assert advance(slot) == SeedEvent("block1", "norm", Stage.TRAINING, Stage.BLENDING, "advance")
+    assert [pass_tick(slot, config) for _ in range(9)] == [[]] * 9
+    assert slot.alpha.item() == 1.0
+    assert advance(slot) == SeedEvent("block1", "norm", Stage.BLENDING, Stage.PROBATIONARY, "advance")
+
+
+def test_what_fades_is_culled_when_nothing_is_left_of_it_and_for_no_other_reason() -> None:
+    slot, config = image_slot(), LifecycleConfig(probation_ticks=0, probation_share=0.0)
+    grow(slot, Stage.PROBATIONARY)
+    event = aim(slot, 0.0, 4, "linear")
+    assert event == SeedEvent("block1", "conv_light", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 0 in 4 ticks")
+    lived = [(slot.alpha.item(), pass_tick(slot, config, contribution=-5.0)) for _ in range(3)]
+    assert lived == [(0.75, []), (0.5, []), (0.25, ["CULLED: faded out"])]
+
+
+def test_a_seed_that_fades_in_blending_does_not_reach_probation() -> None:
+    slot, config = image_slot(), LifecycleConfig(min_alpha_reached=0.0)
+    grow(slot, Stage.BLENDING)
+    slot.tick()
+    aim(slot, 0.0, 3, "cosine")
+    with pytest.raises(ValueError, match=r"^slot 'block1': the seed is being culled and cannot advance; set_alpha "):
+        advance(slot)
+    lived = [(slot.alpha.item(), pass_tick(slot, config)) for _ in range(2)]
+    assert lived == [(0.75, []), (0.25, ["CULLED: faded out"])]
+
+
+@pytest.mark.parametrize("asked", [[1.0], [0.1, 1.0], [0.0, 0.5, 0.0, 1.0]], ids=str)
+def test_alpha_goes_on_from_what_the_host_has_seen_last_whatever_was_asked_in_between(asked: list[float]) -> None:
+    slot = image_slot()
+    grow(slot, Stage.BLENDING, ramp=THREE_TICKS._replace(ticks=4))
+    slot.tick()
+    assert slot.alpha.item() == 0.5  # but the host has seen 1/4
+    for target in asked:
+        aim(slot, target, 3, "linear")
+    assert (slot.alpha_before, slot.alpha.item(), slot.alpha_velocity) == (0.25, 0.5, 0.25)
+    slot.tick()
+    assert slot.alpha.item() == 0.75
+
+
+def test_a_seed_that_is_given_another_alpha_has_its_probation_again_from_when_alpha_rests() -> None:
+    slot, config = image_slot(), LifecycleConfig(probation_ticks=3, probation_share=0.0)
+    grow(slot, Stage.PROBATIONARY)
+    assert [pass_tick(slot, config) for _ in range(2)] == [[]] * 2
+    aim(slot, 0.5, 2, "linear")
+    assert slot.ticks_in_stage == 0
+    assert [pass_tick(slot, config) for _ in range(3)] == [[], [], ["CULLED: on probation for 3 ticks"]]
+
+
+@pytest.mark.parametrize(
+    ("contribution", "limit", "cause"),
+    [(-1.0, 9, "contribution -1.00 points is not positive"), (2.0, 1, "on probation for 1 ticks")],
+)
+def test_no_seed_is_culled_by_itself_while_its_alpha_moves(contribution: float, limit: int, cause: str) -> None:
+    slot, config = image_slot(), LifecycleConfig(probation_ticks=limit, probation_share=0.0)
+    grow(slot, Stage.PROBATIONARY)
+    aim(slot, 0.5, 3, "linear")
+    lived = [pass_tick(slot, config, contribution) for _ in range(3)]
+    assert lived == [[], [], [f"CULLED: {cause}"]]  # after the third epoch, the first at 1/2
 
 
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda stage: stage.name)
 def test_operations_out_of_turn_are_refused_and_change_nothing(stage: Stage) -> None:
-    operations = {
-        "germinate": (lambda slot: germinate(slot, "norm", FULL, seeded()), {Stage.DORMANT}),
-        "fossilize": (fossilize, {Stage.PROBATIONARY}),
-        "cull": (cull, set(LIFE[:-1])),
-    }
-    for operation, possible in operations.values():
+    ramping = {Stage.BLENDING, Stage.PROBATIONARY}
+    operations: list[tuple[Callable[[SeedSlot], SeedEvent], set[Stage], str]] = [
+        (lambda slot: germinate(slot, "norm", FULL, seeded()), {Stage.DORMANT}, f"{stage.name} cannot become"),
+        (fossilize, {Stage.PROBATIONARY}, f"{stage.name} cannot become"),
+        (cull, set(LIFE[:-1]), f"{stage.name} cannot become"),
+        (advance, {Stage.TRAINING, Stage.BLENDING}, f"nothing to advance in {stage.name}"),
+        (lambda slot: aim(slot, 0.5, 3, "linear"), ramping, f"alpha does not move in {stage.name}"),
+    ]
+    for operation, possible, refusal in operations:
         slot = image_slot()
         if stage in LIFE:
             grow(slot, stage, "conv_small", THREE_TICKS)
         else:
             slot.stage = stage
-        seed, alpha = slot.seed, slot.alpha.clone()
+        seed, ramp, alpha = slot.seed, slot.ramp, slot.alpha.clone()
         if stage in possible:
             assert operation(slot).before is stage
         else:
-            with pytest.raises(ValueError, match=rf"slot 'block1': {stage.name} cannot become"):
+            with pytest.raises(ValueError, match=f"slot 'block1': {refusal}"):
                 operation(slot)
-            assert (slot.stage, slot.seed, slot.alpha) == (stage, seed, alpha)
+            assert (slot.stage, slot.seed, slot.ramp, slot.alpha) == (stage, seed, ramp, alpha)
 
 
 @pytest.mark.parametrize(
@@ -162,29 +235,14 @@ def test_a_blueprint_that_cannot_grow_leaves_the_slot_empty(blueprint: str, layo
     assert (slot.stage, slot.blueprint) == (Stage.DORMANT, None)
 
 
-def test_a_seed_may_be_culled_once_it_is_old_enough() -> None:
-    slot, config = image_slot(), LifecycleConfig(min_cull_age=2)
-    assert not may_cull(slot, config)
-    grow(slot, Stage.TRAINING)
-    assert [(slot.tick(), may_cull(slot, config))[1] for _ in range(3)] == [False, True, True]
-    for stage in (Stage.BLENDING, Stage.PROBATIONARY):
-        slot.move_to(stage)
-        assert may_cull(slot, config)
-    fossilize(slot)
-    assert not may_cull(slot, config)
-
-
-def test_a_seed_may_be_fossilized_on_probation_when_the_gate_says_so() -> None:
-    slot, config = image_slot(), LifecycleConfig()
-    grow(slot, Stage.BLENDING)
-    assert not may_fossilize(slot, evidence_of(slot), config)
-    slot.move_to(Stage.PROBATIONARY)
-    assert may_fossilize(slot, evidence_of(slot), config)
-    assert not may_fossilize(slot, evidence_of(slot, contribution=0.5), config)
-
-
 def test_slots_are_found_by_name_in_the_order_of_the_datas_way() -> None:
     assert list(slots_of(small_cnn(list(reversed(SLOTS))))) == SLOTS
+
+
+def test_two_slots_of_one_name_are_refused() -> None:
+    twins = torch.nn.Sequential(image_slot(), image_slot())
+    with pytest.raises(ValueError, match=r"^slot 'block1' is named twice; name each slot once$"):
+        slots_of(twins)
 
 
 def test_slot_names_are_checked_with_the_way_out() -> None:

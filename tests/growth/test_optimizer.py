@@ -128,10 +128,57 @@ def test_a_seed_may_have_its_own_learning_rate() -> None:
     assert find_group(optimizer, HOST_GROUP)["weight_decay"] == 0
 
 
-def test_a_module_cannot_be_in_two_groups() -> None:
-    host = linear(0)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        add_group(Adam(host_group(host)), "block1", host)
+class Pair(nn.Module):
+    """A module that is part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.seed = linear(0), linear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.host(x) + self.seed(x)
+
+
+@every_optimizer
+def test_a_module_of_another_group_moves_to_its_own_with_what_is_remembered_of_it(make: Make) -> None:
+    moved, alone = Pair(), Pair()
+    optimizer, lone = make(moved), make(alone)
+    learn(optimizer, [moved], range(3))
+    add_group(optimizer, "block1", moved.seed)
+    learn(optimizer, [moved], range(3, 6))
+    learn(lone, [alone], range(6))
+    assert same((optimizer, moved), (lone, alone))
+    groups = {group["name"]: group["params"] for group in optimizer.param_groups}
+    assert [*map(id, groups[HOST_GROUP])] == [*map(id, moved.host.parameters())]
+    assert [*map(id, groups["block1"])] == [*map(id, moved.seed.parameters())]
+
+
+def test_a_module_that_moves_learns_by_the_options_of_its_new_group() -> None:
+    pair = Pair()
+    optimizer = SGD(host_group(pair), lr=0.1)
+    add_group(optimizer, "block1", pair.seed, lr=0.0)
+    before = pair.seed.weight.clone()
+    learn(optimizer, [pair], range(1))
+    assert torch.equal(pair.seed.weight, before)
+    assert not torch.equal(pair.host.weight, linear(0).weight)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_that_knows_names_keeps_each_with_its_parameter(together: bool) -> None:
+    pair, newcomer = Pair(), linear(2)
+    optimizer = Adam(pair.named_parameters() if together else pair.host.named_parameters())
+    add_group(optimizer, "block1", pair.seed)
+    add_group(optimizer, "block2", newcomer)
+    held = [dict(zip(group["param_names"], group["params"], strict=True)) for group in optimizer.param_groups]
+    assert [list(group) for group in held] == [
+        ["host.weight", "host.bias"] if together else ["weight", "bias"],
+        ["block1.weight", "block1.bias"],
+        ["block2.weight", "block2.bias"],
+    ]
+    for group, module in zip(held, (pair.host, pair.seed, newcomer), strict=True):
+        assert all(parameter is group[name] for name, parameter in zip(group, module.parameters(), strict=True))
+    remove_group(optimizer, "block1")
+    learn(optimizer, [pair.host, newcomer], range(2))
 
 
 @every_optimizer

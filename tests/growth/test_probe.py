@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on, names, registry
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.probe import probe_seeds
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.hosts import CNN
-from tests.growth.grown import CPU, SLOTS, loss_of, seeded, small_cnn
+from tests.growth.grown import CPU, SLOTS, batch_of, host_of, loss_of, loss_on, seeded, small_cnn
 
 Register = Callable[[str, Callable[[int], nn.Module]], None]
 
@@ -22,7 +22,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
 
     def add(name: str, build: Callable[[int], nn.Module]) -> None:
-        registry.register(name, {"image"}, parameters=lambda c: 0)(build)
+        def seed(channels: int) -> nn.Module:
+            module = build(channels)
+            module.start_as_identity = lambda: None  # here a seed may begin as it likes
+            return module
+
+        registry.register(name, {"image"}, parameters=lambda c: 0, flops=lambda c, n: 0)(seed)
 
     return add
 
@@ -61,6 +66,18 @@ class Detour(nn.Module):
 def test_every_image_blueprint_can_grow_in_every_slot_of_a_cnn() -> None:
     reasons = probe_seeds(small_cnn(SLOTS), names("image"), loss_of)
     assert reasons == {(slot, blueprint): [] for blueprint in names("image") for slot in SLOTS}
+
+
+@pytest.mark.parametrize("layout", ["sequence", "vector"])
+def test_every_other_blueprint_can_grow_where_its_layout_is(layout: Layout) -> None:
+    blueprints = names(layout, CPU)
+    reasons = probe_seeds(host_of(layout), blueprints, lambda network: loss_on(network, batch_of(layout)))
+    assert reasons == {(slot, blueprint): [] for blueprint in blueprints for slot in ("first", "second")}
+
+
+def test_a_blueprint_that_runs_only_elsewhere_is_named() -> None:
+    reasons = probe_seeds(host_of("sequence"), ["flex_attention"], lambda net: loss_on(net, batch_of("sequence")))
+    assert reasons["first", "flex_attention"] == ["does not grow on sequence features on cpu"]
 
 
 def test_a_seed_that_could_never_learn_is_found_out(register: Register) -> None:
@@ -108,7 +125,7 @@ def test_slots_that_the_forward_pass_misses_and_other_layouts_are_named() -> Non
     assert probe_seeds(host, ["conv_light"], loss_of) == {
         ("block1", "conv_light"): [],
         ("unreached", "conv_light"): ["the host's forward pass does not reach the slot"],
-        ("words", "conv_light"): ["does not grow on sequence features"],
+        ("words", "conv_light"): ["does not grow on sequence features on cpu"],
         ("muted", "conv_light"): ["its first gradient is zero: it could never learn"],
     }
 

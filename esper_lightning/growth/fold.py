@@ -1,0 +1,243 @@
+"""Folds fossilized seeds into the host where their algebra allows it: the same outputs from fewer layers.
+
+A seed that is blended by adding and holds nothing but linear layers is an affine map M·x + b of the channels (with a
+3×3 kernel for `conv_light`). It can become part of a linear layer right before or right behind the slot; failing that,
+a convolution and its shortcut become one convolution in the place of the slot (https://arxiv.org/abs/2101.03697).
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import Residual
+from esper_lightning.growth.attach import AttachedSlots
+from esper_lightning.growth.nested import tensors
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.running import Example, evaluating, run
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+
+ROUNDING = 1e-6
+"""Change of an output, relative to the largest, that is rounding for sure in float32."""
+
+TOLERANCE = 0.01
+"""Change of an output, relative to what the seed itself changes, that may still be rounding: a fold that went wrong
+changes about as much as the seed does."""
+
+HARMLESS = (nn.Identity, nn.Flatten, AttachedSlots)
+"""Layers that may pass a tensor on as it is, in training too; Dropout does so in evaluation only."""
+
+Layer = nn.Conv2d | nn.Linear
+
+
+class Folding(NamedTuple):
+    """What became of one fossil."""
+
+    slot: str
+    into: str | None
+    """The layer that holds the seed now; None: the seed stays what it was."""
+    why: str
+    """Empty, or why it could not be folded."""
+
+
+class Affine(NamedTuple):
+    """A map of channels, in float64: `kernel` [C, C, k, k], with k = 1 but for 3×3 convolutions, and `bias` [C]."""
+
+    kernel: Tensor
+    bias: Tensor
+
+    @property
+    def pointwise(self) -> bool:
+        return self.kernel.shape[-1] == 1
+
+    @property
+    def matrix(self) -> Tensor:  # [C, C]
+        return self.kernel[:, :, 0, 0]
+
+
+def affine_of(slot: SeedSlot) -> Affine | None:
+    """What the fossil in `slot` makes of the feature, shortcut and alpha included; None if that is not affine."""
+    seed, alpha = slot.seed, slot.ramp.target
+    if slot.style != "add" or not isinstance(seed, Residual):
+        return None
+    kernel = torch.eye(slot.width, dtype=torch.float64)[:, :, None, None]
+    bias = torch.zeros(slot.width, dtype=torch.float64)
+    for layer in seed.body:
+        own = _affine_of_layer(layer)
+        if own is None or (kernel.shape[-1] > 1 and not own.pointwise):
+            return None
+        # A pointwise layer before a 3×3 one would have its bias cut off by the padding.
+        if not own.pointwise and bias.any():
+            return None
+        kernel = torch.einsum("oikl,ijmn->ojkmln", own.kernel, kernel).flatten(4, 5).flatten(2, 3)
+        bias = torch.einsum("oikl,i->o", own.kernel, bias) + own.bias
+    kernel, bias = alpha * kernel, alpha * bias
+    centre = kernel.shape[-1] // 2
+    kernel[:, :, centre, centre] += torch.eye(slot.width, dtype=torch.float64)
+    return Affine(kernel, bias)
+
+
+def _affine_of_layer(layer: nn.Module) -> Affine | None:
+    if isinstance(layer, nn.Linear):
+        weight, bias = _weights(layer)
+        return Affine(weight[:, :, None, None], bias)
+    if isinstance(layer, nn.Conv2d) and layer.groups == 1 and _keeps_size(layer):
+        return Affine(*_weights(layer))
+    return None
+
+
+def _keeps_size(conv: nn.Conv2d) -> bool:
+    side = conv.kernel_size[0]
+    return (
+        conv.kernel_size in ((1, 1), (3, 3))
+        and conv.padding == (side // 2, side // 2)
+        and conv.stride == conv.dilation == (1, 1)
+        and conv.padding_mode == "zeros"
+    )
+
+
+def fold(network: nn.Module, example_input: Example) -> list[Folding]:
+    """Folds every fossil of `network` that can be, in place; its slot is then empty, and a seed may grow there again.
+
+    Each fold is checked: if the outputs on the example change by more than rounding (because the neighbour's output is
+    also used elsewhere, say) it is taken back. An optimizer knows nothing of it: make a new one if training goes on.
+    What a network does in training only, and not by a module (`F.dropout`), is not seen.
+
+    Args:
+        example_input: What the network is called with; random numbers show more than zeros.
+    """
+    fossils = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED]
+    with evaluating(network), torch.no_grad():
+        return [_fold(network, slot, example_input) for slot in fossils]
+
+
+class _Trial(NamedTuple):
+    """A layer that could take a seed's map, and the weights it would then have."""
+
+    into: str
+    layer: Layer
+    weight: Tensor
+    bias: Tensor
+    in_place: bool = False
+    """The layer is new, and would stand in the place of the seed."""
+
+
+def _fold(network: nn.Module, slot: SeedSlot, example: Example) -> Folding:
+    affine = affine_of(slot)
+    if affine is None:
+        return Folding(slot.name, None, f"{slot.blueprint} ({slot.style}) is no affine map of its input")
+    reference = _outputs(network, example)
+    if not reference:
+        return Folding(slot.name, None, "the network gives no floating-point output by which a fold could be checked")
+    slot.stage = Stage.DORMANT
+    effect = _difference(_outputs(network, example), reference)
+    slot.stage = Stage.FOSSILIZED
+    for trial in _trials(network, slot, affine, example):
+        if trial.layer.bias is None and trial.bias.any():
+            continue  # with a new bias the state dict would no longer be the host's
+        before = _weights(trial.layer)
+        seed, slot.seed, slot.stage = slot.seed, nn.Identity(), Stage.DORMANT
+        own, slot.folded = slot.folded, trial.layer if trial.in_place else slot.folded
+        _set(trial.layer, trial.weight, trial.bias)
+        change = _difference(_outputs(network, example), reference)
+        if change <= max(TOLERANCE * effect, ROUNDING * _largest(reference)):
+            slot.empty()
+            return Folding(slot.name, trial.into, "")
+        _set(trial.layer, *before)
+        slot.seed, slot.stage, slot.folded = seed, Stage.FOSSILIZED, own
+    return Folding(slot.name, None, "no linear layer before or behind the slot can take it")
+
+
+def _trials(network: nn.Module, slot: SeedSlot, affine: Affine, example: Example) -> list[_Trial]:
+    """What may be tried, the cheapest result first."""
+    before, behind = _neighbours(network, slot, example)
+    if slot.folded is not None:
+        before = {slot.name: slot.folded}  # it stands between the slot's input and the seed
+    trials = []
+    for into, layer in before.items():
+        if affine.pointwise and getattr(layer, "groups", 1) == 1:
+            weight, bias = _weights(layer)
+            merged = torch.einsum("oc,c...->o...", affine.matrix, weight)
+            trials.append(_Trial(into, layer, merged, affine.matrix @ bias + affine.bias))
+    for into, layer in behind.items():
+        padded = isinstance(layer, nn.Conv2d) and layer.padding not in ((0, 0), "valid")
+        # Zeros that are padded behind the seed would have to become its bias.
+        if affine.pointwise and getattr(layer, "groups", 1) == 1 and not (padded and affine.bias.any()):
+            weight, bias = _weights(layer)
+            merged = torch.einsum("oc...,cd->od...", weight, affine.matrix)
+            trials.append(_Trial(into, layer, merged, bias + torch.einsum("oc...,c->o", weight, affine.bias)))
+    if slot.layout == "image" and slot.folded is None:
+        trials.append(
+            _Trial(slot.name, slot.layer_for(affine.kernel.shape[-1]), affine.kernel, affine.bias, in_place=True)
+        )
+    return trials
+
+
+def _weights(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Weight and bias in float64 on the CPU; a layer without bias has one of zeros."""
+    bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+    weight, bias = (tensor.detach().to("cpu", torch.float64, copy=True) for tensor in (layer.weight, bias))
+    return weight, bias
+
+
+def _set(layer: Layer, weight: Tensor, bias: Tensor) -> None:
+    layer.weight.copy_(weight)
+    if layer.bias is not None:
+        layer.bias.copy_(bias)
+
+
+def _neighbours(network: nn.Module, slot: SeedSlot, example: Example) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """Linear layers whose output the slot takes as it is, and those that take the slot's output as it is, by name."""
+    kind = nn.Conv2d if slot.layout == "image" else nn.Linear
+    met: list[Tensor] = []  # what enters the slot, and what leaves it
+    made: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
+    passed: list[Any] = []  # what a layer passed on as it is
+    inside = set(slot.modules())
+    modules = {name: module for name, module in network.named_modules() if module not in inside}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given = [*args, *kwargs.values()]
+            if isinstance(module, kind):
+                made[name], taken[name] = output, given[0]
+            elif not isinstance(module, HARMLESS) and not [*module.children()] and any(x is output for x in given):
+                passed.append(output)
+
+        return hook
+
+    with ExitStack() as hooks:
+        hooks.callback(slot.register_forward_hook(lambda _, inputs, output: met.extend((inputs[0], output))).remove)
+        for name, module in modules.items():
+            # First of all hooks: an attached slot changes what the others see.
+            hooks.callback(module.register_forward_hook(watch(name), prepend=True, with_kwargs=True).remove)
+        run(network, example)
+    if len(met) != 2:  # a slot that data meets several times has no one place
+        return {}, {}
+    entering, leaving = (None if any(x is crossing for x in passed) else crossing for crossing in met)
+    before = {name: modules[name] for name, tensor in made.items() if tensor is entering}
+    behind = {name: modules[name] for name, tensor in taken.items() if tensor is leaving}
+    return before, behind
+
+
+def _outputs(network: nn.Module, example: Example) -> list[Tensor]:
+    return [output for output in tensors(run(network, example)) if output.is_floating_point()]
+
+
+def _largest(values: list[Tensor]) -> float:
+    """The largest size of a finite number among them; 0 if there is none."""
+    return max(float(value[value.isfinite()].abs().max()) if value.isfinite().any() else 0.0 for value in values)
+
+
+def _difference(outputs: list[Tensor], reference: list[Tensor]) -> float:
+    """The largest over all numbers; infinite where only one of the two is finite, or one is no number."""
+    pairs = list(zip(outputs, reference, strict=True))
+    for a, b in pairs:
+        odd = ~(a.isfinite() & b.isfinite())
+        if not torch.equal(a[odd], b[odd]):
+            return math.inf
+    return _largest([a - b for a, b in pairs])

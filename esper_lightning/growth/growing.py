@@ -1,0 +1,239 @@
+"""GrowingNetwork: a network, the optimizer that trains it, and what is known of its seeds.
+
+Growing by hand, under a rule or under a learned controller goes through the same operations: each is refused with the
+gates' reasons where it is not possible, keeps the optimizer in step, and returns what happened.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper_lightning.blueprints import nearest
+from esper_lightning.growth import gates, network
+from esper_lightning.growth.alpha import Curve, Ramp
+from esper_lightning.growth.blend import Style
+from esper_lightning.growth.gates import Evidence, LifecycleConfig
+from esper_lightning.growth.gradients import GradientStats, gradient_stats
+from esper_lightning.growth.network import SeedEvent, check_slot_names, slots_of
+from esper_lightning.growth.optimizer import add_group, forget, group_names, group_of, remove_group
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+
+SEED_MASK = 0x5EED
+"""Turns torch's seed into another one: a host built right after `manual_seed` must not share its draws with seeds."""
+
+CHANGES = frozenset({Stage.GERMINATED, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})
+"""Stages whose beginning is a germination, an advance, a fossilization or a cull."""
+
+
+@dataclass
+class SeedRecord:
+    """What has been measured of the seed in a slot."""
+
+    contribution: float | None = None  # accuracy points of 100
+    previous_contribution: float | None = None
+    gradient: GradientStats | None = None
+
+
+class GrowingNetwork:
+    """Any network with slots, while it trains.
+
+    Args:
+        module: The network; its slots may be its own, or attached by `attach_slots`.
+        optimizer: Holds the network's parameters. Seeds are parameter groups of it from germination to cull.
+        horizon: Host epochs (ticks) that training will take in all.
+        lifecycle: When seeds advance.
+        seed_options: Of the seeds' parameter groups (lr, weight_decay …). None: the optimizer's defaults.
+        carry_over: Keep the optimizer's state when the network changes. False resets all of it: an ablation.
+        generator: Draws the seeds' weights. None: one on the network's device that follows `torch.manual_seed`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        horizon: int,
+        lifecycle: LifecycleConfig = LifecycleConfig(),
+        seed_options: Mapping[str, Any] | None = None,
+        carry_over: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.horizon = horizon
+        self.lifecycle = lifecycle
+        self.seed_options = dict(seed_options or {})
+        for name in self.seed_options:
+            if name not in optimizer.defaults:
+                raise ValueError(
+                    f"seed_options: the optimizer has no {name!r}; {nearest(name, list(optimizer.defaults))}"
+                )
+        self.carry_over = carry_over
+        self.slots: dict[str, SeedSlot] = slots_of(module)
+        if not self.slots:
+            raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")
+        device = next(iter(self.slots.values())).alpha.device
+        self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ SEED_MASK)
+        self.records = {name: SeedRecord() for name in self.slots}
+        for name, slot in self.slots.items():
+            if slot.occupied and group_of(name) not in group_names(optimizer):  # a network that was loaded
+                add_group(optimizer, group_of(name), slot.seed, **self.seed_options)
+
+    def clear(self) -> None:
+        """Takes every seed out, and forgets all momentum: as before anything grew."""
+        for name in self.slots:
+            self.remove(name)
+        forget(self.optimizer)
+
+    def remove(self, slot: str) -> None:
+        """Takes out whatever grows in `slot`, fossils too, outside of the lifecycle; the slot is open at once."""
+        place = self._slot(slot)
+        if place.occupied:
+            self._forget_seed(slot)
+            if not self.carry_over:
+                forget(self.optimizer)
+        place.empty()
+
+    def germinate(
+        self, slot: str, blueprint: str, *, ticks: int = 5, style: Style = "add", curve: Curve = "linear"
+    ) -> SeedEvent:
+        """Puts a new seed in an empty slot; once it may be blended, alpha will rise over `ticks` host epochs."""
+        place = self._slot(slot)
+        ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
+        event = network.germinate(place, blueprint, ramp, self.generator, style, self.lifecycle.birth)
+        if group_of(slot) in group_names(self.optimizer):  # of a fossil that has been folded into the host
+            remove_group(self.optimizer, group_of(slot))
+        add_group(self.optimizer, group_of(slot), place.seed, **self.seed_options)
+        self.records[slot] = SeedRecord()
+        return self._changed(event)
+
+    def advance(self, slot: str) -> SeedEvent:
+        """TRAINING to BLENDING, or BLENDING to PROBATIONARY, where that does not happen by itself."""
+        self._allow("advanced", slot, self.against_advancing(slot))
+        return self._changed(network.advance(self.slots[slot]))
+
+    def set_alpha(self, slot: str, target: float, *, ticks: int = 5, curve: Curve = "linear") -> SeedEvent:
+        """Sends alpha of a blended seed to another target, above 0."""
+        if not 0.0 < target <= 1.0:
+            raise ValueError(f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; to remove it, cull")
+        return network.aim(self._slot(slot), target, ticks, curve)
+
+    def fossilize(self, slot: str) -> SeedEvent:
+        """Keeps a probationary seed for good."""
+        self._allow("fossilized", slot, self.against_fossilizing(slot))
+        return self._changed(network.fossilize(self.slots[slot]))
+
+    def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
+        """Removes a live seed: at once, or by letting its alpha fall to 0 over `ticks` host epochs first.
+
+        A seed whose alpha is 0 already, or would be in the coming epoch, goes at once.
+        """
+        self._allow("culled", slot, self.against_culling(slot))
+        if ticks > 1 and self.slots[slot].ramping and self.slots[slot].alpha_before > 0.0:
+            return network.aim(self.slots[slot], 0.0, ticks, curve)
+        event = network.cull(self.slots[slot])
+        self._forget_seed(slot)
+        return self._changed(event)
+
+    def tick(
+        self, contributions: Mapping[str, float] | None = None, gradients: Mapping[str, GradientStats] | None = None
+    ) -> list[SeedEvent]:
+        """A host epoch has passed: takes in what it showed, and lets time pass for the seeds.
+
+        Args:
+            contributions: Accuracy points (of 100) that blended seeds contribute, by slot; see `counterfactual`.
+            gradients: Of each seed, by slot. None: measured now, from the gradients of the last backward pass; so call
+                it before `zero_grad`.
+        """
+        check_slot_names(list(contributions or ()), self.slots)
+        gradients = self.gradients() if gradients is None else gradients
+        check_slot_names(list(gradients), self.slots)
+        events = []
+        for name, slot in self.slots.items():
+            record = self.records[name]
+            if slot.occupied:
+                record.gradient = gradients.get(name)
+            if slot.blended and contributions is not None and name in contributions:
+                record.previous_contribution, record.contribution = record.contribution, contributions[name]
+            slot.tick()
+            happened = network.elapse(slot, self.evidence(name), self.lifecycle, self.horizon)
+            if any(event.after is Stage.CULLED for event in happened):
+                self._forget_seed(name)
+            events += [self._changed(event) for event in happened]
+        return events
+
+    def evidence(self, slot: str) -> Evidence:
+        """What the gates may judge the seed in `slot` by."""
+        place, record = self._slot(slot), self.records[slot]
+        return Evidence(
+            age=place.age,
+            ticks_in_stage=place.ticks_in_stage,
+            in_optimizer=group_of(slot) in group_names(self.optimizer),
+            alpha_share=place.alpha_share,
+            alpha_rests=place.alpha_before == place.ramp.target and not place.fading,
+            gradient=record.gradient,
+            contribution=record.contribution,
+        )
+
+    def against_advancing(self, slot: str) -> list[str]:
+        """Why `advance` is not possible now; empty: it is."""
+        place = self._slot(slot)
+        if place.fading:
+            return ["it is being culled"]
+        if place.stage is Stage.TRAINING:
+            return gates.against_blending(self.evidence(slot), self.lifecycle)
+        if place.stage is Stage.BLENDING:
+            return gates.against_probation(self.evidence(slot), self.lifecycle)
+        return [f"nothing to advance in {place.stage.name}"]
+
+    def against_fossilizing(self, slot: str) -> list[str]:
+        """Why `fossilize` is not possible now; empty: it is."""
+        place = self._slot(slot)
+        if place.stage is not Stage.PROBATIONARY:
+            return [f"{place.stage.name} is not PROBATIONARY"]
+        return gates.against_fossilizing(self.evidence(slot), self.lifecycle)
+
+    def against_culling(self, slot: str) -> list[str]:
+        """Why `cull` is not possible now; empty: it is."""
+        place = self._slot(slot)
+        if not place.live:
+            return [f"no live seed in {place.stage.name}"]
+        return gates.against_culling(self.evidence(slot), self.lifecycle)
+
+    def gradient_tensors(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
+        """Statistics of the gradients at hand; nothing is read back. An empty slot has NO_GRADIENT."""
+        own = {id(p) for slot in self.slots.values() for p in slot.seed.parameters()}
+        host = gradient_stats([p for p in self.module.parameters() if id(p) not in own])
+        seeds = [gradient_stats(slot.seed.parameters()).to(host) for slot in self.slots.values()]
+        return torch.stack([host, *seeds])
+
+    def gradients(self) -> dict[str, GradientStats]:
+        """Statistics of the gradients at hand, by slot, of seeds that have any: one transfer."""
+        _, *rows = self.gradient_tensors().tolist()
+        return {
+            name: GradientStats(*row)
+            for (name, slot), row in zip(self.slots.items(), rows, strict=True)
+            if any(parameter.grad is not None for parameter in slot.seed.parameters())
+        }
+
+    def _slot(self, name: str) -> SeedSlot:
+        check_slot_names([name], self.slots)
+        return self.slots[name]
+
+    def _allow(self, what: str, slot: str, against: list[str]) -> None:
+        if against:
+            raise ValueError(f"slot {slot!r} cannot be {what}: {'; '.join(against)}")
+
+    def _forget_seed(self, slot: str) -> None:
+        remove_group(self.optimizer, group_of(slot))
+        self.records[slot] = SeedRecord()
+
+    def _changed(self, event: SeedEvent) -> SeedEvent:
+        if not self.carry_over and event.after in CHANGES:
+            forget(self.optimizer)
+        return event

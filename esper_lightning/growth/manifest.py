@@ -1,0 +1,124 @@
+"""What has grown where, as plain JSON: with a state dict it rebuilds a grown network exactly."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from esper_lightning.growth.alpha import Ramp, check_ramp
+from esper_lightning.growth.blend import Style
+from esper_lightning.growth.network import new_seed, slots_of
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import OCCUPIED, Stage
+
+Manifest = list[dict[str, Any]]
+
+
+def manifest(network: nn.Module) -> Manifest:
+    """One entry per slot, in plain JSON types."""
+    return [
+        {
+            "slot": slot.name,
+            "layout": slot.layout,
+            "width": slot.width,
+            "stage": slot.stage.name,
+            "blueprint": slot.blueprint,
+            "style": slot.style,
+            "ramp": list(slot.ramp),
+            "ramp_ticks": slot.ramp_ticks,
+            "age": slot.age,
+            "ticks_in_stage": slot.ticks_in_stage,
+            "folded": None if slot.folded is None else slot.folded.kernel_size[0],
+        }
+        for slot in slots_of(network).values()
+    ]
+
+
+def rebuild(network: nn.Module, structure: Manifest) -> None:
+    """Gives `network` the grown structure of a manifest; its weights are then loaded with `load_state_dict`.
+
+    Raises ValueError, and changes nothing, if the manifest's slots are not the network's or an entry makes no sense.
+    """
+    install(plan(network, structure))
+
+
+class Place(NamedTuple):
+    """A slot, and what will be in it."""
+
+    slot: SeedSlot
+    entry: dict[str, Any]
+    ramp: Ramp
+    seed: nn.Module
+    folded: nn.Module | None
+
+
+def plan(network: nn.Module, structure: Manifest) -> list[Place]:
+    """Builds what a manifest asks for, with weights that mean nothing yet; the network stays as it is."""
+    slots = slots_of(network)
+    if not isinstance(structure, list) or not all(isinstance(entry, dict) for entry in structure):
+        raise ValueError(f"a manifest is a list with an entry per slot, got {type(structure).__name__}")
+    named = [entry.get("slot") for entry in structure]
+    if named != list(slots):
+        raise ValueError(f"the manifest is of a network with slots {named}, this one has {list(slots)}")
+    return [_place(slots[entry["slot"]], entry) for entry in structure]
+
+
+def install(places: list[Place]) -> None:
+    """Puts what `plan` built into the slots."""
+    for slot, entry, ramp, seed, folded in places:
+        slot.empty()
+        slot.stage = Stage[entry["stage"]]
+        slot.blueprint, slot.style = entry["blueprint"], entry["style"]
+        slot.ramp, slot.ramp_ticks = ramp, entry["ramp_ticks"]
+        slot.age, slot.ticks_in_stage = entry["age"], entry["ticks_in_stage"]
+        slot.seed, slot.folded = seed, folded
+        slot.alpha.fill_(slot.alpha_now)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "stage": lambda value: isinstance(value, str) and value in Stage.__members__,
+    "blueprint": lambda value: value is None or isinstance(value, str),
+    "style": lambda value: value in get_args(Style),
+    "ramp": lambda value: (
+        isinstance(value, list)
+        and len(value) == len(Ramp._fields)
+        and all(type(number) in (int, float) for number in value[:2])
+        and isinstance(value[3], str)
+    ),
+    "ramp_ticks": _count,
+    "age": _count,
+    "ticks_in_stage": _count,
+    "folded": lambda value: value is None or (type(value) is int and value in (1, 3)),
+}
+"""Does a value of an entry have its type and range? What belongs to the slot itself is compared with it."""
+
+
+def _place(slot: SeedSlot, entry: dict[str, Any]) -> Place:
+    try:
+        for name, sound in CHECKS.items():
+            if name not in entry or not sound(entry[name]):
+                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}")
+        for name, ours in (("layout", slot.layout), ("width", slot.width)):
+            if type(entry.get(name)) is not type(ours) or entry[name] != ours:
+                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}, the slot's is {ours!r}")
+        occupied = Stage[entry["stage"]] in OCCUPIED
+        if occupied != (entry["blueprint"] is not None):
+            raise ValueError(f"stage {entry['stage']} with blueprint {entry['blueprint']!r}")
+        seed: nn.Module = nn.Identity()
+        if occupied:
+            # Any generator will do: weights are loaded over it. A random birth asks least of a blueprint.
+            generator = torch.Generator(slot.alpha.device)
+            seed = new_seed(slot, entry["blueprint"], entry["style"], generator, "random")
+        if entry["folded"] is not None and slot.layout != "image":
+            raise ValueError(f"folded is {entry['folded']!r}, which only image features can have")
+        folded = None if entry["folded"] is None else slot.layer_for(entry["folded"])
+        return Place(slot, entry, check_ramp(Ramp(*entry["ramp"])), seed, folded)
+    except ValueError as error:
+        raise ValueError(
+            f"slot {slot.name!r}: the manifest's entry is damaged or of another version: {error}"
+        ) from None

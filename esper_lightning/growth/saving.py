@@ -1,0 +1,104 @@
+"""A grown network in a folder: `topology.json` says what grew where, `weights.pt` is a plain state dict."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.growth.attach import attach_known, attachments, detach_slots
+from esper_lightning.growth.manifest import Place, install, manifest, plan
+from esper_lightning.growth.network import slots_of
+
+FORMAT = 1
+"""Number of the saved form; another one is refused."""
+
+TOPOLOGY, WEIGHTS = "topology.json", "weights.pt"
+
+NOT_TENSORS = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    struct.error,
+    pickle.UnpicklingError,
+)
+"""What torch.load has been seen to raise on files that are something else."""
+
+
+def save(network: nn.Module, folder: str | Path) -> None:
+    """Writes a grown network to `folder`: `topology.json`, and `weights.pt`, which `weights_only=True` loads."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    topology = {"format": FORMAT, "attached": attachments(network), "slots": manifest(network)}
+    (folder / TOPOLOGY).write_text(json.dumps(topology, indent=1) + "\n")
+    torch.save(network.state_dict(), folder / WEIGHTS)
+
+
+def load(network: nn.Module, folder: str | Path) -> None:
+    """Makes `network` what `save` wrote: the same architecture before it grew becomes the grown one.
+
+    Slots that were attached are attached again, unless the network has slots. Raises ValueError, and leaves the network
+    as it was, if the files are not there, are damaged, or are of another network.
+    """
+    folder = Path(folder)
+    for name in (TOPOLOGY, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}; name a folder that growth.save has written")
+    topology = _read_topology(folder / TOPOLOGY)
+    weights = _read_weights(folder / WEIGHTS, next(network.parameters(), torch.zeros(())).device)
+    attach = not slots_of(network)
+    try:
+        if attach:
+            attach_known(network, topology["attached"])
+        places = plan(network, topology["slots"])
+        _check_weights(network, places, weights, folder / WEIGHTS)
+    except ValueError:
+        if attach and slots_of(network):
+            detach_slots(network)
+        raise
+    install(places)
+    network.load_state_dict(weights)
+
+
+def _read_topology(path: Path) -> dict[str, Any]:
+    try:
+        topology = json.loads(path.read_text())
+    except ValueError as error:  # neither text nor JSON
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(topology, dict) or topology.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of format {FORMAT}; save the network again with this version")
+    if not all(isinstance(topology.get(name), list) for name in ("attached", "slots")):
+        raise ValueError(f"{path} is damaged: it lacks a list of attached places or of slots")
+    return topology
+
+
+def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
+    try:
+        weights = torch.load(path, map_location=device, weights_only=True)
+    except NOT_TENSORS as error:
+        raise ValueError(f"{path} is truncated or no state dict ({type(error).__name__}); save it again") from error
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"{path} holds no state dict; save the network again")
+    return weights
+
+
+def _check_weights(network: nn.Module, places: list[Place], weights: dict[str, Tensor], path: Path) -> None:
+    """Raises ValueError unless `weights` are those of the network with what is planned for its slots."""
+    names = {module: name for name, module in network.named_modules()}
+    inside = tuple(f"{names[place.slot]}." for place in places)
+    expected = {name: value.shape for name, value in network.state_dict().items() if not name.startswith(inside)}
+    for place in places:
+        for part, module in (("seed", place.seed), ("folded", place.folded or nn.Identity())):
+            expected |= {f"{names[place.slot]}.{part}.{key}": v.shape for key, v in module.state_dict().items()}
+    found = {name: value.shape for name, value in weights.items()}
+    if found != expected:
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(f"{path} is of another network: {wrong[0]} and {len(wrong) - 1} more do not fit")

@@ -1,0 +1,329 @@
+"""Whatever is asked of a growing network, in whatever order: the transition table holds, and nothing is lost."""
+
+import json
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from esper_lightning.blueprints import build_on, names
+from esper_lightning.growth.alpha import CURVES
+from esper_lightning.growth.counterfactual import contributions
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
+from esper_lightning.growth.manifest import manifest, rebuild
+from esper_lightning.growth.network import SeedEvent, slots_of
+from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, batch_of, loss_on, seeded, stir
+
+FOLLOWERS = {
+    "DORMANT": {"GERMINATED"},
+    "GERMINATED": {"TRAINING", "CULLED"},
+    "TRAINING": {"BLENDING", "CULLED"},
+    "BLENDING": {"PROBATIONARY", "CULLED"},
+    "PROBATIONARY": {"FOSSILIZED", "CULLED"},
+    "FOSSILIZED": set(),
+    "CULLED": {"EMBARGOED"},
+    "EMBARGOED": {"DORMANT"},
+}
+
+LIVE = {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"}
+
+ON_TRIAL = {"BLENDING", "PROBATIONARY"}
+
+POSSIBLE = {
+    "germinate": {"DORMANT"},
+    "advance": {"TRAINING", "BLENDING"},
+    "set_alpha": ON_TRIAL,
+    "cull": LIVE,
+    "fade": LIVE,
+    "fossilize": {"PROBATIONARY"},
+}
+"""Where an operation may succeed; gates may refuse it there too."""
+
+UNGATED = {"germinate", "set_alpha"}
+"""What no gate stops."""
+
+BUILDERS: list[type[Optimizer]] = [SGD, Adam, AdamW]
+
+
+class Wish(NamedTuple):
+    """One thing to try; each operation takes what it needs of the rest."""
+
+    operation: str
+    slot: int
+    blueprint: int
+    style: str
+    curve: str
+    ticks: int
+    target: float
+    contribution: float | None
+    gradient: GradientStats | None
+
+
+lifecycles = st.builds(
+    LifecycleConfig,
+    birth=st.sampled_from(["identity", "random"]),
+    training_ticks=st.integers(0, 2),
+    min_gradient_health=st.sampled_from([0.0, 0.7]),
+    auto_blend=st.booleans(),
+    alpha_target=st.sampled_from([0.5, 1.0, 1.0]),
+    auto_probation=st.booleans(),
+    min_contribution=st.sampled_from([None, 1.0]),
+    auto_cull=st.booleans(),
+    probation_ticks=st.integers(1, 4),
+    min_cull_age=st.integers(0, 2),
+    embargo_ticks=st.integers(0, 2),
+)
+
+gradients = st.builds(
+    GradientStats,
+    norm=st.sampled_from([1.0, 1.0, 1e4]),
+    rms=st.just(0.1),
+    vanished=st.sampled_from([0.0, 0.0, 1.0]),
+    exploded=st.just(0.0),
+)
+
+wishes = st.builds(
+    Wish,
+    operation=st.sampled_from(
+        ["germinate", "germinate", "advance", "set_alpha", "cull", "fade", "fossilize", "fossilize", *["tick"] * 8]
+    ),
+    slot=st.integers(0, 2),
+    blueprint=st.integers(0, 20),
+    style=st.sampled_from(STYLES),
+    curve=st.sampled_from(sorted(CURVES)),
+    ticks=st.integers(0, 3),
+    target=st.sampled_from([0.25, 0.5, 1.0]),
+    contribution=st.sampled_from([None, 3.0, 3.0, 0.5, -1.0]),
+    gradient=st.sampled_from([None, None]) | gradients,
+)
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
+    """A layout and the sizes of a small host of it."""
+    layout = draw(st.sampled_from(LAYOUTS))
+    isolate = draw(st.sampled_from([None, True, False]))
+    if layout != "image":
+        return layout, {"width": draw(st.integers(2, 6)), "isolate": isolate}
+    blocks = draw(st.integers(1, 3))
+    pools = draw(st.integers(0, blocks))
+    places = [f"block{i + 1}{end}" for i in range(blocks) for end in ("", ".pool") if i < pools or not end]
+    slots = draw(st.lists(st.sampled_from(places), min_size=1, max_size=3, unique=True))
+    sizes = {"base": draw(st.integers(1, 4)), "kernel": draw(st.sampled_from([1, 3]))}
+    return layout, {"blocks": blocks, "pools": pools, "slots": slots, "isolate": isolate, **sizes}
+
+
+def build(host: tuple[Layout, dict[str, Any]], seed: int = 0) -> nn.Module:
+    layout, sizes = host
+    if layout == "image":
+        return build_on(CPU, lambda: CNN((1, 8, 8), 10, **sizes), seeded(seed))
+    return build_on(CPU, lambda: TinyHost(layout, **sizes), seeded(seed))
+
+
+def right(outputs: Tensor, classes: Tensor) -> Tensor:
+    return (outputs.argmax(1) == classes).double()
+
+
+class Life:
+    """A growing network, and what is known of it from the events alone."""
+
+    def __init__(self, host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig) -> None:
+        self.layout = host[0]
+        module = build(host)
+        self.network = GrowingNetwork(
+            module, make(module.parameters(), lr=0.01), horizon=20, lifecycle=lifecycle, generator=seeded(1)
+        )
+        self.stages = dict.fromkeys(self.network.slots, "DORMANT")
+        self.fading = dict.fromkeys(self.network.slots, False)
+        self.seen = dict.fromkeys(self.network.slots, 0.0)  # alpha in the last host epoch
+
+    def named(self, wish: Wish) -> str:
+        return list(self.network.slots)[wish.slot % len(self.network.slots)]
+
+    def fulfil(self, wish: Wish) -> None:
+        if wish.operation == "tick":
+            self.learn()
+            self.take_in(self.tick(wish))
+            return
+        slot, before = self.named(wish), self.trace()
+        possible = self.stages[slot] in POSSIBLE[wish.operation]
+        if self.fading[slot]:
+            possible = possible and wish.operation not in ("advance", "fossilize")
+        try:
+            event = self.operate(wish)
+        except ValueError as refusal:
+            assert f"slot '{slot}'" in str(refusal)
+            assert not (possible and wish.operation in UNGATED)
+            self.check_same(before)
+            return
+        assert possible
+        self.take_in([event])
+        if wish.operation == "germinate":
+            stir(self.network.slots[slot].seed, seed=2, scale=0.1)
+        if event.before is event.after:
+            self.fading[slot] = wish.operation == "fade"
+
+    def operate(self, wish: Wish) -> SeedEvent:
+        network, slot = self.network, self.named(wish)
+        known = names(self.layout, CPU)
+        if wish.operation == "germinate":
+            blueprint = known[wish.blueprint % len(known)]
+            return network.germinate(slot, blueprint, ticks=wish.ticks, style=wish.style, curve=wish.curve)
+        if wish.operation == "set_alpha":
+            return network.set_alpha(slot, wish.target, ticks=wish.ticks, curve=wish.curve)
+        if wish.operation == "fade":
+            return network.cull(slot, ticks=wish.ticks + 1, curve=wish.curve)
+        return {"advance": network.advance, "cull": network.cull, "fossilize": network.fossilize}[wish.operation](slot)
+
+    def learn(self) -> None:
+        self.network.module.train()
+        self.network.optimizer.zero_grad()
+        loss_on(self.network.module, batch_of(self.layout, samples=6)).backward()
+        self.network.optimizer.step()
+
+    def tick(self, wish: Wish) -> list[SeedEvent]:
+        contribution = None if wish.contribution is None else dict.fromkeys(self.stages, wish.contribution)
+        gradient = None if wish.gradient is None else dict.fromkeys(self.stages, wish.gradient)
+        self.seen = {name: slot.alpha.item() for name, slot in self.network.slots.items()}
+        return self.network.tick(contribution, gradient)
+
+    def take_in(self, events: list[SeedEvent]) -> None:
+        for event in events:
+            assert event.before.name == self.stages[event.slot]  # no change goes unreported
+            if event.after is event.before:
+                assert event.before.name in ON_TRIAL
+                continue
+            assert event.after.name in FOLLOWERS[event.before.name]
+            assert not (self.fading[event.slot] and event.after is not Stage.CULLED)
+            self.stages[event.slot] = event.after.name
+            if event.after is Stage.CULLED:
+                self.fading[event.slot] = False
+
+    def trace(self) -> tuple[Any, ...]:
+        """All that a refusal must leave as it is."""
+        network = self.network
+        return (
+            manifest(network.module),
+            deepcopy(network.records),
+            {name: slot.alpha.item() for name, slot in network.slots.items()},
+            [id(p) for group in network.optimizer.param_groups for p in group["params"]],
+            [id(value) for state in network.optimizer.state.values() for value in state.values()],
+            network.generator.get_state().tolist(),
+        )
+
+    def check_same(self, before: tuple[Any, ...]) -> None:
+        assert self.trace() == before
+
+    def check(self) -> None:
+        network = self.network
+        assert {name: slot.stage.name for name, slot in network.slots.items()} == self.stages
+        assert {name: slot.fading for name, slot in network.slots.items()} == self.fading
+        for name, slot in network.slots.items():
+            assert slot.alpha.item() == torch.tensor(slot.alpha_now).item()  # the buffer has float32
+            assert 0.0 <= slot.alpha_now <= 1.0
+            assert 0.0 <= slot.alpha_share <= 1.0
+            assert slot.blended or slot.alpha_now == 0.0
+            # However often alpha has been sent elsewhere since: every path goes on from what the host has seen.
+            assert not slot.blended or slot.alpha_before == pytest.approx(self.seen[name], abs=1e-6)
+            assert slot.occupied == bool([*slot.parameters()])
+            assert slot.occupied or network.records[name] == SeedRecord()
+        held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
+        assert len(set(held)) == len(held)
+        assert set(held) == {id(p) for p in network.module.parameters()}
+        assert {id(p) for p in network.optimizer.state} <= set(held)
+
+
+def whole(slot: SeedSlot) -> bool:
+    """A fossil that was kept at alpha 1 does not look at alpha any more."""
+    return slot.stage is Stage.FOSSILIZED and slot.ramp.target == 1.0
+
+
+def check_rebuilt(life: Life, host: tuple[Layout, dict[str, Any]]) -> None:
+    network, copy = life.network.module, build(host, seed=9)
+    rebuild(copy, json.loads(json.dumps(manifest(network))))
+    copy.load_state_dict(network.state_dict())
+    inputs, _ = batch_of(life.layout)
+    assert manifest(copy) == manifest(network)
+    assert [s.alpha.item() for s in slots_of(copy).values()] == [s.alpha.item() for s in slots_of(network).values()]
+    assert torch.equal(copy.eval()(inputs), network.eval()(inputs))
+    assert torch.equal(copy.train()(inputs), network.train()(inputs))
+
+
+def check_nothing_at_alpha_0(life: Life) -> None:
+    network, batch = life.network.module.eval(), batch_of(life.layout, samples=12)
+    for name, slot in life.network.slots.items():
+        if not slot.blended or whole(slot):
+            continue
+        alpha = slot.alpha.item()
+        slot.alpha.zero_()
+        at_0 = network(batch[0])
+        assert contributions(network, [batch], right)[name] == 0.0
+        slot.branch = lambda _, x: x
+        assert torch.equal(at_0, network(batch[0]))
+        slot.branch = None
+        slot.alpha.fill_(alpha)
+
+
+@settings(max_examples=150)
+@given(
+    host=hosts(),
+    make=st.sampled_from(BUILDERS),
+    lifecycle=lifecycles,
+    wished=st.lists(wishes, min_size=15, max_size=45),
+)
+def test_no_sequence_of_operations_leaves_the_table_or_loses_the_structure(
+    host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig, wished: list[Wish]
+) -> None:
+    life = Life(host, make, lifecycle)
+    for wish in wished:
+        life.fulfil(wish)
+        life.check()
+    check_rebuilt(life, host)
+    check_nothing_at_alpha_0(life)
+    life.network.clear()
+    assert set(manifest_stages(life)) == {"DORMANT"}
+    life.stages = dict.fromkeys(life.stages, "DORMANT")
+    life.fading = dict.fromkeys(life.fading, False)
+    life.check()
+
+
+def manifest_stages(life: Life) -> list[str]:
+    return [entry["stage"] for entry in manifest(life.network.module)]
+
+
+@pytest.mark.parametrize(
+    "host", [("image", {"slots": ["block1"]}), ("sequence", {}), ("vector", {})], ids=lambda h: h[0]
+)
+def test_a_life_of_the_property_above_can_reach_every_stage(host: tuple[Layout, dict[str, Any]]) -> None:
+    """So that the property is not true for want of anything happening."""
+    life = Life(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
+    calm = Wish("tick", 0, 0, "gate", "linear", 1, 0.5, 3.0, None)
+    seen = []
+    for operation in [
+        "germinate",
+        "tick",
+        "tick",
+        "cull",
+        "tick",
+        "tick",
+        "tick",
+        "germinate",
+        *["tick"] * 3,
+        "fossilize",
+    ]:
+        life.fulfil(calm._replace(operation=operation))
+        life.check()
+        seen.append(next(iter(life.stages.values())))
+    assert list(dict.fromkeys(seen)) == [
+        "GERMINATED", "BLENDING", "PROBATIONARY", "CULLED", "EMBARGOED", "DORMANT", "FOSSILIZED",
+    ]  # fmt: skip

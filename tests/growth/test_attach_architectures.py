@@ -1,0 +1,363 @@
+"""Slots in networks that know nothing of growth: torchvision's, torch's own, and a plain nn.Sequential."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision import models
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.densenet import DenseNet
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.regnet import BlockParams, RegNet
+
+from esper_lightning.growth.attach import attach_slots, detach_slots
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import grow, seeded, stir
+
+BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
+
+Place = tuple[Layout, int, bool]
+"""Layout, width, and whether all data passes here."""
+
+
+class Architecture(NamedTuple):
+    """A network, and places in it in the order of the data's way."""
+
+    build: Callable[[], nn.Module]
+    places: dict[str, Place]
+    shape: tuple[int, ...] = (3, 32, 32)
+    channels_last: tuple[str, ...] = ()
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(32, 2),
+    )
+
+
+def convnext() -> nn.Module:
+    blocks = [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]
+    return ConvNeXt(blocks, stochastic_depth_prob=0.2, layer_scale=1.0, num_classes=2)
+
+
+def efficientnet() -> nn.Module:
+    blocks = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 3, 2, 8, 16, 2)]
+    return EfficientNet(blocks, dropout=0.2, stochastic_depth_prob=0.2, num_classes=2, last_channel=32)
+
+
+def transformer_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "resnet18": Architecture(
+        lambda: models.resnet18(num_classes=2),
+        {
+            "layer1": ("image", 64, True),
+            "layer2.0.conv1": ("image", 128, False),
+            "layer2.0.downsample": ("image", 128, False),
+            "layer3": ("image", 256, True),
+            "avgpool": ("image", 512, True),
+            "fc": ("vector", 2, True),
+        },
+    ),
+    "convnext": Architecture(
+        convnext,
+        {
+            "features.0": ("image", 16, True),
+            "features.1.0.block.0": ("image", 16, False),
+            "features.1.1": ("image", 16, True),
+            "features.3": ("image", 32, True),
+            "classifier.1": ("vector", 32, True),
+        },
+    ),
+    "vision transformer": Architecture(
+        lambda: models.VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=2),
+        {
+            # All data passes the first, but what follows folds patches by the batch size that the input had.
+            "conv_proj": ("image", 16, False),
+            "encoder.layers.encoder_layer_0.self_attention": ("sequence", 16, False),
+            "encoder.layers.encoder_layer_0.mlp": ("sequence", 16, False),
+            "encoder.layers.encoder_layer_0": ("sequence", 16, True),
+            "encoder.ln": ("sequence", 16, True),
+            "heads": ("vector", 2, True),
+        },
+    ),
+    "swin": Architecture(
+        lambda: models.SwinTransformer([2, 2], 8, [1, 1], [1, 2], [2, 2], dropout=0.1, num_classes=2),
+        {
+            "features.0": ("image", 8, True),
+            "features.1.0.attn": ("image", 8, False),
+            "features.1": ("image", 8, True),
+            "features.2.reduction": ("image", 16, True),
+            "features.3.0.mlp": ("image", 16, False),
+            "norm": ("image", 16, True),
+            "head": ("vector", 2, True),
+        },
+        shape=(3, 16, 24),
+        channels_last=(
+            "features.0",
+            "features.1.0.attn",
+            "features.1",
+            "features.2.reduction",
+            "features.3.0.mlp",
+            "norm",
+        ),
+    ),
+    "mobilenet v3": Architecture(
+        lambda: models.mobilenet_v3_small(num_classes=2, width_mult=0.5),
+        {
+            "features.0": ("image", 8, True),
+            "features.3.block.0": ("image", 48, False),
+            "features.3": ("image", 16, True),
+            "classifier.0": ("vector", 512, True),
+        },
+    ),
+    "efficientnet": Architecture(
+        efficientnet,
+        {
+            "features.1.0.block.1": ("image", 8, False),
+            "features.1": ("image", 8, True),
+            "features.2.1.block.0": ("image", 64, False),
+            "features.2": ("image", 16, True),
+            "classifier.0": ("vector", 32, True),
+        },
+    ),
+    "densenet": Architecture(
+        lambda: DenseNet(8, (2, 2), 16, 2, drop_rate=0.1, num_classes=2),
+        {
+            "features.pool0": ("image", 16, True),
+            "features.denseblock1.denselayer1": ("image", 8, False),
+            "features.denseblock1": ("image", 32, True),
+            "features.transition1": ("image", 16, True),
+            "classifier": ("vector", 2, True),
+        },
+    ),
+    "regnet": Architecture(
+        lambda: RegNet(BlockParams([1, 2], [16, 32], [8, 8], [1, 1], [2, 2], 0.25), num_classes=2, stem_width=16),
+        {
+            "stem": ("image", 16, True),
+            "trunk_output.block2.block2-1.f.b": ("image", 32, False),
+            "trunk_output.block2": ("image", 32, True),
+            "fc": ("vector", 2, True),
+        },
+    ),
+    "shufflenet": Architecture(
+        lambda: models.shufflenet_v2_x0_5(num_classes=2),
+        {
+            "maxpool": ("image", 24, True),
+            "stage2.0.branch1": ("image", 24, False),
+            "stage2.0.branch2": ("image", 24, False),
+            "stage2": ("image", 48, True),
+            "stage3": ("image", 96, True),
+        },
+    ),
+    "transformer encoder": Architecture(
+        transformer_encoder,
+        {
+            "layers.0.self_attn": ("sequence", 8, False),
+            "layers.0": ("sequence", 8, True),
+            "layers.1.linear1": ("sequence", 16, False),
+            "layers.1": ("sequence", 8, True),
+        },
+        shape=(5, 8),
+    ),
+    "sequential": Architecture(
+        sequential, {"0": ("image", 8, True), "3": ("image", 8, True), "4": ("vector", 32, True)}
+    ),
+}
+
+every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+def network_of(name: str) -> nn.Module:
+    """The architecture, with statistics that have seen some data; its head does not say 0 to everything."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = ARCHITECTURES[name].build()
+        stir(network, scale=0.05)
+        network(inputs_for(name, 8))
+    return network
+
+
+def inputs_for(name: str, samples: int, seed: int = 3) -> Tensor:
+    return torch.randn(samples, *ARCHITECTURES[name].shape, generator=seeded(seed))
+
+
+def attached(name: str) -> nn.Module:
+    network = network_of(name)
+    attach(network, name)
+    return network
+
+
+def attach(network: nn.Module, name: str, backwards: bool = False) -> dict[str, SeedSlot]:
+    """Slots at all places of the architecture."""
+    places = list(ARCHITECTURES[name].places)[:: -1 if backwards else 1]
+    return attach_slots(network, places, inputs_for(name, 2), channels_last=ARCHITECTURES[name].channels_last)
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def one_step(network: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Outputs and gradients of a pass with dropout drawn from a fixed seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        outputs = network(x)
+        outputs.square().sum().backward()
+    return outputs, [parameter.grad for parameter in network.parameters()]
+
+
+@every_architecture
+def test_places_have_their_layout_width_and_way_in_the_order_of_the_data(name: str) -> None:
+    network, places = network_of(name), ARCHITECTURES[name].places
+    slots = attach(network, name, backwards=True)
+    assert {place: (slot.layout, slot.width, slot.trunk) for place, slot in slots.items()} == places
+    assert list(slots) == list(places) == list(slots_of(network))
+
+
+@every_architecture
+@pytest.mark.parametrize("training", [False, True], ids=["evaluating", "training"])
+def test_empty_slots_change_neither_outputs_nor_gradients_nor_state(name: str, training: bool) -> None:
+    plain, with_slots = network_of(name).train(training), attached(name).train(training)
+    x = inputs_for(name, 4)
+    outputs, gradients = one_step(plain, x)
+    outputs_with_slots, gradients_with_slots = one_step(with_slots, x)
+    assert torch.equal(outputs_with_slots, outputs)
+    for ours, theirs in zip(gradients_with_slots, gradients, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    assert same_state(with_slots.state_dict(), plain.state_dict())  # statistics have moved in both
+
+
+@every_architecture
+def test_without_gradients_empty_slots_change_nothing_either(name: str) -> None:
+    plain, with_slots = network_of(name).eval(), attached(name).eval()
+    with torch.no_grad():
+        assert torch.equal(with_slots(inputs_for(name, 4)), plain(inputs_for(name, 4)))
+
+
+@every_architecture
+def test_attaching_leaves_random_state_and_statistics_alone(name: str) -> None:
+    network = network_of(name)
+    before, random_state = deepcopy(network.state_dict()), torch.get_rng_state()
+    attach(network, name)
+    assert same_state(network.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@every_architecture
+def test_detaching_takes_everything_away_that_grew(name: str) -> None:
+    plain, network = network_of(name).eval(), attached(name)
+    for slot in slots_of(network).values():
+        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
+    x = inputs_for(name, 4)
+    assert not torch.allclose(network.eval()(x), plain(x))
+    assert len(network.state_dict()) > len(plain.state_dict())
+
+    detach_slots(network)
+
+    assert same_state(network.state_dict(), plain.state_dict())
+    assert [module for module, _ in network.named_modules()] == [module for module, _ in plain.named_modules()]
+    assert torch.equal(network(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["swin", "transformer encoder", "sequential"])
+def test_what_grew_is_saved_and_loaded_where_nobody_knows_the_places(name: str, tmp_path: Path) -> None:
+    network, fresh = attached(name), ARCHITECTURES[name].build()
+    for slot in slots_of(network).values():
+        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
+    save(network, tmp_path)
+    load(fresh, tmp_path)
+    assert [slot.trunk for slot in slots_of(fresh).values()] == [slot.trunk for slot in slots_of(network).values()]
+    assert torch.equal(fresh.eval()(inputs_for(name, 4)), network.eval()(inputs_for(name, 4)))
+    detach_slots(fresh)
+    detach_slots(network)
+    assert torch.equal(fresh(inputs_for(name, 4)), network(inputs_for(name, 4)))
+
+
+@every_architecture
+def test_every_seed_takes_part_in_the_output(name: str) -> None:
+    for place in ARCHITECTURES[name].places:
+        network = attached(name).eval()
+        before = network(inputs_for(name, 4))
+        slot = slots_of(network)[place]
+        grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
+        assert not torch.allclose(network(inputs_for(name, 4)), before), place
+
+
+def chosen_places() -> list[tuple[str, str]]:
+    """The last place of each layout that an architecture offers."""
+    last = {(name, place[0]): each for name, it in ARCHITECTURES.items() for each, place in it.places.items()}
+    return [(name, place) for (name, _), place in last.items()]
+
+
+def bright_or_dark(name: str, batches: int, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Two classes: one rises along the last axis, the other falls."""
+    classes = torch.arange(samples) % 2
+    shift = (2.0 * classes - 1.0).view(-1, *[1] * len(ARCHITECTURES[name].shape))
+    # A LayerNorm would take away what is the same in all channels.
+    ramp = torch.linspace(-1.0, 1.0, ARCHITECTURES[name].shape[-1])
+    return [(inputs_for(name, samples, seed) + shift * ramp, classes) for seed in range(batches)]
+
+
+def classify(network: nn.Module, x: Tensor) -> Tensor:  # -> [B, 2]
+    outputs = network(x)
+    return outputs if outputs.ndim == 2 else outputs.mean(1)[:, :2]
+
+
+@pytest.mark.parametrize(("name", "place"), chosen_places())
+def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, batches = attached(name), bright_or_dark(name, 6)
+        growing = GrowingNetwork(
+            network,
+            torch.optim.Adam(network.parameters(), lr=2e-3),
+            horizon=2,
+            lifecycle=LifecycleConfig(training_ticks=0, min_gradient_health=0.0, auto_cull=False),
+            generator=seeded(),
+        )
+        slot = growing.slots[place]
+        growing.germinate(place, BLUEPRINTS[slot.layout], ticks=1)
+        stages, losses, weights = [], [], [parameters_of(slot.seed)]
+        for _ in range(2):
+            stages.append(slot.stage)
+            losses.append([])
+            for x, classes in batches:
+                loss = F.cross_entropy(classify(network.train(), x), classes)
+                growing.optimizer.zero_grad()
+                loss.backward()
+                growing.optimizer.step()
+                losses[-1].append(loss.item())
+            growing.tick()
+            weights.append(parameters_of(slot.seed))
+    assert stages == [Stage.GERMINATED, Stage.BLENDING]
+    assert sum(losses[1]) < sum(losses[0])
+    assert all(not torch.equal(a, b) for a, b in zip(*weights[:2], strict=True)), "while it was no part of the output"
+    assert all(not torch.equal(a, b) for a, b in zip(*weights[1:], strict=True)), "while it was blended"
+    x = batches[0][0]
+    with_seed = network.eval()(x)
+    growing.remove(place)
+    assert not torch.allclose(network(x), with_seed)
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]

@@ -1,0 +1,292 @@
+"""One tensor within tuples, lists and mappings: found, taken out, put back; and slots that stand behind it."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.nested import Path, first_tensor, pick, put
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.slot import Layout
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import LastState, grow, seeded
+
+WIDTH = 6
+
+
+class Encoded(NamedTuple):
+    features: Tensor
+    mask: Tensor
+
+
+class ModelOutput(OrderedDict):
+    """Keys that are attributes too, as the outputs of many transformers."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+FLOAT, OTHER, WHOLE = torch.ones(2, 3), torch.zeros(2), torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("output", "path"),
+    [
+        (FLOAT, ()),
+        (WHOLE, None),
+        (None, None),
+        ("text", None),
+        ((), None),
+        ({}, None),
+        ((FLOAT, OTHER), (0,)),
+        ((None, WHOLE, [WHOLE, OTHER]), (2, 1)),
+        ({"mask": WHOLE, "features": FLOAT}, ("features",)),
+        ({"states": (WHOLE, {"h": OTHER}), "features": FLOAT}, ("states", 1, "h")),
+        (Encoded(FLOAT, WHOLE), (0,)),
+        (ModelOutput(ids=WHOLE, last=FLOAT), ("last",)),
+        ([[], [[]], [[FLOAT]]], (2, 0, 0)),
+    ],
+)
+def test_the_first_tensor_is_found_depth_first(output: Any, path: Path | None) -> None:
+    assert first_tensor(output) == path
+    if path is not None:
+        assert pick(output, path) is (OTHER if path in [(2, 1), ("states", 1, "h")] else FLOAT)
+
+
+@pytest.mark.parametrize("path", [(3,), ("features",), (0, 0, 0), (0, "x")], ids=str)
+def test_a_path_that_leads_nowhere_is_a_lookup_or_type_error(path: Path) -> None:
+    with pytest.raises((LookupError, TypeError)):
+        pick((None, FLOAT, {"a": OTHER}), path)
+
+
+nests = st.recursive(
+    st.builds(lambda n: torch.full((2,), float(n)), st.integers(0, 9)) | st.none() | st.text(max_size=2),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.lists(inner, min_size=1, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, min_size=1)
+        | st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(ModelOutput)
+        | st.builds(Encoded, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def leaves(output: Any, path: Path = ()) -> dict[Path, Any]:
+    """Every leaf by its way: written apart from what is tested."""
+    if isinstance(output, dict):
+        parts = list(output.items())
+    elif isinstance(output, list | tuple):
+        parts = list(enumerate(output))
+    else:
+        return {path: output}
+    return {way: leaf for key, part in parts for way, leaf in leaves(part, (*path, key)).items()}
+
+
+def types(output: Any) -> Any:
+    """The types of all containers, nested as they are."""
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return type(output), [types(part) for part in parts]
+
+
+@given(nests)
+def test_the_first_tensor_is_the_first_floating_leaf(output: Any) -> None:
+    tensors = [path for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)]
+    assert first_tensor(output) == (tensors[0] if tensors else None)
+
+
+@given(nests, st.data())
+def test_putting_a_part_changes_that_part_and_nothing_else(output: Any, data: st.DataObject) -> None:
+    before, kinds = leaves(output), types(output)
+    path = data.draw(st.sampled_from(list(before)))
+    part = object()
+
+    changed = put(output, path, part)
+
+    assert pick(changed, path) is part
+    assert types(output) == kinds
+    after = leaves(changed)
+    assert list(after) == list(before)
+    assert all(after[way] is before[way] for way in before if way != path)
+    assert all(leaf is before[way] for way, leaf in leaves(output).items())  # the first is as it was
+    if path:
+        assert type(changed) is type(output)
+
+
+def test_containers_that_are_not_on_the_way_are_shared() -> None:
+    output = {"features": FLOAT, "states": [OTHER, WHOLE]}
+    changed = put(output, ("features",), OTHER)
+    assert changed["states"] is output["states"]
+    assert changed is not output
+
+
+class TakesApart(nn.Module):
+    """An encoder with an output of several parts, kept to look at, and a reader of that output."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.encoder = _Encoder(pack)
+        self.read = read
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        self.seen = self.encoder(x)
+        return self.head(self.read(self.seen))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, WIDTH)
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        self.made = self.pack(torch.tanh(self.layer(x)), torch.arange(len(x)))
+        return self.made
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor], str]] = {
+    "tuple": (lambda h, ids: (h, ids), lambda out: out[0], "encoder"),
+    "tuple, by index": (lambda h, ids: (ids, h), lambda out: out[1], "encoder[1]"),
+    "list": (lambda h, ids: [ids, h], lambda out: out[1], "encoder"),
+    "list, counted from its end": (lambda h, ids: [h, ids, h.exp()], lambda out: out[-1], "encoder[-1]"),
+    "dict": (lambda h, ids: {"ids": ids, "h": h}, lambda out: out["h"], "encoder"),
+    "dict, by key": (lambda h, ids: {"ids": ids, "g": h.exp(), "h": h}, lambda out: out["h"], "encoder[h]"),
+    "named tuple": (lambda h, ids: Encoded(h, ids), lambda out: out.features, "encoder"),
+    "ordered dict": (lambda h, ids: OrderedDict(ids=ids, h=h), lambda out: out["h"], "encoder[h]"),
+    "attributes": (lambda h, ids: ModelOutput(ids=ids, h=h), lambda out: out.h, "encoder"),
+    "nested": (lambda h, ids: (ids, {"a": [ids, h]}), lambda out: out[1]["a"][1], "encoder[1][a][1]"),
+    "nested, found": (lambda h, ids: (ids, {"a": [ids, Encoded(h, ids)]}), lambda out: out[1]["a"][1][0], "encoder"),
+}
+
+every_container = pytest.mark.parametrize(("pack", "read", "name"), CONTAINERS.values(), ids=list(CONTAINERS))
+
+
+@every_container
+def test_a_seed_grows_behind_a_part_of_an_output(
+    pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor], name: str
+) -> None:
+    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=seeded())
+    plain = network(x)
+    slot = attach_slots(network, [name], x)[name]
+    assert (slot.layout, slot.width) == ("vector", WIDTH)
+    assert torch.equal(network(x), plain)
+    grow(slot, Stage.FOSSILIZED, "lora")
+
+    outputs = network(x)
+
+    made, seen = network.encoder.made, network.seen
+    assert torch.equal(read(seen), slot.seed(read(made)))
+    assert not torch.allclose(outputs, plain)
+    assert types(seen) == types(made)
+    others = [way for way, leaf in leaves(made).items() if leaf is not read(made)]
+    assert others
+    assert all(leaves(seen)[way] is leaves(made)[way] for way in others)
+
+
+@every_container
+def test_what_a_module_keeps_of_its_output_is_not_changed(
+    pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor], name: str
+) -> None:
+    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=seeded())
+    slot = attach_slots(network, [name], x)[name]
+    grow(slot, Stage.FOSSILIZED, "lora")
+    network(x)
+    assert torch.equal(read(network.encoder.made), read(pack(torch.tanh(network.encoder.layer(x)), torch.arange(4))))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, of which one tensor is read."""
+
+    def __init__(self, lstm: nn.Module, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.lstm = lstm
+        self.read = read
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, 5] -> [B, 3]
+        self.seen = self.lstm(x)
+        return self.head(self.read(self.seen))
+
+
+def torchs() -> nn.Module:
+    return nn.LSTM(5, WIDTH, batch_first=True)
+
+
+def last_state() -> nn.Module:
+    return LastState(WIDTH)
+
+
+def first_output(out: Any) -> Tensor:
+    return out[0]
+
+
+@pytest.mark.parametrize(
+    ("lstm", "name", "place", "layout"),
+    [
+        (torchs, "lstm", first_output, "sequence"),
+        (torchs, "lstm[0]", first_output, "sequence"),
+        (last_state, "lstm[0]", first_output, "sequence"),
+        (last_state, "lstm[1][0]", lambda out: out[1][0], "vector"),
+        (last_state, "lstm[1][1]", lambda out: out[1][1], "vector"),
+        (last_state, "lstm[-1][-1]", lambda out: out[1][1], "vector"),
+    ],
+)
+def test_a_seed_grows_on_an_output_or_a_state_of_an_lstm(
+    lstm: Callable[[], nn.Module], name: str, place: Callable[[Any], Tensor], layout: Layout
+) -> None:
+    network, x = Recurrent(lstm(), lambda out: place(out)), torch.randn(4, 7, 5, generator=seeded())
+    plain, made = network(x), network.seen
+    slot = attach_slots(network, [name], x)[name]
+    assert (slot.layout, slot.width) == (layout, WIDTH)
+    assert torch.equal(network(x), plain)
+    grow(slot, Stage.FOSSILIZED, "lora")
+    expected = slot.seed(place(made))
+    outputs = network(x)
+    torch.testing.assert_close(place(network.seen), expected)
+    assert not torch.allclose(outputs, plain)
+    untouched = [out for out in ((0,), (1, 0), (1, 1)) if pick(made, out) is not place(made)]
+    assert len(untouched) == 2
+    assert all(torch.equal(pick(network.seen, way), pick(made, way)) for way in untouched)
+
+
+def test_a_copy_of_a_network_grows_in_its_own_slot_behind_a_part() -> None:
+    network, x = Recurrent(last_state(), lambda out: out[1][0]), torch.randn(4, 7, 5, generator=seeded())
+    attach_slots(network, ["lstm[1][0]"], x)
+    twin = copy.deepcopy(network)
+    plain = network(x)
+    grow(slots_of(twin)["lstm[1][0]"], Stage.FOSSILIZED, "lora")
+    assert torch.equal(network(x), plain)
+    assert not torch.allclose(twin(x), plain)
+
+
+@pytest.mark.parametrize(("path", "from_front"), [((-1,), (1,)), ((-1, 0), (1, 0)), ((-1, -1), (1, 1))], ids=str)
+def test_a_tuple_may_be_counted_from_its_end(path: Path, from_front: Path) -> None:
+    output, part = ("a", ("b", "c")), "new"
+    assert put(output, path, part) == put(output, from_front, part)
+
+
+def test_named_results_of_torch_keep_their_names() -> None:
+    result = torch.arange(6.0).view(2, 3).max(1)
+    changed = put(result, (0,), FLOAT)
+    assert changed.values is FLOAT
+    assert changed.indices is result.indices
+
+
+def test_keys_that_look_like_numbers_can_be_named() -> None:
+    network, x = TakesApart(lambda h, ids: {"0": h, "1": h.exp()}, lambda out: out["1"]), torch.randn(4, 5)
+    assert attach_slots(network, ["encoder[1]"], x)["encoder[1]"].width == WIDTH
+
+
+def test_indices_end_at_a_tensor() -> None:
+    network, x = Recurrent(torchs(), first_output), torch.randn(4, 7, 5)
+    with pytest.raises(ValueError, match=r"lstm\[0\]\[0\]"):
+        attach_slots(network, ["lstm[0][0]"], x)

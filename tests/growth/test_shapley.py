@@ -1,0 +1,314 @@
+"""Shapley values and interactions against their definitions, and against all orders in which players could join."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.counterfactual import Variant, full_family, measure_variants
+from esper_lightning.growth.shapley import (
+    MAX_EXACT,
+    Credit,
+    credit,
+    interactions,
+    sampled_shapley,
+    shapley_values,
+)
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import grow, slot_named, small_batch, small_cnn
+
+Game = dict[Variant, float]
+
+NONE: Variant = frozenset()
+
+worths = st.floats(-100.0, 100.0, allow_nan=False)
+
+
+def players_of(k: int) -> list[str]:
+    return [f"block{i}.pool" for i in range(k)]
+
+
+def subsets(players: Sequence[str]) -> list[Variant]:
+    return [frozenset(chosen) for n in range(len(players) + 1) for chosen in combinations(players, n)]
+
+
+@st.composite
+def games(draw: st.DrawFn, least: int = 0, most: int = 4) -> tuple[Game, list[str]]:
+    """The worth of every combination of a few players: any numbers."""
+    players = players_of(draw(st.integers(least, most)))
+    return {joined: draw(worths) for joined in subsets(players)}, players
+
+
+def random_game(k: int, seed: int = 0) -> tuple[Game, list[str]]:
+    rng, players = np.random.default_rng(seed), players_of(k)
+    return {joined: float(rng.normal()) for joined in subsets(players)}, players
+
+
+def monotone_game(k: int) -> tuple[Game, list[str]]:
+    """Each player brings something of its own, with falling returns: the worth of a crowd is the root of its sum."""
+    players = players_of(k)
+    strength = {player: 1.0 + i for i, player in enumerate(players)}
+    return {joined: math.sqrt(sum(strength[p] for p in joined)) for joined in subsets(players)}, players
+
+
+def over_all_orders(worth: Game, players: Sequence[str]) -> dict[str, float]:
+    """What each player adds when it joins, averaged over every order."""
+    orders = list(permutations(players))
+    return {
+        player: math.fsum(
+            worth[frozenset(order[: order.index(player) + 1])] - worth[frozenset(order[: order.index(player)])]
+            for order in orders
+        )
+        / len(orders)
+        for player in players
+    }
+
+
+def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: str) -> float:
+    """The pair joins as one player: what it adds then, less what each adds alone, averaged over every order."""
+    together = [player for player in players if player != b]
+    orders = list(permutations(together))
+    total = 0.0
+    for order in orders:
+        before = frozenset(order[: order.index(a)])
+        total += worth[before | {a, b}] - worth[before | {a}] - worth[before | {b}] + worth[before]
+    return total / len(orders)
+
+
+def asked(worth: Game) -> Callable[[list[Variant]], list[float]]:
+    return lambda variants: [worth[variant] for variant in variants]
+
+
+@given(games())
+def test_exact_values_are_the_mean_over_all_orders(game: tuple[Game, list[str]]) -> None:
+    worth, players = game
+    assert shapley_values(worth, players) == pytest.approx(over_all_orders(worth, players), rel=1e-9, abs=1e-9)
+
+
+@given(games())
+def test_values_sum_to_what_all_are_worth_more_than_none(game: tuple[Game, list[str]]) -> None:
+    worth, players = game
+    gain = worth[frozenset(players)] - worth[NONE]
+    assert math.fsum(shapley_values(worth, players).values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
+
+
+@given(games(least=2), st.data())
+def test_players_that_do_the_same_earn_the_same(game: tuple[Game, list[str]], data: st.DataObject) -> None:
+    worth, players = game
+    a, b = data.draw(st.permutations(players))[:2]
+    swap = {a: b, b: a}
+    same = {joined: worth[joined] + worth[frozenset(swap.get(p, p) for p in joined)] for joined in worth}
+    values = shapley_values(same, players)
+    assert values[a] == pytest.approx(values[b], rel=1e-9, abs=1e-9)
+
+
+@given(games(least=1), worths, st.data())
+def test_a_player_that_always_adds_the_same_earns_just_that(
+    game: tuple[Game, list[str]], wage: float, data: st.DataObject
+) -> None:
+    worth, players = game
+    lone = data.draw(st.sampled_from(players))
+    with_wage = {joined: worth[joined - {lone}] + wage * (lone in joined) for joined in worth}
+    values = shapley_values(with_wage, players)
+    assert values[lone] == pytest.approx(wage, rel=1e-9, abs=1e-9)
+    others = [player for player in players if player != lone]
+    alone = shapley_values({joined: worth[joined] for joined in subsets(others)}, others)
+    assert {player: values[player] for player in others} == pytest.approx(alone, rel=1e-9, abs=1e-9)
+
+
+@given(games(least=3, most=3), games(least=3, most=3), st.floats(-3.0, 3.0))
+def test_values_of_a_sum_of_games_are_the_sum_of_values(
+    one: tuple[Game, list[str]], other: tuple[Game, list[str]], share: float
+) -> None:
+    (first, players), (second, _) = one, other
+    values, more = shapley_values(first, players), shapley_values(second, players)
+    both = shapley_values({joined: first[joined] + share * second[joined] for joined in first}, players)
+    expected = {player: values[player] + share * more[player] for player in players}
+    assert both == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_values_of_two_gloves_by_hand() -> None:
+    # Left, right, right: a pair of gloves is worth 1. The left glove is in every pair: it joins last, or second behind
+    # a right one, in 4 of 6 orders. Each right glove makes the pair in 1 of 6.
+    players = ["left", "right", "spare"]
+    worth = {joined: float("left" in joined and len(joined) > 1) for joined in subsets(players)}
+    assert shapley_values(worth, players) == pytest.approx({"left": 4 / 6, "right": 1 / 6, "spare": 1 / 6})
+
+
+def test_interactions_of_two_and_of_three_by_hand() -> None:
+    worth, (a, b) = random_game(2)
+    only = worth[frozenset({a, b})] - worth[frozenset({a})] - worth[frozenset({b})] + worth[NONE]
+    assert interactions(worth, [a, b]) == {(a, b): pytest.approx(only)}
+
+    worth, players = random_game(3)
+    measured = interactions(worth, players)
+    assert list(measured) == list(combinations(players, 2))
+    for a, b in measured:
+        (c,) = set(players) - {a, b}
+
+        def together(*others: str, a: str = a, b: str = b) -> float:
+            rest = frozenset(others)
+            return worth[rest | {a, b}] - worth[rest | {a}] - worth[rest | {b}] + worth[rest]
+
+        assert measured[a, b] == pytest.approx((together() + together(c)) / 2)
+
+
+@given(games())
+def test_interactions_are_the_mean_over_all_orders_in_which_a_pair_joins_as_one(game: tuple[Game, list[str]]) -> None:
+    worth, players = game
+    measured = interactions(worth, players)
+    assert list(measured) == list(combinations(players, 2))
+    for (a, b), index in measured.items():
+        assert index == pytest.approx(interaction_over_all_orders(worth, players, a, b), rel=1e-9, abs=1e-9)
+
+
+def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
+    players = ["a", "b", "c"]
+    both = {joined: float({"a", "b"} <= joined) for joined in subsets(players)}
+    either = {joined: float(bool({"a", "b"} & joined)) for joined in subsets(players)}
+    assert interactions(both, players) == {("a", "b"): 1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
+    assert interactions(either, players) == {("a", "b"): -1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
+
+
+@given(games(least=1, most=4), st.integers(2, 5), st.integers(0, 99))
+def test_sampled_values_sum_to_the_whole_gain_whatever_is_drawn(
+    game: tuple[Game, list[str]], pairs: int, seed: int
+) -> None:
+    worth, players = game
+    sampled = sampled_shapley(asked(worth), players, pairs, np.random.default_rng(seed))
+    gain = worth[frozenset(players)] - worth[NONE]
+    assert list(sampled) == players
+    assert math.fsum(each.value for each in sampled.values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
+
+
+def test_sampled_values_are_the_mean_over_the_orders_drawn_and_their_reverses() -> None:
+    worth, players = random_game(5)
+    sampled = sampled_shapley(asked(worth), players, 3, np.random.default_rng(4))
+    rng = np.random.default_rng(4)
+    pairs = []
+    for _ in range(3):
+        order = [players[i] for i in rng.permutation(5)]
+        pairs.append([marginals(worth, order), marginals(worth, order[::-1])])
+    for player in players:
+        means = [(one[player] + other[player]) / 2 for one, other in pairs]
+        mean = sum(means) / 3
+        error = math.sqrt(sum((each - mean) ** 2 for each in means) / 2 / 3)
+        assert sampled[player] == pytest.approx((mean, error))
+
+
+def marginals(worth: Game, order: Sequence[str]) -> dict[str, float]:
+    return {p: worth[frozenset(order[: i + 1])] - worth[frozenset(order[:i])] for i, p in enumerate(order)}
+
+
+def test_sampled_values_are_unbiased_and_their_errors_honest() -> None:
+    worth, players = random_game(6)
+    exact = shapley_values(worth, players)
+    rng = np.random.default_rng(0)
+    runs = [sampled_shapley(asked(worth), players, 8, rng) for _ in range(400)]
+    for player in players:
+        values = np.array([run[player].value for run in runs])
+        spread = values.std(ddof=1)
+        assert abs(values.mean() - exact[player]) < 4.0 * spread / math.sqrt(len(runs))
+        # The mean of the estimated variances is the variance of the values.
+        estimated = math.sqrt(np.mean([run[player].error ** 2 for run in runs]))
+        assert estimated == pytest.approx(spread, rel=0.15)
+
+
+def test_the_standard_error_falls_with_the_root_of_the_number_of_pairs() -> None:
+    worth, players = random_game(6)
+
+    def error(pairs: int) -> float:
+        sampled = sampled_shapley(asked(worth), players, pairs, np.random.default_rng(1))
+        return float(np.mean([each.error for each in sampled.values()]))
+
+    for pairs in (50, 200, 800):
+        assert error(pairs) / error(4 * pairs) == pytest.approx(2.0, rel=0.15)
+
+
+def test_an_order_and_its_reverse_vary_less_than_two_orders() -> None:
+    worth, players = monotone_game(6)
+    rng = np.random.default_rng(0)
+    paired = [sampled_shapley(asked(worth), players, 4, rng) for _ in range(200)]
+    apart = [[marginals(worth, [players[i] for i in rng.permutation(6)]) for _ in range(8)] for _ in range(200)]
+    for player in players:
+        with_reverse = np.var([run[player].value for run in paired])
+        without = np.var([np.mean([order[player] for order in run]) for run in apart])
+        assert with_reverse < 0.7 * without
+
+
+def test_worth_is_asked_once_and_for_no_combination_twice() -> None:
+    worth, players = random_game(6)
+    questions: list[list[Variant]] = []
+
+    def ask(variants: list[Variant]) -> list[float]:
+        questions.append(variants)
+        return [worth[variant] for variant in variants]
+
+    sampled_shapley(ask, players, 3, np.random.default_rng(0))
+    (question,) = questions
+    assert len(set(question)) == len(question) <= 2 + 3 * 2 * 5
+    assert NONE in question
+    assert frozenset(players) in question
+
+    questions.clear()
+    credit(ask, players[:MAX_EXACT], 3, np.random.default_rng(0))
+    (question,) = questions
+    assert sorted(map(sorted, question)) == sorted(map(sorted, subsets(players[:MAX_EXACT])))
+
+
+@pytest.mark.parametrize("pairs", [-1, 0, 1])
+def test_too_few_pairs_for_a_standard_error_are_refused(pairs: int) -> None:
+    worth, players = random_game(5)
+    with pytest.raises(ValueError, match=f"at least 2 pairs of orders for a standard error, got {pairs}"):
+        sampled_shapley(asked(worth), players, pairs, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("k", range(MAX_EXACT + 3))
+def test_credit_is_exact_for_a_few_players_and_sampled_for_more(k: int) -> None:
+    worth, players = random_game(k)
+    measured = credit(asked(worth), players, 4, np.random.default_rng(2))
+    if k <= MAX_EXACT:
+        assert measured == {player: Credit(value, 0.0) for player, value in shapley_values(worth, players).items()}
+    else:
+        assert measured == sampled_shapley(asked(worth), players, 4, np.random.default_rng(2))
+        assert all(each.error > 0.0 for each in measured.values())
+
+
+def test_an_exact_credit_draws_nothing() -> None:
+    worth, players = random_game(MAX_EXACT)
+    rng = np.random.default_rng(0)
+    credit(asked(worth), players, 2, rng)
+    assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
+
+
+def test_values_of_seeds_in_a_network_sum_to_what_they_gain_together() -> None:
+    places = ["block1", "block2.pool", "block3.pool"]
+    network = small_cnn(places)
+    network(small_batch(64)[0])  # moves BatchNorm's statistics
+    for number, place in enumerate(places):
+        grow(slot_named(network, place), Stage.FOSSILIZED, "conv_light", Ramp(0.0, 0.7, 1, "linear"), seed=number)
+    batches = [small_batch(samples, seed) for seed, samples in enumerate([40, 24, 7])]
+
+    def accuracy(outputs: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(1) == digits).double()
+
+    def likelihood(outputs: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
+        return -F.cross_entropy(outputs, digits, reduction="none").double()
+
+    for score in (accuracy, likelihood):
+        family = full_family(places)
+        worth = dict(zip(family, measure_variants(network, family, batches, score).tolist(), strict=True))
+        gain = worth[frozenset(places)] - worth[NONE]
+        values = credit(asked(worth), places, 2, np.random.default_rng(0))
+        assert gain != 0.0
+        assert sum(each.value for each in values.values()) == pytest.approx(gain, abs=1e-6)
+        assert {place: each.value for place, each in values.items()} == pytest.approx(over_all_orders(worth, places))
+        sampled = sampled_shapley(asked(worth), places, 2, np.random.default_rng(0))
+        assert sum(each.value for each in sampled.values()) == pytest.approx(gain, abs=1e-6)
