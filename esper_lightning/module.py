@@ -81,7 +81,7 @@ class TamiyoModule(LightningModule):
         self.check(data)
         pool = data.pool
         space, features = pool.space, len(pool.feature_names)
-        self.policy = Policy(features, len(space.slots), len(space.blueprints), len(space.tempos), self.policy_config)
+        self.policy = Policy(features, space.sizes, self.policy_config)
         if self.normalize.observations:
             self.observation_norm: nn.Module = RunningMeanStd((features,), self.normalize.momentum, self.normalize.clip)
         else:
@@ -146,7 +146,8 @@ class TamiyoModule(LightningModule):
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
         }
-        metrics |= {f"entropy.{head}": v for head, v in zip(HEADS, watched[0].head_entropy.tolist(), strict=True)}
+        entropies = zip(self.policy.heads.tables, watched[0].head_entropy.tolist(), strict=True)
+        metrics |= {f"entropy.{head}": entropy for head, entropy in entropies}
         self.report = UpdateReport(summary, metrics)
         # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
         self.log("rollout/return", summary.returns.mean(), logger=False)
@@ -174,9 +175,7 @@ def identity(module: TamiyoModule, data: HostPoolData) -> dict[str, Any]:
         "data.n_envs": pool.n_envs,
         "data.env.horizon": pool.config.horizon,
         "data.env.training.optimizer": pool.config.training.optimizer,
-        "slots": pool.space.slots,
-        "blueprints": pool.space.blueprints,
-        "tempos": pool.space.tempos,
+        **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
         "observed features": pool.feature_names,
         "host": pool.host_kind,
         "model.policy.width": module.policy_config.width,

@@ -34,12 +34,28 @@ SMALL = EnvConfig(
     actions=ActionConfig(blueprints=["norm", "conv_small", "conv_light"], tempos={"FAST": 1, "SLOW": 2}),
 )
 
+FREE: dict[str, Any] = {
+    "horizon": 12,
+    "lifecycle": replace(SMALL.lifecycle, auto_blend=False, auto_probation=False, birth="random"),
+    "actions": ActionConfig(
+        blueprints=["norm", "conv_small"],
+        styles=["linear_add", "sigmoid12_multiply", "cosine_gate"],
+        tempos={"FAST": 1, "SLOW": 2},
+        advance=True,
+        set_alpha=True,
+        slow_cull=True,
+        targets=[0.5, 1.0],
+        speeds=[0, 2, 3],
+        curves=["linear", "cosine"],
+    ),
+}
+"""Changes to SMALL under which a controller may choose in all eight heads, and seeds do nothing by themselves."""
+
 
 def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
     """390 parameters, three slots."""
-    return CNN(
-        input_shape, outputs, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False
-    )
+    slots = ["block1.pool", "block2.pool", "block3"]
+    return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
 
 
 @pytest.fixture(scope="session")
@@ -59,16 +75,9 @@ def make_policy() -> Callable[..., Policy]:
     """`make_policy(pool, seed)`: a small untrained policy that fits the pool."""
 
     def make(pool: HostPool, seed: int = 0) -> Policy:
-        space = pool.space
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return Policy(
-                len(pool.feature_names),
-                len(space.slots),
-                len(space.blueprints),
-                len(space.tempos),
-                PolicyConfig(width=16),
-            )
+            return Policy(len(pool.feature_names), pool.space.sizes, PolicyConfig(width=16))
 
     return make
 

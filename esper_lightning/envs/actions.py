@@ -1,14 +1,17 @@
-"""What a controller can do to a host. N environments, K slots, P blueprints, M tempos."""
+"""What a controller can do to a host. N environments, K slots; every other head's choices are in the ActionSpace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from itertools import product
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import get
+from esper_lightning.blueprints import check_known, nearest
+from esper_lightning.growth.alpha import Curve
+from esper_lightning.growth.blend import Style
 
 
 class Op(IntEnum):
@@ -18,26 +21,44 @@ class Op(IntEnum):
     GERMINATE = 1
     CULL = 2
     FOSSILIZE = 3
+    ADVANCE = 4
+    SET_ALPHA = 5
 
 
 class Action(NamedTuple):
     """One decision per environment; heads that do not matter for the op are 0."""
 
-    op: Tensor  # [..., N] int64
-    slot: Tensor  # [..., N] int64
-    blueprint: Tensor  # [..., N] int64
-    tempo: Tensor  # [..., N] int64
+    op: Tensor  # [..., N] int64, as all of them
+    slot: Tensor
+    blueprint: Tensor
+    style: Tensor  # curve and way of blending
+    tempo: Tensor  # of the rise to full alpha
+    target: Tensor  # of alpha
+    speed: Tensor  # of a change of alpha, or of a cull
+    curve: Tensor  # of a change of alpha, or of a slow cull
 
 
 HEADS = Action._fields
 
 RELEVANT: dict[str, frozenset[Op]] = {
     "op": frozenset(Op),
-    "slot": frozenset({Op.GERMINATE, Op.CULL, Op.FOSSILIZE}),
+    "slot": frozenset(Op) - {Op.WAIT},
     "blueprint": frozenset({Op.GERMINATE}),
+    "style": frozenset({Op.GERMINATE}),
     "tempo": frozenset({Op.GERMINATE}),
+    "target": frozenset({Op.SET_ALPHA}),
+    "speed": frozenset({Op.SET_ALPHA, Op.CULL}),
+    "curve": frozenset({Op.SET_ALPHA, Op.CULL}),
 }
-"""For which ops a head's choice has any effect. Only then may it carry log-probability, entropy or gradient."""
+"""For which ops a head's choice has any effect. Only then may it carry log-probability, entropy or gradient.
+
+A change at speed 0 has no curve: then the mask leaves one choice, which carries none either.
+"""
+
+STYLES: dict[str, tuple[Curve, Style]] = {
+    f"{curve}_{style}": (curve, style) for curve, style in product(get_args(Curve), get_args(Style))
+}
+"""Choices of the style head by name: `linear_add`, `sigmoid12_add`, `linear_multiply`, `linear_gate` …"""
 
 
 def relevance(device: torch.device | None = None) -> Tensor:  # [ops, heads] float: RELEVANT as numbers
@@ -56,43 +77,129 @@ def blank_irrelevant(action: Action, relevant: Tensor) -> Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionConfig:
-    """Which choices the heads offer."""
+    """Which choices the heads offer. A head with one choice is no head."""
 
     blueprints: list[str] | None = None
     """Seeds on offer. None: all that can grow on the host's features."""
 
+    styles: list[str] = field(default_factory=lambda: ["linear_add"])
+    """Ways of blending: a curve of the alpha ramp (linear, cosine, sigmoid6, sigmoid12, sigmoid24), an underscore, and
+    how the seed's output meets the host's feature (add, multiply, gate)."""
+
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
     """Host epochs that blending takes, by name of the tempo."""
+
+    advance: bool = False
+    """Offer ADVANCE: for seeds that do not advance by themselves (lifecycle.auto_blend, auto_probation)."""
+
+    set_alpha: bool = False
+    """Offer SET_ALPHA: send a blended seed's alpha to one of `targets`."""
+
+    slow_cull: bool = False
+    """Let a cull of a blended seed take one of `speeds`: alpha falls to 0 first."""
+
+    targets: list[float] = field(default_factory=lambda: [0.5, 0.7, 1.0])
+    """Targets that SET_ALPHA offers."""
+
+    speeds: list[int] = field(default_factory=lambda: [0, 3, 5, 8])
+    """Host epochs that a change of alpha or a slow cull takes; the first is 0, at once."""
+
+    curves: list[Curve] = field(default_factory=lambda: ["linear"])
+    """Shapes of a change of alpha or of a slow cull."""
 
     max_seeds: int | None = None
     """Most slots that may hold a seed at once. None: all of them."""
 
     def __post_init__(self) -> None:
-        if self.blueprints is not None:
-            if not self.blueprints:
-                raise ValueError("actions.blueprints is empty; name at least one, or leave it out for all")
-            for name in self.blueprints:
-                get(name)
-                if self.blueprints.count(name) > 1:
-                    raise ValueError(f"blueprint {name!r} is named twice; name each blueprint once")
+        for name in self.blueprints or ():
+            check_known(name)
+        for name in self.styles:
+            if name not in STYLES:
+                raise ValueError(f"actions.styles: unknown style {name!r}; {nearest(name, list(STYLES))}")
+        for name in ("blueprints", "styles", "targets", "speeds", "curves"):
+            choices = getattr(self, name)
+            if choices is not None and not choices:
+                raise ValueError(f"actions.{name} is empty; name at least one, or leave it out for the default")
+            for choice in choices or ():
+                if choices.count(choice) > 1:
+                    raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
+        if not all(0.0 < target <= 1.0 for target in self.targets):
+            raise ValueError(f"actions.targets must lie in (0, 1], got {self.targets}; to send alpha to 0, cull")
+        if self.speeds[0] != 0 or min(self.speeds) < 0:
+            raise ValueError(f"actions.speeds must begin with 0 (at once) and hold no negative, got {self.speeds}")
         if self.max_seeds is not None and self.max_seeds < 1:
             raise ValueError(f"actions.max_seeds must be at least 1, got {self.max_seeds}")
 
+    def space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
+        """The choices on a host with these slots, where these blueprints can grow."""
+        last = Op.SET_ALPHA if self.set_alpha else Op.ADVANCE if self.advance else Op.FOSSILIZE
+        moves = self.set_alpha or self.slow_cull
+        return ActionSpace(
+            op=[Op(number).name for number in range(last + 1)],
+            slot=slots,
+            blueprint=blueprints,
+            style=self.styles,
+            tempo=list(self.tempos),
+            target=self.targets if self.set_alpha else self.targets[-1:],
+            speed=self.speeds if moves else self.speeds[:1],
+            curve=self.curves if moves and len(self.speeds) > 1 else self.curves[:1],
+        )
+
 
 class ActionSpace(NamedTuple):
-    """The choices of one pool, by name; an action's numbers index them."""
+    """The choices of one pool, head by head; an action's numbers index them."""
 
-    slots: list[str]
-    blueprints: list[str]
-    tempos: list[str]
+    op: list[str]
+    slot: list[str]
+    blueprint: list[str]
+    style: list[str]
+    tempo: list[str]
+    target: list[float]
+    speed: list[int]
+    curve: list[Curve]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of choices by head."""
+        return {head: len(choices) for head, choices in zip(HEADS, self, strict=True)}
 
     def describe(self, decision: Sequence[int]) -> str:
-        """`GERMINATE conv_light in block1.pool (FAST)`: one environment's decision, a number per head, in words."""
-        op, slot, blueprint, tempo = decision
-        if op == Op.WAIT:
-            return "WAIT"
-        if op == Op.GERMINATE:
-            return f"GERMINATE {self.blueprints[blueprint]} in {self.slots[slot]} ({self.tempos[tempo]})"
-        return f"{Op(op).name} {self.slots[slot]}"
+        """`GERMINATE conv_light in block1.pool (FAST, linear_add)`: one environment's decision in words."""
+        chosen = self.choose(decision)
+        change = "at once" if chosen.speed == 0 else f"in {chosen.speed} ticks, {chosen.curve}"
+        match Op(decision[0]):
+            case Op.WAIT:
+                return "WAIT"
+            case Op.GERMINATE:
+                return f"GERMINATE {chosen.blueprint} in {chosen.slot} ({chosen.tempo}, {chosen.style})"
+            case Op.CULL:
+                return f"CULL {chosen.slot} ({change})"
+            case Op.SET_ALPHA:
+                return f"SET_ALPHA {chosen.slot} to {chosen.target:g} ({change})"
+            case op:
+                return f"{op.name} {chosen.slot}"
+
+    def choose(self, decision: Sequence[int]) -> "Decision":
+        """What the numbers stand for."""
+        return Decision(*(choices[number] for choices, number in zip(self, decision, strict=True)))
+
+
+class Decision(NamedTuple):
+    """One environment's action, spelled out."""
+
+    op: str
+    slot: str
+    blueprint: str
+    style: str
+    tempo: str
+    target: float
+    speed: int
+    curve: Curve
+
+
+def to_action(decisions: Sequence[Sequence[int]], device: torch.device) -> Action:
+    """One decision per environment, the numbers of its first heads; those left out are 0."""
+    padded = [[*decision, *[0] * (len(HEADS) - len(decision))] for decision in decisions]
+    return Action(*torch.tensor(padded, device=device).unbind(1))

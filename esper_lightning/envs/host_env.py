@@ -1,6 +1,7 @@
 """One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -9,22 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import initialise
-from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
-from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.gates import Evidence, LifecycleConfig
+from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
+from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.network import (
-    SeedEvent,
-    advance,
-    count_parameters,
-    cull,
-    fossilize,
-    germinate,
-    manifest,
-    rebuild,
-    slots_of,
-)
-from esper_lightning.growth.optimizer import HOST_GROUP, add_group, forget, group_names, remove_group
+from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
+from esper_lightning.growth.manifest import manifest, rebuild
+from esper_lightning.growth.network import SeedEvent, count_parameters
+from esper_lightning.growth.optimizer import HOST_GROUP, add_group, group_names, group_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
@@ -60,18 +53,30 @@ class HostTraining:
     batches: int | None = None
     """Minibatches in a tick. None: one pass over the training data, without the incomplete last batch."""
 
+    micro_batches: int = 1
+    """Parts that a minibatch goes through the host in, to save memory; their gradients are added up. BatchNorm then
+    normalises each part by itself."""
+
     max_grad_norm: float | None = 5.0
     """Clip the gradient of the host, and of each seed, to this norm. None: do not clip."""
+
+    carry_over: bool = True
+    """Keep the optimizer's momentum when the host changes. False forgets all of it at each germination, advance,
+    fossilization and cull: an ablation."""
 
     onednn: bool = True
     """Let oneDNN run convolutions on the CPU. Off, torch's own kernels do: for hosts of a few channels they need 1.3 to
     1.8 times less processor time (measured on digits), for wide ones more."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "max_grad_norm"):
+        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"training.{name} must be positive, got {value}")
+        if self.batch_size % self.micro_batches != 0:
+            raise ValueError(
+                f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"
+            )
         if self.weight_decay < 0 or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"training: weight_decay must not be negative and momentum must lie in [0, 1), "
@@ -79,7 +84,7 @@ class HostTraining:
             )
 
     def options(self, group: str) -> dict[str, float]:
-        """Of the host's or a seed's parameter group."""
+        """Of the host's or (any other name) a seed's parameter group."""
         lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
         options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
         return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
@@ -100,15 +105,6 @@ class Measured(NamedTuple):
     seed_gradients: list[GradientStats]  # per slot
     loss: list[float]  # per variant: see `variants`
     accuracy: list[float]  # per variant
-
-
-@dataclass
-class SlotRecord:
-    """What is known of the seed in a slot."""
-
-    contribution: float | None = None  # accuracy points of 100
-    previous_contribution: float | None = None
-    gradient: GradientStats | None = None
 
 
 @dataclass
@@ -143,13 +139,20 @@ class HostEnv:
         self.network = network
         self.space = space
         self.training = training
-        self.lifecycle = lifecycle
-        self.tempos = list(actions.tempos.values())
+        self.actions = actions
         self.horizon = horizon
-        self.slots: list[SeedSlot] = list(slots_of(network).values())
         self.host_parameters = count_parameters(network)
         self.optimizer = training.make_optimizer(network)
         self.generator = torch.Generator(next(network.parameters()).device)
+        self.growing = GrowingNetwork(
+            network,
+            self.optimizer,
+            horizon=horizon,
+            lifecycle=lifecycle,
+            seed_options=training.options("seed"),
+            carry_over=training.carry_over,
+            generator=self.generator,
+        )
         self.seed = 0
         self._begin()
 
@@ -157,44 +160,49 @@ class HostEnv:
         self.tick = 0
         self.last_op = Op.WAIT
         self.history = History()
-        self.records = [SlotRecord() for _ in self.slots]
         self.objective = 0.0  # J as last measured
         self.host_gradient: GradientStats | None = None
+
+    @property
+    def slots(self) -> list[SeedSlot]:
+        return list(self.growing.slots.values())
+
+    @property
+    def records(self) -> list[SeedRecord]:
+        """What is known of the seed in each slot."""
+        return list(self.growing.records.values())
+
+    @property
+    def lifecycle(self) -> LifecycleConfig:
+        return self.growing.lifecycle
 
     def reset(self, seed: int) -> None:
         """Starts a new episode in place: fresh weights, empty slots, no momentum."""
         self.seed = seed
         self.generator.manual_seed(seed)
-        for name in group_names(self.optimizer):
-            if name != HOST_GROUP:
-                remove_group(self.optimizer, name)
-        for slot in self.slots:
-            slot.empty()  # first: an old seed would draw from the generator and change what follows
+        self.growing.clear()  # first: an old seed would draw from the generator and change what follows
         initialise(self.network, self.generator)
-        forget(self.optimizer)
         self._begin()
 
-    def apply(self, op: Op, slot: int, blueprint: int, tempo: int) -> list[SeedEvent]:
-        """Carries out one action. Raises ValueError if the lifecycle forbids it."""
-        self.last_op = op
-        if op is Op.WAIT:
-            return []
-        place = self.slots[slot]
-        if op is Op.GERMINATE:
-            ramp = Ramp(0.0, self.lifecycle.alpha_target, self.tempos[tempo], self.lifecycle.curve)
-            event = germinate(place, self.space.blueprints[blueprint], ramp, self.generator)
-            self.records[slot] = SlotRecord()
-            add_group(self.optimizer, place.name, place.seed, **self.training.options(place.name))
-        elif op is Op.CULL:
-            event = cull(place)
-            self._forget_seed(slot)
-        else:
-            event = fossilize(place)
-        return [event]
-
-    def _forget_seed(self, slot: int) -> None:
-        remove_group(self.optimizer, self.slots[slot].name)
-        self.records[slot] = SlotRecord()
+    def apply(self, decision: Sequence[int]) -> list[SeedEvent]:
+        """Carries out one action, a number per head. Raises ValueError if the lifecycle forbids it."""
+        chosen, growing = self.space.choose(decision), self.growing
+        self.last_op = Op(decision[0])
+        match self.last_op:
+            case Op.WAIT:
+                return []
+            case Op.GERMINATE:
+                curve, style = STYLES[chosen.style]
+                ticks = self.actions.tempos[chosen.tempo]
+                return [growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)]
+            case Op.CULL:
+                return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
+            case Op.FOSSILIZE:
+                return [growing.fossilize(chosen.slot)]
+            case Op.ADVANCE:
+                return [growing.advance(chosen.slot)]
+            case Op.SET_ALPHA:
+                return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
     def draw_batches(self, samples: int) -> Tensor:  # [batches, B] int64, on the generator's device
         """Indices of the next tick's minibatches: the training data in a new order, again and again if need be."""
@@ -205,21 +213,14 @@ class HostEnv:
         orders = [torch.randperm(samples, generator=self.generator, device=device) for _ in range(passes)]
         return torch.cat(orders)[:needed].view(-1, size)
 
-    def variants(self) -> list[frozenset[str]]:
+    def variants(self) -> list[Variant]:
         """Combinations of seeds to validate: all, all but each slot in turn, and the fossilized ones alone."""
-        everything = frozenset(slot.name for slot in self.slots)
-        committed = frozenset(slot.name for slot in self.slots if slot.stage is Stage.FOSSILIZED)
-        return [everything, *(everything - {slot.name} for slot in self.slots), committed]
+        return [*leave_one_out(self.growing.slots), committed_only(self.network)]
 
     def record(self, measured: Measured) -> None:
         """Takes in the first validation of a fresh host, or what a host epoch showed."""
         self.history.loss.append(measured.loss[0])
         self.history.accuracy.append(measured.accuracy[0])
-        for k, slot in enumerate(self.slots):
-            if slot.blended:
-                record = self.records[k]
-                record.previous_contribution = record.contribution
-                record.contribution = 100.0 * (measured.accuracy[0] - measured.accuracy[1 + k])
 
     def finish_tick(self, measured: Measured) -> list[SeedEvent]:
         """Takes in what the host epoch showed, and lets time pass for the seeds."""
@@ -228,28 +229,10 @@ class HostEnv:
         self.host_gradient = measured.host_gradient
         self.record(measured)
         self.tick += 1
-        events = []
-        for k, slot in enumerate(self.slots):
-            if slot.occupied:
-                self.records[k].gradient = measured.seed_gradients[k]
-            slot.tick()
-            happened = advance(slot, self.evidence(k), self.lifecycle, self.horizon)
-            if any(event.after is Stage.CULLED for event in happened):
-                self._forget_seed(k)
-            events += happened
-        return events
-
-    def evidence(self, slot: int) -> Evidence:
-        """What the gates may judge the seed in `slot` by."""
-        place, record = self.slots[slot], self.records[slot]
-        gradient = record.gradient
-        return Evidence(
-            ticks_in_stage=place.ticks_in_stage,
-            alpha_share=place.ramp.value(place.ticks_in_stage) / place.ramp.target,
-            gradient_norm=gradient.norm if gradient else None,
-            gradient_health=gradient.health if gradient else None,
-            contribution=record.contribution,
-        )
+        whole, *without = measured.accuracy[: 1 + len(self.growing.slots)]
+        contributions = {name: 100.0 * (whole - rest) for name, rest in zip(self.growing.slots, without, strict=True)}
+        gradients = dict(zip(self.growing.slots, measured.seed_gradients, strict=True))
+        return self.growing.tick(contributions, gradients)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Parameters of the seeds that are in one of `stages`."""
@@ -285,17 +268,16 @@ class HostEnv:
         self.reset(state["seed"])
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        self.records = [
-            SlotRecord(contribution, previous, GradientStats(*gradient) if gradient else None)
-            for contribution, previous, gradient in state["records"]
-        ]
+        for name, (contribution, previous, gradient) in zip(self.growing.slots, state["records"], strict=True):
+            measured = GradientStats(*gradient) if gradient else None
+            self.growing.records[name] = SeedRecord(contribution, previous, measured)
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
         rebuild(self.network, state["manifest"])
         self.network.load_state_dict(state["network"])
-        by_name = {slot.name: slot for slot in self.slots}
+        seeds = {group_of(name): slot.seed for name, slot in self.growing.slots.items()}
         for name in state["groups"]:
             if name != HOST_GROUP:
-                add_group(self.optimizer, name, by_name[name].seed)
+                add_group(self.optimizer, name, seeds[name])
         self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
         for group in self.optimizer.param_groups:
             group.update(self.training.options(group["name"]))  # settings are this run's, not the checkpoint's

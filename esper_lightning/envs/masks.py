@@ -1,22 +1,36 @@
 """Which actions are possible now: an impossible one is never offered, so no decision is wasted."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.actions import ActionConfig, Op
-from esper_lightning.growth.gates import Evidence, LifecycleConfig
-from esper_lightning.growth.network import may_cull, may_fossilize
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
+from esper_lightning.growth.growing import GrowingNetwork
 from esper_lightning.growth.stages import Stage
 
 
 class Masks(NamedTuple):
-    """True where a choice is possible."""
+    """True where a choice is possible. K slots; heads that are not named here may always choose freely."""
 
     slot: Tensor  # [..., N, ops, K] bool: may this op be done to this slot? WAIT: True for all
-    blueprint: Tensor  # [..., N, K, P] bool: does this blueprint grow in this slot?
+    blueprint: Tensor  # [..., N, K, blueprints] bool: does this blueprint grow in this slot?
+    target: Tensor  # [..., N, K, targets] bool: is this target another one than the slot's?
+    speed: Tensor  # [..., N, ops, K, speeds] bool: may this op on this slot take so long?
+    curve: Tensor  # [..., N, speeds, curves] bool: does a change of this speed have a curve to choose?
+
+    def allow(self, env: int, decision: Sequence[int]) -> bool:
+        """May environment `env` of masks [N, …] do this, a number per head? Only heads that matter are looked at."""
+        op, slot, blueprint, _, _, target, speed, curve = decision
+        needed = [self.slot[env, op, slot]]
+        if op == Op.GERMINATE:
+            needed.append(self.blueprint[env, slot, blueprint])
+        if op == Op.SET_ALPHA:
+            needed.append(self.target[env, slot, target])
+        if op in (Op.CULL, Op.SET_ALPHA):
+            needed += [self.speed[env, op, slot, speed], self.curve[env, speed, curve]]
+        return all(needed)
 
     @property
     def op(self) -> Tensor:  # [..., N, ops] bool
@@ -27,24 +41,47 @@ class Masks(NamedTuple):
         return self.op.sum(-1) == 1
 
 
-def legal(
-    slots: list[SeedSlot], evidence: list[Evidence], lifecycle: LifecycleConfig, actions: ActionConfig
-) -> list[list[bool]]:
-    """May op o be done to slot k of one environment? Rows are ops."""
-    room = actions.max_seeds is None or sum(slot.occupied for slot in slots) < actions.max_seeds
+class Legal(NamedTuple):
+    """What changes from tick to tick in the masks of one environment."""
+
+    slot: list[list[bool]]  # [ops, K]
+    target: list[list[bool]]  # [K, targets]
+    speed: list[list[list[bool]]]  # [ops, K, speeds]
+
+
+def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig) -> Legal:
+    """What may be done to each slot of one environment."""
+    slots = growing.slots
+    room = config.max_seeds is None or sum(slot.occupied for slot in slots.values()) < config.max_seeds
+    target = [[choice != slot.ramp.target for choice in space.target] for slot in slots.values()]
     possible = {
         Op.WAIT: [True for _ in slots],
-        Op.GERMINATE: [room and slot.stage is Stage.DORMANT for slot in slots],
-        Op.CULL: [may_cull(slot, lifecycle) for slot in slots],
-        Op.FOSSILIZE: [may_fossilize(slot, seen, lifecycle) for slot, seen in zip(slots, evidence, strict=True)],
+        Op.GERMINATE: [room and slot.stage is Stage.DORMANT for slot in slots.values()],
+        Op.CULL: [not growing.against_culling(name) for name in slots],
+        Op.FOSSILIZE: [not growing.against_fossilizing(name) for name in slots],
+        Op.ADVANCE: [config.advance and not growing.against_advancing(name) for name in slots],
+        Op.SET_ALPHA: [slot.ramping and any(row) for slot, row in zip(slots.values(), target, strict=True)],
     }
-    return [possible[op] for op in Op]
+    ops = [Op[name] for name in space.op]
+    slowly = {
+        Op.CULL: [config.slow_cull and slot.ramping and not slot.fading for slot in slots.values()],
+        Op.SET_ALPHA: [slot.ramping for slot in slots.values()],
+    }
+    at_once = [False for _ in slots]
+    speed = [[[ticks == 0 or slow for ticks in space.speed] for slow in slowly.get(op, at_once)] for op in ops]
+    return Legal([possible[op] for op in ops], target, speed)
 
 
-def make_masks(n_envs: int, growable: Tensor, device: torch.device) -> Masks:
-    """Storage for the masks of `n_envs` environments; `growable` [K, P] is the same for all of them, always."""
-    slots = growable.shape[0]
+def make_masks(n_envs: int, space: ActionSpace, growable: Tensor, device: torch.device) -> Masks:
+    """Storage for the masks of `n_envs` environments; `growable` [K, blueprints] holds for all of them, always."""
+    sizes = space.sizes
+    slots = sizes["slot"]
+    # At once there is no curve: the choice is the first, so that equal decisions are equal actions.
+    curve = torch.tensor([[ticks > 0 or c == 0 for c in range(sizes["curve"])] for ticks in space.speed], device=device)
     return Masks(
-        slot=torch.zeros(n_envs, len(Op), slots, dtype=torch.bool, device=device),
+        slot=torch.zeros(n_envs, sizes["op"], slots, dtype=torch.bool, device=device),
         blueprint=growable.to(device).expand(n_envs, -1, -1),
+        target=torch.zeros(n_envs, slots, sizes["target"], dtype=torch.bool, device=device),
+        speed=torch.zeros(n_envs, sizes["op"], slots, sizes["speed"], dtype=torch.bool, device=device),
+        curve=curve.expand(n_envs, -1, -1),
     )

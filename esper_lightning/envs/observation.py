@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.actions import Op
+from esper_lightning.envs.actions import STYLES
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import count_parameters
@@ -88,8 +88,8 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen["host.gradient_norm"] = log_norm(env.host_gradient)
     for stage in Stage:
         seen[f"share.{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
-    for op in Op:
-        seen[f"last_op.{op.name}"] = float(env.last_op is op)
+    for op in env.space.op:
+        seen[f"last_op.{op}"] = float(env.last_op.name == op)
     for k in range(len(env.slots)):
         seen |= slot_features(env, k)
     return seen
@@ -122,15 +122,20 @@ def slot_features(env: HostEnv, k: int) -> dict[str, float]:
     seen["gradient.norm"] = log_norm(gradient)
     seen["gradient.health"] = gradient.health if gradient else MISSING
     seen["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
+    curves = dict.fromkeys([*(curve for curve, _ in map(STYLES.__getitem__, env.space.style)), *env.space.curve])
+    blends = dict.fromkeys(blend for _, blend in map(STYLES.__getitem__, env.space.style))
+    if len(curves) > 1:
+        seen |= {f"curve.{curve}": float(slot.occupied and slot.ramp.curve == curve) for curve in curves}
+    if len(blends) > 1:
+        seen |= {f"blend.{blend}": float(slot.occupied and slot.style == blend) for blend in blends}
     seen["parameters"] = log_size(count_parameters(slot.seed), env)
     return {f"{slot.name}.{name}": value for name, value in seen.items()}
 
 
 def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
     """Seed gradient over host gradient on a bounded logarithmic scale; 0 where either is unknown, zero or infinite."""
-    if seed is None or host is None or not (0.0 < seed.norm < math.inf and 0.0 < host.norm < math.inf):
-        return 0.0
-    return clip(math.log(seed.norm / host.norm) / LOG_NORM_SCALE)
+    ratio = seed.ratio(host) if seed is not None and host is not None else None
+    return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
 
 
 def observe(envs: list[HostEnv], objective: ObjectiveConfig, into: Observation) -> None:
@@ -142,4 +147,4 @@ def observe(envs: list[HostEnv], objective: ObjectiveConfig, into: Observation) 
 
 
 def seed_number(env: HostEnv, blueprint: str | None) -> int:
-    return 0 if blueprint is None else 1 + env.space.blueprints.index(blueprint)
+    return 0 if blueprint is None else 1 + env.space.blueprint.index(blueprint)

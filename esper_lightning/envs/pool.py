@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, names
-from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace
 from esper_lightning.envs.execution import EXECUTORS, PhaseClock
 from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
 from esper_lightning.envs.masks import Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
+from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import SeedEvent, count_parameters, slots_of
@@ -50,10 +51,17 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
+        by_itself = self.lifecycle.auto_blend and self.lifecycle.auto_probation
+        if by_itself and self.actions.advance:
+            raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
+        if not by_itself and not self.actions.advance:
+            raise ValueError(
+                "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
+            )
 
 
 class HostEvent(NamedTuple):
-    """A change of stage, with the host and the tick (from 1 on) in which it happened."""
+    """A change of a seed, with the host and the tick (from 1 on) in which it happened."""
 
     host: int
     tick: int
@@ -121,11 +129,11 @@ class HostPool:
         self.envs = [HostEnv(build(), self.space, *make) for _ in range(n_envs)]
         self.host_parameters = self.envs[0].host_parameters
         self.host_kind = describe_host(self.envs[0].network)
-        self.masks = make_masks(n_envs, growable, device)
+        self.masks = make_masks(n_envs, self.space, growable, device)
         self.feature_names = list(features(self.envs[0], config.objective))
         self.observation = Observation(
             features=torch.zeros(n_envs, len(self.feature_names), device=device),
-            blueprints=torch.zeros(n_envs, len(self.space.slots), dtype=torch.int64, device=device),
+            blueprints=torch.zeros(n_envs, len(self.space.slot), dtype=torch.int64, device=device),
         )
         self.reset(range(n_envs))
 
@@ -142,7 +150,7 @@ class HostPool:
         with self.clock.measure("validate"):
             validated = self.executor.validate(self.envs, self.data.validation).cpu()
         with self.clock.measure("bookkeeping"):
-            untrained = [_measured(row, len(self.space.slots)) for row in validated.tolist()]
+            untrained = [_measured(row, len(self.space.slot)) for row in validated.tolist()]
             for env, measured in zip(self.envs, untrained, strict=True):
                 env.record(measured)
             self._remember_objective(self._metrics(validated))
@@ -156,6 +164,18 @@ class HostPool:
         """
         with self.clock.measure("bookkeeping"):
             events = self._apply(action)
+        metrics, happened = self._tick()
+        with self.clock.measure("bookkeeping"):
+            return self._result(metrics, events + happened)
+
+    def carry_on(self, ticks: int) -> None:
+        """Host epochs without a decision, beyond the horizon too: seeds advance and are culled by themselves alone."""
+        for _ in range(ticks):
+            self._tick()
+        self._look()
+
+    def _tick(self) -> tuple[PoolMetrics, list[HostEvent]]:
+        """Trains and validates every host, and lets time pass for its seeds."""
         with self.clock.measure("train"):
             trained = self.executor.train_epoch(self.envs, self.data.train)
         with self.clock.measure("validate"):
@@ -165,29 +185,29 @@ class HostPool:
             trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
         with self.clock.measure("bookkeeping"):
             rows = zip(self.envs, trained.tolist(), validated.tolist(), strict=True)
+            events = []
             for i, (env, training, validation) in enumerate(rows):
-                measured = _measured(validation, len(self.space.slots), training)
+                measured = _measured(validation, len(self.space.slot), training)
                 events += [HostEvent(i, env.tick, event) for event in env.finish_tick(measured)]
-            return self._result(self._metrics(validated), events)
+            return self._metrics(validated), events
 
     def _apply(self, action: Action) -> list[HostEvent]:
         decisions = list(zip(*torch.stack(action).tolist(), strict=True))
         self._check(decisions)  # all of them first: a refused step leaves every host as it was
         events = []
-        for i, (env, (op, *choices)) in enumerate(zip(self.envs, decisions, strict=True)):
-            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(Op(op), *choices)]
+        for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
+            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(decision)]
         return events
 
     def _check(self, decisions: list[tuple[int, ...]]) -> None:
-        slots, growable = self.masks.slot.tolist(), self.masks.blueprint[0].tolist()
-        sizes = (len(Op), *map(len, self.space))
+        masks = Masks(*(mask.cpu() for mask in self.masks))
+        sizes = tuple(self.space.sizes.values())
         for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
             if env.tick >= self.config.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
             if not all(0 <= choice < size for choice, size in zip(decision, sizes, strict=True)):
                 raise ValueError(f"host {i}: {decision} is no action; the heads {HEADS} have {sizes} choices")
-            op, slot, blueprint, _ = decision
-            if not slots[i][op][slot] or (op == Op.GERMINATE and not growable[slot][blueprint]):
+            if not masks.allow(i, decision):
                 raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
     def _metrics(self, validated: Tensor) -> PoolMetrics:
@@ -195,7 +215,7 @@ class HostPool:
         over = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
         variant = torch.where(over, validated.shape[2] - 1, 0)[:, None, None].expand(-1, 2, 1)
         loss, accuracy = validated.gather(2, variant).squeeze(2).unbind(1)
-        parameters = torch.tensor([env.committed_parameters for env in self.envs])
+        parameters = self.parameters
         worth = objective(accuracy, parameters, self.host_parameters, self.config.objective)
         return PoolMetrics(accuracy, loss, worth, parameters)
 
@@ -220,17 +240,23 @@ class HostPool:
 
     def _look(self) -> None:
         """Brings observation and masks up to date, in their storage."""
-        rows = [
-            legal(env.slots, [env.evidence(k) for k in range(len(env.slots))], env.lifecycle, self.config.actions)
-            for env in self.envs
-        ]
-        self.masks.slot.copy_(torch.tensor(rows))
+        rows = zip(*(legal(env.growing, self.space, self.config.actions) for env in self.envs), strict=True)
+        for row, mask in zip(rows, (self.masks.slot, self.masks.target, self.masks.speed), strict=True):
+            mask.copy_(torch.tensor(row))
         observe(self.envs, self.config.objective, self.observation)
 
-    def test(self) -> tuple[Tensor, Tensor]:
-        """Accuracy [N] on the test split and parameters [N] of each host with what it has fossilized."""
-        accuracy = self.executor.validate(self.envs, self.data.test)[:, 1, -1].cpu()
-        return accuracy, torch.tensor([env.committed_parameters for env in self.envs])
+    def test(self, committed: bool = True) -> Tensor:
+        """Accuracy [N] on the test split of each host with what it has fossilized, or else with all its seeds."""
+        return self.executor.validate(self.envs, self.data.test)[:, 1, -1 if committed else 0].cpu()
+
+    def accuracy_of(self, host: int, variants: Sequence[Variant]) -> Tensor:
+        """Accuracy [V] on the test split of one host with each of these combinations of seeds."""
+        return self.executor.measure(self.envs[host], self.data.test, variants)[1].cpu()
+
+    @property
+    def parameters(self) -> Tensor:
+        """Of each host with what it has fossilized, [N]."""
+        return torch.tensor([env.committed_parameters for env in self.envs])
 
     def state_dict(self) -> dict[str, Any]:
         return {"envs": [env.state_dict() for env in self.envs]}
@@ -262,13 +288,15 @@ def offer(host: nn.Module, task: Task, data: Split, config: EnvConfig) -> tuple[
     if not slots:
         raise ValueError("the host has no slots; name at least one place where seeds may grow")
     layouts = {slot.layout: None for slot in slots.values()}
-    wanted = config.actions.blueprints or list(dict.fromkeys(name for layout in layouts for name in names(layout)))
+    device = data.inputs.device
+    every = dict.fromkeys(name for layout in layouts for name in names(layout, device))
+    wanted = config.actions.blueprints or list(every)
     batch = slice(0, config.training.batch_size)
 
     def loss_of(network: nn.Module) -> Tensor:
         return task.measure(network(data.inputs[batch]), data.targets[batch]).loss.mean()
 
-    reasons = probe_seeds(host, wanted, loss_of)
+    reasons = probe_seeds(host, wanted, loss_of, config.lifecycle.birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in wanted] for slot in slots])
     for k, slot in enumerate(slots):
         if not growable[k].any():
@@ -277,12 +305,13 @@ def offer(host: nn.Module, task: Task, data: Split, config: EnvConfig) -> tuple[
         if not growable[:, p].any():
             slot = next(iter(slots))
             raise ValueError(f"blueprint {blueprint!r} can grow in no slot; {slot}: {reasons[slot, blueprint][0]}")
-    return ActionSpace(list(slots), wanted, list(config.actions.tempos)), growable
+    return config.actions.space(list(slots), wanted), growable
 
 
 def _measured(validation: list[list[float]], slots: int, training: list[float] | None = None) -> Measured:
     """The executor's rows as one record; without `training`, of a host that has not trained yet."""
     loss, accuracy = validation
-    t = training or [0.0] * (4 + 2 * slots)
-    seeds = [GradientStats(*t[4 + 2 * k : 6 + 2 * k]) for k in range(slots)]
-    return Measured(t[0], t[1], GradientStats(*t[2:4]), seeds, loss, accuracy)
+    size = len(GradientStats._fields)
+    t = training or [0.0] * (2 + size * (1 + slots))
+    host, *seeds = (GradientStats(*t[begin : begin + size]) for begin in range(2, len(t), size))
+    return Measured(t[0], t[1], host, seeds, loss, accuracy)

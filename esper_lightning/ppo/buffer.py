@@ -101,8 +101,8 @@ class RolloutBuffer:
         """Share of each op among the decisions that were not forced."""
         free = ~self.masks.forced[: self.length]
         chosen = self.action.op[: self.length][free]
-        counts = torch.bincount(chosen, minlength=len(Op)).tolist()
-        return {op.name: counts[op] / max(1, sum(counts)) for op in Op}
+        counts = torch.bincount(chosen, minlength=self.masks.slot.shape[-2]).tolist()
+        return {Op(op).name: count / max(1, sum(counts)) for op, count in enumerate(counts)}
 
     def state_dict(self) -> dict[str, Any]:
         """The ticks filled so far."""

@@ -53,7 +53,7 @@ class PPOConfig:
     """Weight of the entropy bonus."""
 
     entropy_weights: dict[str, float] | None = None
-    """Weight of each head's entropy in the bonus, by name (op, slot, blueprint, tempo). None: 1 for all."""
+    """Weight of each head's entropy in the bonus, by name (op, slot, blueprint, tempo …). None: 1 for all."""
 
     gamma: float = 1.0
     """Discount per tick. 1: the reward of an episode is the change of the objective, whenever it comes."""
@@ -106,7 +106,7 @@ class PPOTerms(NamedTuple):
     policy: Tensor
     value: Tensor
     entropy: Tensor  # weighted sum over heads, to be maximised
-    head_entropy: Tensor  # [heads] mean of each head, normalised, over the steps where it mattered
+    head_entropy: Tensor  # [heads of the policy] mean of each, normalised, over the steps where it mattered
     kl: Tensor
     clip_fraction: Tensor
     ratio_error: Tensor  # largest |ratio - 1|
@@ -148,7 +148,7 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     surrogate = clipped_surrogate(ratio, rollout.advantages, config.clip)
     entropy, share = distribution.entropy()  # [T, n, heads] both
     weights = config.entropy_weights or {}
-    per_head = torch.tensor([weights.get(head, 1.0) for head in HEADS], device=ratio.device)
+    per_head = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
     with torch.no_grad():
         kl = masked_mean(kl_estimate(log_ratio), learned)
         clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)

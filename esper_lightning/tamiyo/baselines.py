@@ -2,8 +2,9 @@
 
 import torch
 
-from esper_lightning.envs import HEADS, Action, HostPool, Op
-from esper_lightning.envs.actions import blank_irrelevant, relevance
+from esper_lightning.envs import Action, HostPool, Masks, Op
+from esper_lightning.envs.actions import to_action
+from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
 
 
 class WaitOnly:
@@ -13,11 +14,11 @@ class WaitOnly:
         pass
 
     def act(self, pool: HostPool) -> Action:
-        return Action(*(torch.full((pool.n_envs,), int(Op.WAIT), device=pool.device) for _ in HEADS))
+        return to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
 
 
 class RandomValid:
-    """Draws uniformly: an op among the possible ones, then a slot possible for it, a blueprint, a tempo.
+    """Draws uniformly: an op among the possible ones, then a slot possible for it, then every other head in turn.
 
     Args:
         seed: Of its own random numbers; every episode continues the stream.
@@ -30,14 +31,6 @@ class RandomValid:
         pass
 
     def act(self, pool: HostPool) -> Action:
-        rows = torch.arange(pool.n_envs)
-        masks = type(pool.masks)(*(mask.cpu() for mask in pool.masks))
-        op = self._draw(masks.op)
-        slot = self._draw(masks.slot[rows, op])
-        blueprint = self._draw(masks.blueprint[rows, slot])
-        tempo = self._draw(torch.ones(pool.n_envs, len(pool.space.tempos), dtype=torch.bool))
-        action = blank_irrelevant(Action(op, slot, blueprint, tempo), relevance())
+        masks = Masks(*(mask.cpu() for mask in pool.masks))
+        action = FactoredDistribution(uniform(pool.space.sizes, pool.n_envs), masks).sample(self.generator)
         return Action(*(head.to(pool.device) for head in action))
-
-    def _draw(self, possible: torch.Tensor) -> torch.Tensor:  # [N, choices] bool -> [N]
-        return torch.multinomial(possible.float(), 1, generator=self.generator).squeeze(1)

@@ -1,18 +1,17 @@
-"""A factored action distribution: the op first, then a slot for this op, then blueprint and tempo for this slot.
+"""A factored action distribution: the op first, then a slot for this op, then what else the op needs for this slot.
 
 All conditional tables are computed at once: sampling, log-probability and the exact entropy read the same numbers.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs import Action, Masks, Op
-from esper_lightning.envs.actions import blank_irrelevant, relevance
+from esper_lightning.envs import HEADS, Action, Masks
+from esper_lightning.envs.actions import RELEVANT, blank_irrelevant, relevance
 
 MASKED = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
@@ -42,32 +41,55 @@ class ConditionalHead(nn.Module):
         return self.output(F.relu(self.input(hidden).unsqueeze(-2) + self.context))
 
 
-class Logits(NamedTuple):
-    """A table per head: one row for each context that its choice is conditioned on."""
+Tables = dict[str, Tensor]
+"""By head [..., rows, choices]: one row for each context that the choice is conditioned on."""
 
-    op: Tensor  # [..., ops]
-    slot: Tensor  # [..., ops, K]
-    blueprint: Tensor  # [..., K, P]
-    tempo: Tensor  # [..., K, M]
+CONTEXTS: dict[str, tuple[str, ...]] = {
+    "op": (),
+    "slot": ("op",),
+    "blueprint": ("slot",),
+    "style": ("slot",),
+    "tempo": ("slot",),
+    "target": ("slot",),
+    "speed": ("op", "slot"),
+    "curve": ("speed",),
+}
+"""What each head's choice is conditioned on: heads that were drawn before it."""
+
+MAIN = ("op", "slot", "blueprint", "tempo")
+"""Heads that every policy has; another one is there if it has something to choose."""
+
+
+def table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Rows and choices of every head that there is, from the numbers of choices by head."""
+    return {
+        head: (math.prod(sizes[name] for name in given), sizes[head])
+        for head, given in CONTEXTS.items()
+        if head in MAIN or sizes[head] > 1
+    }
+
+
+def uniform(sizes: Mapping[str, int], n_envs: int) -> Tables:
+    """Logits that find every choice of `n_envs` environments equally likely."""
+    return {head: torch.zeros(n_envs, *shape) for head, shape in table_shapes(sizes).items()}
 
 
 class Heads(nn.Module):
-    """The logits of every head in every context.
+    """The tables of logits of all heads. A head that is not there chooses 0.
 
     Args:
         width: Of the hidden features.
-        slots, blueprints, tempos: Numbers of choices K, P, M.
+        sizes: Number of choices by head.
     """
 
-    def __init__(self, width: int, slots: int, blueprints: int, tempos: int) -> None:
+    def __init__(self, width: int, sizes: Mapping[str, int]) -> None:
         super().__init__()
-        self.op = ConditionalHead(width, 1, len(Op))
-        self.slot = ConditionalHead(width, len(Op), slots)
-        self.blueprint = ConditionalHead(width, slots, blueprints)
-        self.tempo = ConditionalHead(width, slots, tempos)
+        self.tables = nn.ModuleDict(
+            {head: ConditionalHead(width, *shape) for head, shape in table_shapes(sizes).items()}
+        )
 
-    def forward(self, hidden: Tensor) -> Logits:
-        return Logits(self.op(hidden).squeeze(-2), self.slot(hidden), self.blueprint(hidden), self.tempo(hidden))
+    def forward(self, hidden: Tensor) -> Tables:  # [..., width]
+        return {head: table(hidden) for head, table in self.tables.items()}
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
@@ -82,15 +104,30 @@ def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
 
 
-class FactoredDistribution:
-    """A distribution over actions [..., N], from logits and masks."""
+def possible(head: str, masks: Masks, table: Tensor) -> Tensor:
+    """The mask of a head's table, [..., rows, choices] bool."""
+    match head:
+        case "op":
+            return masks.op.unsqueeze(-2)
+        case "speed":
+            return masks.speed.flatten(-3, -2)
+        case "slot" | "blueprint" | "target" | "curve":
+            return getattr(masks, head)
+        case _:
+            return torch.ones_like(table, dtype=torch.bool)
 
-    def __init__(self, logits: Logits, masks: Masks) -> None:
-        self.masks = masks
-        every_tempo = torch.ones_like(logits.tempo, dtype=torch.bool)
-        self.possible = Logits(masks.op, masks.slot, masks.blueprint, every_tempo)
-        self.log_probs = Logits(*map(masked_log_softmax, logits, self.possible))
-        self.relevant = relevance(logits.op.device)  # [ops, heads]
+
+class FactoredDistribution:
+    """A distribution over actions [..., N], from the heads' logits and the masks."""
+
+    def __init__(self, logits: Tables, masks: Masks) -> None:
+        self.possible: Tables = {head: possible(head, masks, table) for head, table in logits.items()}
+        self.log_probs: Tables = {
+            head: masked_log_softmax(table, self.possible[head]) for head, table in logits.items()
+        }
+        self.heads = tuple(logits)
+        self.slots = masks.slot.shape[-1]
+        self.relevant = relevance(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
 
     def sample(self, generator: torch.Generator) -> Action:
         """Draws from the distribution; `generator` lives on its device."""
@@ -106,44 +143,65 @@ class FactoredDistribution:
         return self._choose(lambda log_probs: log_probs.argmax(-1))
 
     def _choose(self, draw: Callable[[Tensor], Tensor]) -> Action:
-        op = draw(self.log_probs.op)
-        slot = draw(_pick_row(self.log_probs.slot, op))
-        blueprint = draw(_pick_row(self.log_probs.blueprint, slot))
-        tempo = draw(_pick_row(self.log_probs.tempo, slot))
-        return blank_irrelevant(Action(op, slot, blueprint, tempo), self.relevant)
+        chosen = {"op": draw(self._row("op", {}))}
+        for head in HEADS[1:]:
+            there = head in self.log_probs
+            chosen[head] = draw(self._row(head, chosen)) if there else torch.zeros_like(chosen["op"])
+        return blank_irrelevant(Action(**chosen), self.relevant)
 
     def log_prob(self, action: Action) -> Tensor:  # [...]
         """Of the whole decision: the sum over the heads that matter for its op."""
-        rows = (
-            self.log_probs.op,
-            _pick_row(self.log_probs.slot, action.op),
-            _pick_row(self.log_probs.blueprint, action.slot),
-            _pick_row(self.log_probs.tempo, action.slot),
-        )
-        heads = [row.gather(-1, head.unsqueeze(-1)).squeeze(-1) for row, head in zip(rows, action, strict=True)]
-        return (torch.stack(heads, -1) * self.relevant[action.op]).sum(-1)
+        chosen = action._asdict()
+        heads = [
+            self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1) * self._matters(head, action.op)
+            for head in self.log_probs
+        ]
+        return torch.stack(heads, -1).sum(-1)
+
+    def _matters(self, head: str, op: Tensor) -> Tensor:
+        return self.relevant[:, HEADS.index(head)][op]
+
+    def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [..., choices]
+        """A head's log-probabilities given the choices that were made before it."""
+        table, given = self.log_probs[head], CONTEXTS[head]
+        if not given:
+            return table.squeeze(-2)
+        row = chosen["op"] * self.slots + chosen["slot"] if given == ("op", "slot") else chosen[given[0]]
+        index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
+        return table.gather(-2, index).squeeze(-2)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
-        """Entropy of each head and the probability that it matters, both [..., heads]; neither is sampled.
+        """Entropy of each of `heads` and the probability that it matters, both [..., heads]; neither is sampled.
 
         A head's entropy is normalised (1: uniform over what is possible) and averaged over its contexts by how likely
         they are. Their product summed over heads is the decision's entropy in these units.
         """
-        op_probs = self.log_probs.op.exp()  # [..., ops]
-        use = op_probs.unsqueeze(-1) * self.relevant  # [..., ops, heads]
+        op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
+        columns = [HEADS.index(head) for head in self.heads]
+        use = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
         share = use.sum(-2)
-        per_op = normalised_entropy(self.log_probs.slot, self.possible.slot)  # [..., ops]
-        slot_probs = self.log_probs.slot.exp()[..., Op.GERMINATE, :]  # [..., K]
-        entropies = [
-            normalised_entropy(self.log_probs.op, self.possible.op),
-            (per_op * use[..., 1]).sum(-1) / share[..., 1].clamp(min=1e-8),
-            (normalised_entropy(self.log_probs.blueprint, self.possible.blueprint) * slot_probs).sum(-1),
-            (normalised_entropy(self.log_probs.tempo, self.possible.tempo) * slot_probs).sum(-1),
-        ]
-        return torch.stack(entropies, -1), share
+        both = [self._entropy(head, use[..., i], share[..., i]) for i, head in enumerate(self.heads)]
+        entropies, shares = zip(*both, strict=True)
+        return torch.stack(entropies, -1), torch.stack(shares, -1)
 
+    def _entropy(self, head: str, use: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one head: its mean over contexts, and how likely it is that the head matters.
 
-def _pick_row(table: Tensor, row: Tensor) -> Tensor:
-    """table [..., R, C], row [...] -> [..., C]"""
-    index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
-    return table.gather(-2, index).squeeze(-2)
+        `use` [..., ops]: how likely each op is, where it needs the head; `share` [...]: their sum.
+        """
+        per_row = normalised_entropy(self.log_probs[head], self.possible[head])  # [..., rows]
+        if head == "op":
+            return per_row.squeeze(-1), share
+        if CONTEXTS[head] == ("op",):
+            return (per_row * use).sum(-1) / share.clamp(min=1e-8), share
+        slots = self.log_probs["slot"].exp()  # [..., ops, K]
+        if CONTEXTS[head] == ("slot",):
+            (op,) = RELEVANT[head]
+            return (per_row * slots[..., op, :]).sum(-1), share
+        rows = (use.unsqueeze(-1) * slots).flatten(-2)  # [..., ops · K]
+        if CONTEXTS[head] == ("speed",):
+            # At once there is no curve to choose: there the head does not matter.
+            free = self.possible[head].sum(-1) > 1
+            rows = (rows.unsqueeze(-1) * self.log_probs["speed"].exp()).sum(-2) * free
+            share = rows.sum(-1)
+        return (per_row * rows).sum(-1) / share.clamp(min=1e-8), share

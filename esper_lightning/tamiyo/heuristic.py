@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import torch
-
 from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs.actions import to_action
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.gates import LifecycleConfig
 
@@ -79,29 +78,31 @@ class Heuristic:
             self._decide(env, memory, possible, growable)
             for env, memory, possible in zip(pool.envs, self.memories, masks, strict=True)
         ]
-        return Action(*torch.tensor(decisions, device=pool.device).unbind(1))
+        return to_action(decisions, pool.device)
 
     def _decide(
         self, env: HostEnv, memory: _Memory, possible: list[list[bool]], growable: list[list[bool]]
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[int, ...]:
         accuracy = 100.0 * env.history.accuracy[-1]
         memory.penalties = {blueprint: p / 2.0 for blueprint, p in memory.penalties.items() if p > 1e-3}
         memory.stable = memory.stable or self._stable(env)
         for k in range(len(env.slots)):
             if possible[Op.FOSSILIZE][k] and worth_keeping(env.records[k].contribution, env.lifecycle):
-                return Op.FOSSILIZE, k, 0, 0
+                return Op.FOSSILIZE, k
             if possible[Op.CULL][k] and self._harmful(env, k, accuracy - memory.accuracy_before[k]):
-                blueprint = env.space.blueprints.index(env.slots[k].blueprint)
+                blueprint = env.space.blueprint.index(env.slots[k].blueprint)
                 memory.penalties[blueprint] = memory.penalties.get(blueprint, 0.0) + self.config.cull_penalty
-                return Op.CULL, k, 0, 0
+                return Op.CULL, k
+            if len(possible) > Op.ADVANCE and possible[Op.ADVANCE][k]:
+                return Op.ADVANCE, k
         growing = any(slot.live for slot in env.slots)
         if memory.stable and not growing and env.tick >= self.config.min_age and self._plateau(env):
             for k, free in enumerate(possible[Op.GERMINATE]):
                 blueprint = self._next_blueprint(memory, growable[k]) if free else None
                 if blueprint is not None:
                     memory.accuracy_before[k] = accuracy
-                    return Op.GERMINATE, k, blueprint, 0
-        return Op.WAIT, 0, 0, 0
+                    return Op.GERMINATE, k, blueprint
+        return (Op.WAIT,)
 
     def _stable(self, env: HostEnv) -> bool:
         recent = env.history.loss[-self.config.stable_ticks - 1 :]

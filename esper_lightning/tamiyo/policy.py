@@ -1,6 +1,7 @@
 """Tamiyo's network: recurrent, with factored masked heads. N environments, K slots, D features."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,20 +44,20 @@ class Policy(nn.Module):
 
     Args:
         features: Number D of features.
-        slots, blueprints, tempos: Numbers of choices K, P, M.
+        sizes: Number of choices by head.
         config: Its size.
     """
 
-    def __init__(self, features: int, slots: int, blueprints: int, tempos: int, config: PolicyConfig) -> None:
+    def __init__(self, features: int, sizes: Mapping[str, int], config: PolicyConfig) -> None:
         super().__init__()
         width = config.width
         self.width = width
-        self.embedding = nn.Embedding(blueprints + 1, config.blueprint_embedding)  # 0: no seed
-        self.encoder = nn.Linear(features + slots * config.blueprint_embedding, width)
+        self.embedding = nn.Embedding(sizes["blueprint"] + 1, config.blueprint_embedding)  # 0: no seed
+        self.encoder = nn.Linear(features + sizes["slot"] * config.blueprint_embedding, width)
         self.encoder_norm = nn.LayerNorm(width)
         self.lstm = nn.LSTM(width, width)
         self.lstm_norm = nn.LayerNorm(width)
-        self.heads = Heads(width, slots, blueprints, tempos)
+        self.heads = Heads(width, sizes)
         self.value = nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid
+from tests.conftest import FREE
+from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate
 
-CALM = GradientStats(norm=1.0, health=1.0)
+CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
 
 def nothing_new(env: HostEnv) -> Measured:
@@ -60,7 +62,7 @@ def test_an_episode_in_a_used_environment_is_that_of_a_new_one(
 def test_a_reset_leaves_an_empty_host_and_one_group(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1)
     env = pool.envs[0]
-    env.apply(Op.GERMINATE, 0, 1, 0)
+    env.apply(germinate(0, 1))
     pool.executor.train_epoch([env], pool.data.train)
 
     env.reset(9)
@@ -110,15 +112,15 @@ def test_a_seed_keeps_its_momentum_when_it_begins_to_blend(make_pool: Callable[.
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None),
     )
     env = pool.envs[0]
-    env.apply(Op.GERMINATE, 1, 2, 0)
+    env.apply(germinate(1, 2))
     pool.executor.train_epoch(pool.envs, pool.data.train)
-    before, host = momenta(env, "block2.pool"), momenta(env, "host")
+    before, host = momenta(env, "seed.block2.pool"), momenta(env, "host")
     assert any(value.any() for value in before)
 
     events = env.finish_tick(nothing_new(env))
 
     assert [event.after for event in events] == [Stage.TRAINING, Stage.BLENDING]
-    assert same(momenta(env, "block2.pool"), before)
+    assert same(momenta(env, "seed.block2.pool"), before)
     assert same(momenta(env, "host"), host)
 
 
@@ -127,23 +129,71 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 ) -> None:
     pool = make_pool(1)
     env = pool.envs[0]
-    env.apply(Op.GERMINATE, 0, 1, 0)
+    env.apply(germinate(0, 1))
     pool.executor.train_epoch(pool.envs, pool.data.train)
-    host, neighbour = momenta(env, "host"), momenta(env, "block1.pool")
+    host, neighbour = momenta(env, "host"), momenta(env, "seed.block1.pool")
     assert any(value.any() for value in host)
 
-    env.apply(Op.GERMINATE, 2, 2, 0)
-    assert same(momenta(env, "host"), host) and same(momenta(env, "block1.pool"), neighbour)
-    env.apply(Op.CULL, 2, 0, 0)
-    assert same(momenta(env, "host"), host) and same(momenta(env, "block1.pool"), neighbour)
+    env.apply(germinate(2, 2))
+    assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
+    env.finish_tick(nothing_new(env))  # now it is old enough to go
+    env.apply(cull(2))
+    assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
     assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
+
+
+MOVES = {
+    "germination": [germinate(0, 1)],
+    "advance": [germinate(0, 1), WAIT, advance(0)],
+    "fossilization": [germinate(0, 1), WAIT, advance(0), advance(0), fossilize(0)],
+    "cull": [germinate(0, 1), WAIT, cull(0)],
+}
+"""Decisions of which the last is named."""
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("carry_over", [True, False])
+@pytest.mark.parametrize("rows", MOVES.values(), ids=list(MOVES))
+def test_without_carry_over_every_change_of_the_host_costs_all_momentum(
+    make_pool: Callable[..., HostPool], rows: list[Row], carry_over: bool, optimizer: str
+) -> None:
+    training = HostTraining(optimizer=optimizer, batches=2, carry_over=carry_over)
+    pool = make_pool(1, **FREE, training=training)
+    env, (*before, last) = pool.envs[0], rows
+    for row in [WAIT, *before]:
+        pool.step(act(row))
+    had = momenta(env, "host")
+    assert any(value.any() for value in had)
+
+    env.apply(last)
+
+    if carry_over:
+        assert same(momenta(env, "host"), had)
+    else:
+        everything = [value for state in env.optimizer.state.values() for value in state.values()]
+        assert not any(value.any() for value in everything), "step counts too"
+
+
+def test_without_carry_over_a_host_learns_otherwise_from_its_first_seed_on(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    def life(carry_over: bool, rows: list[Row]) -> list[Tensor]:
+        pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))
+        pool.reset([3])
+        return [pool.step(act(row)).observation.features.clone() for row in rows]
+
+    waiting, growing = [WAIT] * 4, [WAIT, WAIT, germinate(0, 1), WAIT]
+    assert same(life(True, waiting), life(False, waiting)), "where nothing changes nothing is forgotten"
+    with_it, without = life(True, growing), life(False, growing)
+    assert same(with_it[:2], without[:2])
+    assert not torch.equal(with_it[2], without[2])
 
 
 def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_blended(
     make_pool: Callable[..., HostPool],
 ) -> None:
     env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=False)).envs[0]
-    env.apply(Op.GERMINATE, 1, 0, 0)
+    env.apply(germinate(1))
     known = []
     for without in (0.1, 0.4, 0.55):
         accuracy = [0.5, 0.9, without, 0.9, 0.3]  # with all, without each slot in turn, with the fossilized alone
@@ -160,7 +210,7 @@ def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool:
     env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=True)).envs[0]
     env.reset(1)
     env.record(nothing_new(env))
-    env.apply(Op.GERMINATE, 0, 0, 0)
+    env.apply(germinate(0))
     for _ in range(2):
         env.finish_tick(nothing_new(env))
     assert env.slots[0].stage is Stage.PROBATIONARY
@@ -179,7 +229,7 @@ def test_the_gradients_of_host_and_seed_are_clipped_each_for_itself(
     training = HostTraining(optimizer="sgd", lr=1.0, momentum=0.0, batches=1, max_grad_norm=limit)
     pool = make_pool(1, training=training)
     env = pool.envs[0]
-    env.apply(Op.GERMINATE, 2, 1, 0)
+    env.apply(germinate(2, 1))
     groups = {group["name"]: group["params"] for group in env.optimizer.param_groups}
     before = deepcopy(groups)
 
@@ -193,9 +243,12 @@ def test_the_gradients_of_host_and_seed_are_clipped_each_for_itself(
 
 def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, training=HostTraining(lr=0.02, seed_lr_factor=0.5, batches=1)).envs[0]
-    env.apply(Op.GERMINATE, 0, 0, 0)
+    env.apply(germinate(0))
 
-    assert {group["name"]: group["lr"] for group in env.optimizer.param_groups} == {"host": 0.02, "block1.pool": 0.01}
+    assert {group["name"]: group["lr"] for group in env.optimizer.param_groups} == {
+        "host": 0.02,
+        "seed.block1.pool": 0.01,
+    }
 
 
 @pytest.mark.parametrize(
@@ -208,6 +261,8 @@ def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> No
         ({"max_grad_norm": -5.0}, "max_grad_norm must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative"),
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
+        ({"micro_batches": 0}, r"training\.micro_batches must be positive, got 0"),
+        ({"micro_batches": 5}, "micro_batches must divide batch_size, 5 does not divide 32"),
     ],
 )
 def test_an_impossible_training_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:

@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid
+from tests.decisions import WAIT, act, cull, fossilize, germinate
 
-WAIT, GERMINATE, CULL, FOSSILIZE = Op
-
-SCRIPT = [  # (op, slot, blueprint, tempo) of two environments, tick by tick
-    [(GERMINATE, 0, 2, 0), (WAIT, 0, 0, 0)],
-    [(WAIT, 0, 0, 0), (GERMINATE, 1, 0, 1)],
-    [(GERMINATE, 1, 1, 1), (GERMINATE, 0, 1, 1)],
-    [(FOSSILIZE, 0, 0, 0), (CULL, 1, 0, 0)],
-    [(GERMINATE, 2, 0, 0), (WAIT, 0, 0, 0)],
-    [(WAIT, 0, 0, 0), (GERMINATE, 1, 2, 0)],
-    [(CULL, 2, 0, 0), (FOSSILIZE, 0, 0, 0)],
+SCRIPT = [  # decisions of two environments, tick by tick
+    [germinate(0, 2), WAIT],
+    [WAIT, germinate(1, tempo=1)],
+    [germinate(1, 1, tempo=1), germinate(0, 1, tempo=1)],
+    [fossilize(0), cull(1)],
+    [germinate(2), WAIT],
+    [WAIT, germinate(1, 2)],
+    [cull(2), fossilize(0)],
 ]
 
 
@@ -40,7 +39,7 @@ def play(pool: HostPool, begin: int) -> list[Tensor]:
     """Goes through the script from tick `begin` on; returns all that can be known of it."""
     seen = []
     for rows in SCRIPT[begin:]:
-        step = pool.step(Action(*torch.tensor(rows).unbind(1)))
+        step = pool.step(act(*rows))
         seen += [*step.observation, *step.masks, step.reward, *step.metrics]
     networks = [value for env in pool.envs for value in env.network.state_dict().values()]
     generators = [env.generator.get_state() for env in pool.envs]
@@ -76,7 +75,7 @@ def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
 
         assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True)), f"saved at tick {tick}"
         pool.load_state_dict(loaded(file))
-        pool.step(Action(*torch.tensor(rows).unbind(1)))
+        pool.step(act(*rows))
     # The script passes through everything that a seed can be between two ticks.
     assert stages == set(Stage) - {Stage.GERMINATED, Stage.CULLED}
 

@@ -7,20 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv, Measured
 from esper_lightning.envs.observation import MISSING, features, plateau_length
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.hosts import CNN
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
+from tests.decisions import WAIT, act, cull, fossilize, germinate
 
 BOUND = 1.0001
 PRICE = ObjectiveConfig()
 
 
-def act(*rows: tuple[int, int, int, int]) -> Action:
-    return Action(*torch.tensor(rows).unbind(1))
+def gradient_of(norm: float, vanished: float = 0.0) -> GradientStats:
+    return GradientStats(norm, rms=0.1 * norm, vanished=vanished, exploded=0.0)
 
 
 def within_bounds(values: Sequence[float]) -> bool:
@@ -28,7 +29,7 @@ def within_bounds(values: Sequence[float]) -> bool:
 
 
 def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> Measured:
-    gradient, variants = GradientStats(norm, 1.0), len(env.variants())
+    gradient, variants = gradient_of(norm), len(env.variants())
     return Measured(loss, accuracy, gradient, [gradient] * len(env.slots), [loss] * variants, [accuracy] * variants)
 
 
@@ -95,7 +96,7 @@ def spare(make_pool: Callable[..., HostPool]) -> HostEnv:
 )
 def test_a_host_that_diverges_is_still_observed_within_bounds(spare: HostEnv, loss: float, norm: float) -> None:
     spare.reset(0)
-    spare.apply(Op.GERMINATE, 0, 0, 0)
+    spare.apply(germinate(0))
     spare.finish_tick(measured(spare, loss=loss, norm=norm))
 
     assert within_bounds(list(features(spare, PRICE).values()))
@@ -142,14 +143,14 @@ def test_a_plateau_lasts_since_the_best_accuracy_was_last_beaten(accuracy: list[
 
 def test_the_policy_sees_what_it_pays_for(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1, horizon=20, objective=ObjectiveConfig(price=0.125))
-    pool.step(act((Op.GERMINATE, 0, 1, 0)))
+    pool.step(act(germinate(0, 1)))
     live = seen(pool)
     assert live["price"] == 0.125
     assert live["parameters.committed"] == 0
     assert live["parameters.live"] == pytest.approx(math.log(1 + 20 / 390) / 5)
     assert live["block1.pool.parameters"] == pytest.approx(math.log(1 + 20 / 390) / 5)
 
-    for row in [(Op.WAIT, 0, 0, 0)] * 2 + [(Op.FOSSILIZE, 0, 0, 0)]:
+    for row in [WAIT] * 2 + [fossilize(0)]:
         pool.step(act(row))
     kept = seen(pool)
     assert kept["parameters.committed"] == pytest.approx(math.log(410 / 390) / 5)
@@ -158,7 +159,7 @@ def test_the_policy_sees_what_it_pays_for(make_pool: Callable[..., HostPool]) ->
 
 def test_a_seed_is_seen_through_its_life(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1, horizon=8)
-    rows = [(Op.GERMINATE, 1, 2, 1), (Op.WAIT, 0, 0, 0), (Op.WAIT, 0, 0, 0), (Op.WAIT, 0, 0, 0), (Op.CULL, 1, 0, 0)]
+    rows = [germinate(1, 2, tempo=1), WAIT, WAIT, WAIT, cull(1)]
     lives = []
     for row in rows:
         pool.step(act(row))
@@ -191,10 +192,10 @@ def test_a_contribution_is_shown_with_its_change_and_clipped(spare: HostEnv) -> 
 
 def test_a_seeds_gradient_is_compared_with_the_hosts(spare: HostEnv) -> None:
     spare.reset(0)
-    spare.host_gradient, spare.records[0].gradient = GradientStats(2.0, 1.0), GradientStats(2.0 * math.e, 0.5)
+    spare.host_gradient, spare.records[0].gradient = gradient_of(2.0), gradient_of(2.0 * math.e, vanished=1.0)
     shown = features(spare, PRICE)
     assert shown["block1.pool.gradient.ratio"] == pytest.approx(1 / 5)
     assert shown["block1.pool.gradient.health"] == 0.5
 
-    spare.host_gradient = GradientStats(0.0, 1.0)
+    spare.host_gradient = gradient_of(0.0)
     assert features(spare, PRICE)["block1.pool.gradient.ratio"] == 0.0

@@ -14,13 +14,9 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, objective
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, decide, fossilize, germinate
 
 LONGER = HostTraining(batches=8)  # long enough for hosts to learn something
-WAIT = (Op.WAIT, 0, 0, 0)
-
-
-def act(*rows: tuple[int, int, int, int]) -> Action:
-    return Action(*torch.tensor(rows).unbind(1))
 
 
 def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
@@ -36,7 +32,7 @@ def wander(pool: HostPool, choices: list[random.Random]) -> Action:
     rows = []
     for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
         op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
-        rows.append((op, slot, choice.randrange(3), choice.randrange(2)))
+        rows.append(decide(Op(op), slot=slot, blueprint=choice.randrange(3), tempo=choice.randrange(2)))
     return act(*rows)
 
 
@@ -73,7 +69,7 @@ def test_an_environment_does_not_depend_on_its_neighbours_nor_on_their_number(
 
 def test_an_action_takes_effect_before_the_host_trains(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1)
-    step = pool.step(act((Op.GERMINATE, 1, 1, 0)))
+    step = pool.step(act(germinate(1, 1)))
 
     assert [(e.host, e.tick, e.seed.slot, e.seed.after) for e in step.events] == [
         (0, 1, "block2.pool", Stage.GERMINATED),
@@ -110,7 +106,7 @@ def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
 ) -> None:
     pool = make_pool(1, objective=ObjectiveConfig(price=0.3), training=LONGER)
     pool.reset([3])
-    step = pool.step(act((Op.GERMINATE, 0, 2, 0)))
+    step = pool.step(act(germinate(0, 2)))
     while not step.truncated.any():
         step = pool.step(act(WAIT))
 
@@ -124,11 +120,11 @@ def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
 
 def test_rent_is_paid_from_the_tick_in_which_a_seed_is_kept(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1)
-    pool.step(act((Op.GERMINATE, 0, 1, 0)))
+    pool.step(act(germinate(0, 1)))
     for _ in range(2):
         step = pool.step(act(WAIT))
         assert step.metrics.objective == step.metrics.accuracy
-    step = pool.step(act((Op.FOSSILIZE, 0, 0, 0)))
+    step = pool.step(act(fossilize(0)))
 
     assert step.metrics.parameters.item() == 390 + 20
     assert 0 < (step.metrics.accuracy - step.metrics.objective).item() < pool.config.objective.price

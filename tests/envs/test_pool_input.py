@@ -4,19 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from esper_lightning.envs import Action, ActionConfig, EnvConfig, HostPool, Op
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-
-WAIT = (Op.WAIT, 0, 0, 0)
-
-
-def act(*rows: tuple[int, int, int, int]) -> Action:
-    return Action(*torch.tensor(rows).unbind(1))
+from tests.decisions import WAIT, Row, act, cull, germinate
 
 
 def without_slots(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -31,8 +26,8 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 class OneSlotUnreached(CNN):
     """A host that never runs its last block's slot."""
 
-    def _grow(self, key: str, x: torch.Tensor) -> torch.Tensor:
-        return x if key == "block3" else super()._grow(key, x)
+    def _block(self, i: int, x: Tensor) -> Tensor:
+        return super()._block(i, x) if i < 2 else F.relu(self.norms[i](self.convs[i](x)))
 
 
 def unreached(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -72,26 +67,26 @@ def test_without_a_choice_everything_that_grows_on_images_is_on_offer(make_pool:
     pool = make_pool(1, actions=ActionConfig())
 
     assert {"norm", "attention", "conv_small", "depthwise", "bottleneck", "conv_light", "conv_heavy"} <= set(
-        pool.space.blueprints
+        pool.space.blueprint
     )
-    assert pool.space.slots == ["block1.pool", "block2.pool", "block3"]
-    assert pool.space.tempos == ["FAST", "STANDARD", "SLOW"]
+    assert pool.space.slot == ["block1.pool", "block2.pool", "block3"]
+    assert pool.space.tempo == ["FAST", "STANDARD", "SLOW"]
     assert pool.masks.blueprint.all()
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        (9, 0, 0, 0),
-        (Op.GERMINATE, 3, 0, 0),
-        (Op.GERMINATE, -1, 0, 0),
-        (Op.GERMINATE, 0, 3, 0),
-        (Op.GERMINATE, 0, -1, 0),
-        (Op.GERMINATE, 0, 0, 2),
-        (Op.GERMINATE, 0, 0, -1),
+        (9, *WAIT[1:]),
+        germinate(3),
+        germinate(-1),
+        germinate(0, 3),
+        germinate(0, -1),
+        germinate(0, tempo=2),
+        germinate(0, tempo=-1),
     ],
 )
-def test_an_action_that_names_nothing_is_refused(pool: HostPool, row: tuple[int, int, int, int]) -> None:
+def test_an_action_that_names_nothing_is_refused(pool: HostPool, row: Row) -> None:
     pool.reset([0])
 
     with pytest.raises(ValueError):
@@ -103,8 +98,8 @@ def test_an_action_that_is_refused_for_one_environment_is_carried_out_in_none(
 ) -> None:
     pool = make_pool(2)
 
-    with pytest.raises(ValueError, match=r"host 1: CULL block1.pool is masked"):
-        pool.step(act((Op.GERMINATE, 0, 0, 0), (Op.CULL, 0, 0, 0)))
+    with pytest.raises(ValueError, match=r"host 1: CULL block1\.pool \(at once\) is masked"):
+        pool.step(act(germinate(0), cull(0)))
 
     assert pool.envs[0].slots[0].stage is Stage.DORMANT
-    pool.step(act((Op.GERMINATE, 0, 0, 0), WAIT))
+    pool.step(act(germinate(0), WAIT))

@@ -151,8 +151,8 @@ def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
 
     taught = {
         head
-        for head in HEADS
-        if any(p.grad is not None and p.grad.any() for p in getattr(loop.policy.heads, head).parameters())
+        for head in loop.policy.heads.tables
+        if any(p.grad is not None and p.grad.any() for p in loop.policy.heads.tables[head].parameters())
     }
     assert taught == reached
 
@@ -161,16 +161,16 @@ def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout
     def bonus(**weights: float) -> float:
         return ppo_terms(loop.policy, rollout, PPOConfig(entropy_weights=weights or None)).entropy.item()
 
-    only = [bonus(**{other: float(other == head) for other in HEADS}) for head in HEADS]
-    assert min(only) > 0
-    assert bonus() == pytest.approx(sum(only), rel=1e-5)
-    assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only[0], rel=1e-5)
+    only = {head: bonus(**{other: float(other == head) for other in HEADS}) for head in HEADS}
+    assert {head for head, worth in only.items() if worth > 0} == set(loop.policy.heads.tables)
+    assert bonus() == pytest.approx(sum(only.values()), rel=1e-5)
+    assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only["op"], rel=1e-5)
 
 
 def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutLoop, rollout: Rollout) -> None:
     waiting = deepcopy(loop.policy)
     with torch.no_grad():
-        waiting.heads.op.output.bias[Op.WAIT] = 8.0
+        waiting.heads.tables["op"].output.bias[Op.WAIT] = 8.0
     config = PPOConfig(entropy_weights={"op": 0.0, "slot": 0.0, "tempo": 0.0})
 
     often, hardly = (ppo_terms(policy, rollout, config) for policy in (loop.policy, waiting))

@@ -4,12 +4,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from esper_lightning.envs import Action, ActionConfig, HostPool, Op
+from esper_lightning.envs import HEADS, ActionConfig, HostPool, Op
+from esper_lightning.envs.actions import RELEVANT
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
-
-Row = tuple[int, ...]
+from tests.decisions import WAIT, Row, act, germinate
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +26,27 @@ def decisions(pool: HostPool, controller: RandomValid | WaitOnly, episodes: int 
         for _ in range(pool.config.horizon):
             action = controller.act(pool)
             rows = list(zip(*(head.tolist() for head in action), strict=True))
-            for i, (op, slot, blueprint, tempo) in enumerate(rows):
-                assert pool.masks.slot[i, op, slot] and pool.masks.blueprint[i, slot, blueprint] and tempo < 2
+            assert all(pool.masks.allow(i, row) for i, row in enumerate(rows))
             taken += rows
             pool.step(action)
     return taken
 
 
 def test_waiting_grows_nothing(pool: HostPool) -> None:
-    assert set(decisions(pool, WaitOnly())) == {(Op.WAIT, 0, 0, 0)}
+    assert set(decisions(pool, WaitOnly())) == {WAIT}
     assert all(slot.stage is Stage.DORMANT for env in pool.envs for slot in env.slots)
-    assert pool.test()[1].tolist() == [390] * 3
+    assert pool.parameters.tolist() == [390] * 3
 
 
 def test_random_decisions_are_legal_and_of_every_kind(pool: HostPool) -> None:
     taken = decisions(pool, RandomValid(0), episodes=4)
 
-    assert {row[0] for row in taken} == set(Op)
-    germinations = [row for row in taken if row[0] == Op.GERMINATE]
-    for head, choices in ((1, 3), (2, 3), (3, 2)):
-        assert {row[head] for row in germinations} == set(range(choices))
-    for op, slot, blueprint, tempo in taken:
-        assert op == Op.GERMINATE or blueprint == tempo == 0, "what does not matter is 0"
-        assert op != Op.WAIT or slot == 0
+    choices = dict(zip(HEADS, zip(*taken, strict=True), strict=True))
+    for head, choices_of_head in choices.items():
+        matters = [choice for op, choice in zip(choices["op"], choices_of_head, strict=True) if op in RELEVANT[head]]
+        others = [choice for op, choice in zip(choices["op"], choices_of_head, strict=True) if op not in RELEVANT[head]]
+        assert set(matters or [0]) == set(range(pool.space.sizes[head])), head
+        assert not any(others), "what does not matter is 0"
 
 
 def test_random_decisions_are_reproducible_by_seed(pool: HostPool) -> None:
@@ -74,8 +72,7 @@ def test_a_random_op_is_drawn_first_and_evenly(make_pool: Callable[..., HostPool
 def test_a_random_choice_where_nothing_is_left_is_to_wait(make_pool: Callable[..., HostPool]) -> None:
     young = LifecycleConfig(training_ticks=1, min_cull_age=3)
     pool = make_pool(2, lifecycle=young, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1))
-    germinate = Action(*torch.tensor([[Op.GERMINATE] * 2, [2] * 2, [0] * 2, [0] * 2]))
-    pool.step(germinate)
+    pool.step(act(germinate(2), germinate(2)))
     assert pool.masks.forced.all()
 
     assert all(torch.equal(head, torch.zeros(2, dtype=torch.int64)) for head in RandomValid(1).act(pool))

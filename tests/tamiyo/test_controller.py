@@ -20,7 +20,7 @@ def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
     """With preferences, as if it had learned: to keep what may be kept, and else to grow."""
     made = make_policy(pool)
     with torch.no_grad():
-        made.heads.op.output.bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))
+        made.heads.tables["op"].output.bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))
     return made
 
 

@@ -7,94 +7,177 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import HEADS, Action, Masks, Op
-from esper_lightning.tamiyo.heads import FactoredDistribution, Heads, Logits, normalised_entropy
+from esper_lightning.envs import HEADS, Action, ActionConfig, Masks, Op
+from esper_lightning.tamiyo.heads import FactoredDistribution, Heads, Tables, normalised_entropy, table_shapes
+from tests.decisions import WAIT, Row, act, advance, cull, decide, fossilize, germinate, set_alpha
 
-SLOTS, BLUEPRINTS, TEMPOS = 3, 4, 2
+OPS, SLOTS, BLUEPRINTS, STYLES, TEMPOS, TARGETS, SPEEDS, CURVES = len(Op), 3, 4, 2, 2, 3, 3, 2
+ALL = dict(zip(HEADS, (OPS, SLOTS, BLUEPRINTS, STYLES, TEMPOS, TARGETS, SPEEDS, CURVES), strict=True))
+DEFAULT = ALL | {"op": 4, "style": 1, "target": 1, "speed": 1, "curve": 1}
+SOME = {
+    "all heads": ALL,
+    "as by default": DEFAULT,
+    "ramps of one curve": ALL | {"curve": 1, "style": 1},
+    "slow culls alone": ALL | {"op": 5, "target": 1},
+}
+CALLED_FOR: dict[str, set[Op]] = {
+    "op": set(Op),
+    "slot": set(Op) - {Op.WAIT},
+    "blueprint": {Op.GERMINATE},
+    "style": {Op.GERMINATE},
+    "tempo": {Op.GERMINATE},
+    "target": {Op.SET_ALPHA},
+    "speed": {Op.CULL, Op.SET_ALPHA},
+    "curve": {Op.CULL, Op.SET_ALPHA},
+}
+
+several = pytest.mark.parametrize("sizes", SOME.values(), ids=list(SOME))
+
+Sizes = dict[str, int]
 
 
-def random_masks(rows: int, seed: int) -> Masks:
-    """Waiting is always possible, and something grows in every slot; all else by chance."""
+def random_masks(rows: int, seed: int, sizes: Sizes = ALL) -> Masks:
+    """All by chance, but: to wait, to act at once and to grow something is always possible, and at once has no curve.
+
+    There is also somewhere to send alpha, and a ramp has a shape.
+    """
     generator = torch.Generator().manual_seed(seed)
-    slot = torch.rand(rows, len(Op), SLOTS, generator=generator) < 0.5
+
+    def chance(*heads: str) -> Tensor:
+        mask = torch.rand(rows, *(sizes[head] for head in heads), generator=generator) < 0.6
+        if heads[-1] != "slot":
+            mask[..., 0] |= ~mask.any(-1)
+        return mask
+
+    slot, blueprint, target = chance("op", "slot"), chance("slot", "blueprint"), chance("slot", "target")
+    speed, curve = chance("op", "slot", "speed"), chance("speed", "curve")
     slot[:, Op.WAIT] = True
-    blueprint = torch.rand(rows, SLOTS, BLUEPRINTS, generator=generator) < 0.6
-    blueprint[..., 0] |= ~blueprint.any(-1)
-    return Masks(slot, blueprint)
+    speed[..., 0] = True
+    curve[:, 0] = torch.arange(sizes["curve"]) == 0
+    return Masks(slot, blueprint, target, speed, curve)
 
 
-def random_logits(rows: int, seed: int, spread: float = 1.5) -> Logits:
+def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> Tables:
     generator = torch.Generator().manual_seed(seed)
-
-    def numbers(*shape: int) -> Tensor:
-        return spread * torch.randn(rows, *shape, generator=generator)
-
-    ops = len(Op)
-    return Logits(numbers(ops), numbers(ops, SLOTS), numbers(SLOTS, BLUEPRINTS), numbers(SLOTS, TEMPOS))
+    shapes = table_shapes(sizes)
+    return {head: spread * torch.randn(rows, *shape, generator=generator) for head, shape in shapes.items()}
 
 
-def legal_actions(masks: Masks, row: int) -> list[tuple[int, int, int, int]]:
+def true(mask: Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()
+
+
+def legal_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
     """Every different decision; heads that do not matter are 0."""
-    actions = [(int(Op.WAIT), 0, 0, 0)]
-    for op, k in product((Op.CULL, Op.FOSSILIZE), range(SLOTS)):
-        if masks.slot[row, op, k]:
-            actions.append((int(op), k, 0, 0))
-    for k, p, m in product(range(SLOTS), range(BLUEPRINTS), range(TEMPOS)):
-        if masks.slot[row, Op.GERMINATE, k] and masks.blueprint[row, k, p]:
-            actions.append((int(Op.GERMINATE), k, p, m))
+    slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+    slots = {op: true(slot[op]) if op < sizes["op"] else [] for op in Op}
+    actions = [WAIT]
+    actions += map(fossilize, slots[Op.FOSSILIZE])
+    actions += map(advance, slots[Op.ADVANCE])
+    for k in slots[Op.GERMINATE]:
+        actions += [
+            germinate(k, p, m, s)
+            for p, m, s in product(true(blueprint[k]), range(sizes["tempo"]), range(sizes["style"]))
+        ]
+    for k in slots[Op.CULL]:
+        actions += [cull(k, v, c) for v in true(speed[Op.CULL, k]) for c in true(curve[v])]
+    for k in slots[Op.SET_ALPHA]:
+        changes = [(v, c) for v in true(speed[Op.SET_ALPHA, k]) for c in true(curve[v])]
+        actions += [set_alpha(k, t, *change) for t in true(target[k]) for change in changes]
     return actions
 
 
-def log_probs(distribution: FactoredDistribution, row: int, actions: list[tuple[int, int, int, int]]) -> Tensor:
+def every_action(sizes: Sizes) -> list[Row]:
+    """Whatever the numbers of the heads can say."""
+    return list(product(*(range(sizes[head]) for head in HEADS)))
+
+
+def log_probs(logits: Tables, masks: Masks, row: int, actions: list[Row]) -> Tensor:
     """Of several actions in one environment."""
-    rows = distribution.log_probs.op.shape[0]
-    return torch.stack([distribution.log_prob(Action(*torch.tensor(a)[:, None].expand(4, rows)))[row] for a in actions])
+    n = len(actions)
+    tables = {head: table[row].expand(n, *table.shape[1:]) for head, table in logits.items()}
+    return FactoredDistribution(tables, Masks(*(m[row].expand(n, *m.shape[1:]) for m in masks))).log_prob(act(*actions))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_probabilities_of_all_legal_actions_sum_to_1(seed: int) -> None:
-    masks = random_masks(5, seed)
-    distribution = FactoredDistribution(random_logits(5, seed), masks)
+def probabilities(logits: Tables, masks: Masks, row: int, sizes: Sizes = ALL) -> dict[Row, float]:
+    """Of every legal action in one environment."""
+    actions = legal_actions(masks, row, sizes)
+    return dict(zip(actions, log_probs(logits, masks, row, actions).double().exp().tolist(), strict=True))
+
+
+@several
+@pytest.mark.parametrize("seed", range(3))
+def test_the_probabilities_of_all_legal_actions_sum_to_1(sizes: Sizes, seed: int) -> None:
+    masks, logits = random_masks(5, seed, sizes), random_logits(5, seed, sizes)
 
     for row in range(5):
-        total = log_probs(distribution, row, legal_actions(masks, row)).double().exp().sum().item()
-        assert total == pytest.approx(1.0, abs=1e-5)
+        assert sum(probabilities(logits, masks, row, sizes).values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def share(logits: Tensor, possible: list[int], choice: int) -> float:
+    """Softmax over the possible, in Python."""
+    return math.exp(logits[choice]) / sum(math.exp(logits[other]) for other in possible)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_decision_is_as_likely_as_its_choices_one_after_the_other(seed: int) -> None:
+    masks, logits = random_masks(3, seed), random_logits(3, seed)
+
+    for row in range(3):
+        t = {head: table[row].double() for head, table in logits.items()}
+        slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+        for action, p in probabilities(logits, masks, row).items():
+            op, k, b, s, m, a, v, c = action
+            expected = share(t["op"][0], true(slot.any(1)), op)
+            if op != Op.WAIT:
+                expected *= share(t["slot"][op], true(slot[op]), k)
+            if op == Op.GERMINATE:
+                expected *= share(t["blueprint"][k], true(blueprint[k]), b)
+                expected *= share(t["style"][k], list(range(STYLES)), s) * share(t["tempo"][k], list(range(TEMPOS)), m)
+            if op == Op.SET_ALPHA:
+                expected *= share(t["target"][k], true(target[k]), a)
+            if op in (Op.CULL, Op.SET_ALPHA):
+                expected *= share(t["speed"][op * SLOTS + k], true(speed[op, k]), v)
+                expected *= share(t["curve"][v], true(curve[v]), c)
+            assert p == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_impossible_action_has_probability_0_exactly() -> None:
-    masks = random_masks(4, seed=1)
+    masks = random_masks(3, seed=1)
     # Logits that would love what is impossible.
-    logits = Logits(*(50.0 * part for part in random_logits(4, seed=1)))
-    distribution = FactoredDistribution(logits, masks)
+    logits = random_logits(3, seed=1, spread=50.0)
 
-    for row in range(4):
-        legal = set(legal_actions(masks, row))
-        germinations = product([int(Op.GERMINATE)], range(SLOTS), range(BLUEPRINTS), range(TEMPOS))
-        rest = product([int(Op.CULL), int(Op.FOSSILIZE)], range(SLOTS), [0], [0])
-        impossible = [action for action in (*germinations, *rest) if action not in legal]
-        assert impossible
-        assert not log_probs(distribution, row, impossible).exp().any()
+    def said(row: Row) -> Row:
+        chosen = dict(zip(HEADS, row, strict=True))
+        return tuple(chosen[head] if row[0] in CALLED_FOR[head] else 0 for head in HEADS)
+
+    ops = set()
+    for row in range(3):
+        possible = set(legal_actions(masks, row))
+        impossible = [action for action in every_action(ALL) if said(action) not in possible]
+        assert not log_probs(logits, masks, row, impossible).exp().any()
+        ops |= {action[0] for action in impossible}
+    assert ops == set(Op) - {Op.WAIT}
 
 
 def test_actions_are_drawn_as_often_as_they_are_likely() -> None:
-    masks, draws = random_masks(1, seed=2), 20_000
-    masks.slot[0, Op.GERMINATE] = torch.tensor([True, False, True])
+    masks, logits, draws = random_masks(1, seed=2), random_logits(1, seed=2, spread=0.7), 40_000
+    masks.slot[0] = torch.tensor([[True] * 3, [True, False, True], *[[False, True, True]] * 4])
     many = Masks(*(mask.expand(draws, *mask.shape[1:]) for mask in masks))
-    logits = Logits(*(part.expand(draws, *part.shape[1:]) for part in random_logits(1, seed=2)))
+    tables = {head: table.expand(draws, *table.shape[1:]) for head, table in logits.items()}
 
-    drawn = torch.stack(FactoredDistribution(logits, many).sample(torch.Generator().manual_seed(0)), 1).tolist()
+    drawn = torch.stack(FactoredDistribution(tables, many).sample(torch.Generator().manual_seed(0)), 1).tolist()
 
-    legal = legal_actions(masks, 0)
-    one = FactoredDistribution(random_logits(1, seed=2), masks)
-    probabilities = log_probs(one, 0, legal).double().exp()
-    assert {tuple(action) for action in drawn} <= set(legal)
-    for action, p in zip(legal, probabilities.tolist(), strict=True):
-        deviation = math.sqrt(p * (1 - p) / draws)
-        assert abs(drawn.count(list(action)) / draws - p) <= 5 * deviation, action
+    expected = probabilities(logits, masks, 0)
+    counts = dict.fromkeys(expected, 0)
+    for action in drawn:
+        counts[tuple(action)] += 1  # raises if it is not legal
+    for action, p in expected.items():
+        assert abs(counts[action] / draws - p) <= 5 * math.sqrt(p * (1 - p) / draws), action
 
 
 def test_draws_are_reproducible_and_keep_the_shape() -> None:
-    logits = Logits(*(part.view(2, 6, *part.shape[1:]) for part in random_logits(12, seed=0)))
+    logits = {head: table.view(2, 6, *table.shape[1:]) for head, table in random_logits(12, seed=0).items()}
     masks = Masks(*(mask.view(2, 6, *mask.shape[1:]) for mask in random_masks(12, seed=0)))
     distribution = FactoredDistribution(logits, masks)
 
@@ -105,70 +188,120 @@ def test_draws_are_reproducible_and_keep_the_shape() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_by_default_the_four_heads_draw_in_turn_and_the_others_draw_nothing() -> None:
+    rows = torch.arange(50)
+    masks, logits = random_masks(50, seed=3, sizes=DEFAULT), random_logits(50, seed=3, sizes=DEFAULT)
+    generator, by_hand = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+
+    def draw(table: Tensor, possible: Tensor) -> Tensor:
+        chances = table.masked_fill(~possible, -math.inf).softmax(-1).nan_to_num(1.0)  # nowhere to go: anywhere
+        return torch.multinomial(chances, 1, generator=by_hand)[:, 0]
+
+    action = FactoredDistribution(logits, masks).sample(generator)
+
+    op = draw(logits["op"][:, 0], masks.op)
+    slot = draw(logits["slot"][rows, op], masks.slot[rows, op])
+    blueprint = draw(logits["blueprint"][rows, slot], masks.blueprint[rows, slot])
+    tempo = draw(logits["tempo"][rows, slot], torch.ones(50, TEMPOS, dtype=torch.bool))
+    grows = op == Op.GERMINATE
+    assert torch.equal(action.op, op)
+    assert torch.equal(action.slot, slot * (op != Op.WAIT))
+    assert torch.equal(action.blueprint, blueprint * grows) and torch.equal(action.tempo, tempo * grows)
+    assert not any(getattr(action, head).any() for head in ("style", "target", "speed", "curve"))
+    assert torch.equal(generator.get_state(), by_hand.get_state())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mode_is_legal_and_the_likeliest_choice_at_every_turn(seed: int) -> None:
     masks = random_masks(8, seed)
     logits = random_logits(8, seed, spread=3.0)
     mode = FactoredDistribution(logits, masks).mode()
 
+    def best(table: Tensor, possible: Tensor | None = None) -> int:
+        return max(true(possible) if possible is not None else range(len(table)), key=lambda i: table[i].item())
+
     for row, action in enumerate(zip(*(head.tolist() for head in mode), strict=True)):
+        t = {head: table[row] for head, table in logits.items()}
+        slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+        op = best(t["op"][0], slot.any(1))
+        k = best(t["slot"][op], slot[op])
+        change = {}
+        if op in (Op.CULL, Op.SET_ALPHA):
+            change["speed"] = best(t["speed"][op * SLOTS + k], speed[op, k])
+            change["curve"] = best(t["curve"][change["speed"]], curve[change["speed"]])
+        expected = {
+            Op.WAIT: WAIT,
+            Op.GERMINATE: germinate(k, best(t["blueprint"][k], blueprint[k]), best(t["tempo"][k]), best(t["style"][k])),
+            Op.CULL: decide(Op.CULL, slot=k, **change),
+            Op.FOSSILIZE: fossilize(k),
+            Op.ADVANCE: advance(k),
+            Op.SET_ALPHA: decide(Op.SET_ALPHA, slot=k, target=best(t["target"][k], target[k]), **change),
+        }
+        assert action == expected[Op(op)]
         assert action in legal_actions(masks, row)
-        op, slot, blueprint, tempo = action
-        possible = [float(logits.op[row, o]) if masks.slot[row, o].any() else -math.inf for o in Op]
-        assert op == possible.index(max(possible))
-        if op != Op.WAIT:
-            among = logits.slot[row, op][masks.slot[row, op]]
-            assert logits.slot[row, op, slot] == among.max()
-        if op == Op.GERMINATE:
-            among = logits.blueprint[row, slot][masks.blueprint[row, slot]]
-            assert logits.blueprint[row, slot, blueprint] == among.max()
-            assert logits.tempo[row, slot, tempo] == logits.tempo[row, slot].max()
 
 
-Probabilities = dict[tuple[int, ...], float]
-"""Of every legal action (op, slot, blueprint, tempo) in one environment."""
+GIVEN: dict[str, tuple[str, ...]] = dict.fromkeys(HEADS, ("op", "slot")) | {
+    "op": (),
+    "slot": ("op",),
+    "curve": ("op", "slot", "speed"),
+}
+"""What a head's choice may depend on."""
 
 
-def likelihood(of: Probabilities, prefix: tuple[int, ...]) -> float:
-    """That an action begins with `prefix`."""
-    return sum(p for action, p in of.items() if action[: len(prefix)] == prefix)
+def conditional(of: dict[Row, float], head: str) -> list[tuple[float, dict[int, float]]]:
+    """A head's distribution in each situation that calls for it, with how likely the situation is."""
+    situations: dict[tuple[int, ...], dict[int, float]] = {}
+    for row, p in of.items():
+        action = dict(zip(HEADS, row, strict=True))
+        if action["op"] in CALLED_FOR[head]:
+            choices = situations.setdefault(tuple(action[name] for name in GIVEN[head]), {})
+            choices[action[head]] = choices.get(action[head], 0.0) + p
+    totals = [sum(choices.values()) for choices in situations.values()]
+    return [
+        (total, {choice: p / total for choice, p in choices.items()})
+        for total, choices in zip(totals, situations.values(), strict=True)
+    ]
 
 
-def evenness(of: Probabilities, prefix: tuple[int, ...], head: str) -> float:
-    """Entropy of a head's choices after `prefix`, over the greatest that so many choices can have."""
-    choices: dict[int, float] = {}
-    for action, p in of.items():
-        if action[: len(prefix)] == prefix:
-            choice = action[HEADS.index(head)]
-            choices[choice] = choices.get(choice, 0.0) + p / likelihood(of, prefix)
+def evenness(choices: dict[int, float]) -> float:
+    """Entropy over the greatest that so many choices can have."""
     if len(choices) == 1:
         return 0.0
     return -sum(p * math.log(p) for p in choices.values()) / math.log(len(choices))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(seed: int) -> None:
-    masks = random_masks(5, seed)
-    distribution = FactoredDistribution(random_logits(5, seed), masks)
+@several
+@pytest.mark.parametrize("seed", range(3))
+def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(sizes: Sizes, seed: int) -> None:
+    masks, logits = random_masks(5, seed, sizes), random_logits(5, seed, sizes)
+    distribution = FactoredDistribution(logits, masks)
     entropy, share = distribution.entropy()
 
+    assert distribution.heads == tuple(head for head in HEADS if head in logits)
     for row in range(5):
-        actions = legal_actions(masks, row)
-        of: Probabilities = dict(
-            zip(actions, log_probs(distribution, row, actions).double().exp().tolist(), strict=True)
-        )
-        before = {
-            "op": [()],
-            "slot": [(op,) for op in {action[0] for action in actions} - {Op.WAIT}],
-            "blueprint": list({action[:2] for action in actions if action[0] == Op.GERMINATE}),
-        }
-        before["tempo"] = before["blueprint"]
-        for h, head in enumerate(HEADS):
-            matters = sum(likelihood(of, prefix) for prefix in before[head])
-            assert share[row, h].item() == pytest.approx(matters, abs=1e-5)
-            if before[head]:
-                mean = sum(likelihood(of, prefix) * evenness(of, prefix, head) for prefix in before[head]) / matters
-                assert entropy[row, h].item() == pytest.approx(mean, abs=1e-4)
+        of = probabilities(logits, masks, row, sizes)
+        for h, head in enumerate(distribution.heads):
+            situations = conditional(of, head)
+            if head == "curve":  # at once there is none to choose
+                situations = [(total, choices) for total, choices in situations if len(choices) > 1]
+            matters = sum(total for total, _ in situations)
+            assert share[row, h].item() == pytest.approx(matters, abs=1e-5), head
+            if situations:
+                mean = sum(total * evenness(choices) for total, choices in situations) / matters
+                assert entropy[row, h].item() == pytest.approx(mean, abs=1e-4), head
+
+
+def test_curves_without_speeds_are_no_trouble() -> None:
+    actions = ActionConfig(set_alpha=True, speeds=[0], curves=["linear", "cosine"])
+    sizes = actions.space(["block1", "block2"], ["norm", "conv_light"]).sizes
+    logits = random_logits(2, seed=0, sizes=sizes)
+
+    distribution = FactoredDistribution(logits, random_masks(2, seed=0, sizes=sizes))
+    entropy, _ = distribution.entropy()
+
+    assert "curve" not in distribution.heads
+    assert entropy.isfinite().all()
 
 
 def test_entropy_is_0_with_one_choice_and_1_where_all_are_alike() -> None:
@@ -183,7 +316,7 @@ def test_entropy_is_0_with_one_choice_and_1_where_all_are_alike() -> None:
 def test_where_only_waiting_is_possible_there_is_nothing_to_decide() -> None:
     masks = random_masks(2, seed=0)
     masks.slot[:, 1:] = False
-    logits = Logits(*(part.requires_grad_() for part in random_logits(2, seed=0)))
+    logits = {head: table.requires_grad_() for head, table in random_logits(2, seed=0).items()}
     distribution = FactoredDistribution(logits, masks)
 
     action = distribution.sample(torch.Generator().manual_seed(0))
@@ -195,24 +328,70 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide() -> None:
     assert not (entropy * share).any()
     # And no gradient, not even one that is not a number.
     (distribution.log_prob(action).sum() + (entropy * share).sum()).backward()
-    assert all(not part.grad.any() for part in logits)
+    assert all(not table.grad.any() for table in logits.values())
 
 
-def test_untrained_heads_find_every_choice_about_as_likely() -> None:
+@pytest.mark.parametrize("change", [cull(1), set_alpha(1, target=2)], ids=["cull", "set alpha"])
+def test_a_change_at_once_has_one_curve_and_learns_nothing_of_it(change: Row) -> None:
+    masks = random_masks(1, seed=4)
+    masks.slot[:] = True
+    masks.target[:] = True
+    masks.speed[:] = torch.arange(SPEEDS) == 0  # at once or not at all
+    straight = random_logits(1, seed=4)
+    bent = straight | {"curve": straight["curve"] + torch.tensor([-20.0, 20.0])}
+    straight["curve"].requires_grad_()
+
+    ours, theirs = FactoredDistribution(straight, masks), FactoredDistribution(bent, masks)
+
+    assert torch.equal(ours.log_prob(act(change)), theirs.log_prob(act(change)))
+    assert all(torch.equal(a, b) for a, b in zip(ours.entropy(), theirs.entropy(), strict=True))
+    assert ours.entropy()[0][0, HEADS.index("curve")] == 0
+    entropy, matters = ours.entropy()
+    (ours.log_prob(act(change)).sum() + (entropy * matters).sum()).backward()
+    assert not straight["curve"].grad.any()
+
+
+def parameters_by_head(sizes: Sizes) -> dict[str, int]:
+    heads = Heads(16, sizes)
+    return {head: sum(p.numel() for p in table.parameters()) for head, table in heads.tables.items()}
+
+
+@pytest.mark.parametrize("head", ["style", "target", "speed", "curve"])
+def test_a_head_with_one_choice_is_not_there(head: str) -> None:
+    whole, without = parameters_by_head(ALL), parameters_by_head(ALL | {head: 1})
+
+    assert set(whole) == set(HEADS)
+    assert set(without) == set(HEADS) - {head}
+    if head != "speed":  # the others are as they were; a curve depends on the speed
+        assert without == {name: number for name, number in whole.items() if name != head}
+
+
+def test_the_default_policy_has_four_heads() -> None:
+    space = ActionConfig().space(["block1", "block2"], ["norm", "conv_light"])
+
+    assert list(parameters_by_head(space.sizes)) == ["op", "slot", "blueprint", "tempo"]
+    # What grows where and how fast is always asked, even where there is one answer.
+    one = ActionConfig(tempos={"FAST": 2}).space(["block1"], ["norm"])
+    assert list(parameters_by_head(one.sizes)) == ["op", "slot", "blueprint", "tempo"]
+
+
+@several
+def test_untrained_heads_find_every_choice_about_as_likely(sizes: Sizes) -> None:
     torch.manual_seed(0)
-    heads = Heads(16, SLOTS, BLUEPRINTS, TEMPOS)
-    logits = heads(torch.randn(9, 16))
+    logits = Heads(16, sizes)(torch.randn(9, 16))
+    contexts = {"op": 1, "slot": sizes["op"], "speed": sizes["op"] * SLOTS, "curve": SPEEDS}
 
-    assert [tuple(part.shape) for part in logits] == [(9, 4), (9, 4, SLOTS), (9, SLOTS, BLUEPRINTS), (9, SLOTS, TEMPOS)]
-    assert all(part.abs().max() < 0.1 for part in logits)
-    # But the choices of a head depend on their context from the start.
-    assert not torch.equal(logits.blueprint[:, 0], logits.blueprint[:, 1])
+    for head, table in logits.items():
+        assert table.shape == (9, contexts.get(head, SLOTS), sizes[head])
+        assert table.abs().max() < 0.1
+        # But the choices of a head depend on their context from the start.
+        assert head == "op" or not torch.equal(table[:, 0], table[:, 1])
 
 
 def test_logits_in_half_precision_make_a_sound_distribution() -> None:
     masks = random_masks(3, seed=5)
-    half = Logits(*(part.half() for part in random_logits(3, seed=5)))
-    distribution = FactoredDistribution(half, masks)
+    half = {head: table.half() for head, table in random_logits(3, seed=5).items()}
 
     for row in range(3):
-        assert log_probs(distribution, row, legal_actions(masks, row)).exp().sum().item() == pytest.approx(1, abs=1e-5)
+        assert sum(probabilities(half, masks, row).values()) == pytest.approx(1.0, abs=1e-5)
+        assert isinstance(FactoredDistribution(half, masks).mode(), Action)

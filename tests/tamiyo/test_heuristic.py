@@ -5,14 +5,14 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-import torch
 
-from esper_lightning.envs import Action, ActionConfig, HostPool, Op
+from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.heuristic import Heuristic, HeuristicConfig, worth_keeping
+from tests.conftest import FREE
+from tests.decisions import WAIT, act, fossilize, germinate
 
-WAIT = (Op.WAIT, 0, 0, 0)
 FLAT = [0.5] * 9  # validation accuracy of a host on a plateau
 STABLE = [2.0] * 9  # and its loss
 
@@ -55,10 +55,10 @@ def decision(rule: Heuristic, pool: HostPool) -> tuple[int, ...]:
 
 
 def take(pool: HostPool, row: tuple[int, ...]) -> None:
-    pool.step(Action(*torch.tensor([row]).unbind(1)))
+    pool.step(act(row))
 
 
-def germinate(rule: Heuristic, pool: HostPool, slot: int = 0) -> tuple[int, ...]:
+def grown(rule: Heuristic, pool: HostPool, slot: int = 0) -> tuple[int, ...]:
     """Lets the rule germinate on a plateau, and lives on until the seed is on probation."""
     tell(pool, FLAT)
     row = decision(rule, pool)
@@ -73,7 +73,7 @@ def germinate(rule: Heuristic, pool: HostPool, slot: int = 0) -> tuple[int, ...]
 def test_it_germinates_on_a_plateau_of_a_stable_host(pool: HostPool) -> None:
     tell(pool, FLAT)
 
-    assert decision(started(pool), pool) == (Op.GERMINATE, 0, 0, 0)
+    assert decision(started(pool), pool) == germinate(0)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_new_episode_forgets_the_last_one(pool: HostPool) -> None:
 @pytest.mark.parametrize(("contribution", "op"), [(0.99, Op.WAIT), (1.0, Op.FOSSILIZE), (7.0, Op.FOSSILIZE)])
 def test_it_fossilizes_at_the_gates_threshold(pool: HostPool, contribution: float, op: Op) -> None:
     rule = started(pool)
-    germinate(rule, pool)
+    grown(rule, pool)
     tell(pool, FLAT, contribution=contribution)
 
     assert decision(rule, pool)[:2] == (op, 0)
@@ -139,10 +139,10 @@ def test_blueprints_take_turns(pool: HostPool) -> None:
     rule = started(pool)
     met = []
     for slot in range(3):
-        met.append(germinate(rule, pool, slot)[2])
+        met.append(grown(rule, pool, slot)[2])
         tell(pool, FLAT, slot=slot, contribution=2.0)
-        assert decision(rule, pool) == (Op.FOSSILIZE, slot, 0, 0)
-        take(pool, (Op.FOSSILIZE, slot, 0, 0))
+        assert decision(rule, pool) == fossilize(slot)
+        take(pool, fossilize(slot))
 
     assert met == [0, 1, 2]
     tell(pool, FLAT)
@@ -164,7 +164,7 @@ def test_it_culls_a_seed_that_does_harm(
     pool: HostPool, accuracy: float, ticks: int, contribution: float, op: Op, why: str
 ) -> None:
     rule = started(pool)
-    germinate(rule, pool)
+    grown(rule, pool)
     tell(pool, [*FLAT, accuracy], [2.0] * 10, ticks=ticks, contribution=contribution)
 
     assert decision(rule, pool)[:2] == (op, 0), why
@@ -172,7 +172,7 @@ def test_it_culls_a_seed_that_does_harm(
 
 def test_a_blueprint_that_was_culled_is_skipped_until_its_penalty_has_faded(pool: HostPool) -> None:
     rule = started(pool, max_penalty=0.6)
-    germinate(rule, pool)
+    grown(rule, pool)
     tell(pool, [*FLAT, 0.4], [2.0] * 10, ticks=9)
     take(pool, decision(rule, pool))
     assert pool.envs[0].slots[0].stage is not Stage.PROBATIONARY
@@ -197,6 +197,23 @@ def test_whole_episodes_hold_only_legal_actions(make_pool: Callable[..., HostPoo
             several.step(action)  # raises if it is not legal
 
     assert {Op.WAIT, Op.GERMINATE} <= ops and len(ops) > 2
+
+
+def test_it_advances_seeds_that_do_nothing_by_themselves(make_pool: Callable[..., HostPool]) -> None:
+    free = make_pool(2, **FREE | {"horizon": 16})
+    rule = Heuristic(HeuristicConfig(stable_loss=1.0, plateau_points=100.0, min_age=1))  # eager
+    free.reset([1, 2])
+    rule.reset(free)
+    ops, stages = set(), set()
+    for _ in range(free.config.horizon):
+        action = rule.act(free)
+        free.step(action)  # raises if it is not legal
+        ops |= set(action.op.tolist())
+        stages |= {slot.stage for env in free.envs for slot in env.slots}
+
+    assert {Op.GERMINATE, Op.ADVANCE} <= ops
+    assert {Stage.BLENDING, Stage.PROBATIONARY} <= stages
+    assert Op.SET_ALPHA not in ops, "a rule for which alpha only rises"
 
 
 @pytest.mark.parametrize("settings", [{"plateau_ticks": 0}, {"stable_ticks": -1}])

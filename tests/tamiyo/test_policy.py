@@ -4,16 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_lightning.envs import Masks, Observation, Op
+from esper_lightning.envs import HEADS, Masks, Observation, Op
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, RecurrentState
 
-TICKS, ENVS, FEATURES, SLOTS, BLUEPRINTS, TEMPOS, WIDTH = 7, 3, 11, 2, 3, 2, 16
+TICKS, ENVS, FEATURES, WIDTH = 7, 3, 11, 16
+OPS, SLOTS, BLUEPRINTS, TARGETS, SPEEDS, CURVES = len(Op), 2, 3, 2, 3, 2
+SIZES = dict(zip(HEADS, (OPS, SLOTS, BLUEPRINTS, 2, 2, TARGETS, SPEEDS, CURVES), strict=True))
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     torch.manual_seed(0)
-    made = Policy(FEATURES, SLOTS, BLUEPRINTS, TEMPOS, PolicyConfig(width=WIDTH))
+    made = Policy(FEATURES, SIZES, PolicyConfig(width=WIDTH))
     with torch.no_grad():
         for parameter in made.parameters():  # not the careful start: anything
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -24,9 +26,10 @@ def sequence(seed: int) -> tuple[Observation, Masks, RecurrentState]:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(TICKS, ENVS, FEATURES, generator=generator)
     seeds = torch.randint(BLUEPRINTS + 1, (TICKS, ENVS, SLOTS), generator=generator)
-    slot = torch.rand(TICKS, ENVS, len(Op), SLOTS, generator=generator) < 0.5
+    slot = torch.rand(TICKS, ENVS, OPS, SLOTS, generator=generator) < 0.5
     slot[:, :, Op.WAIT] = True
-    masks = Masks(slot, torch.ones(TICKS, ENVS, SLOTS, BLUEPRINTS, dtype=torch.bool))
+    shapes = (SLOTS, BLUEPRINTS), (SLOTS, TARGETS), (OPS, SLOTS, SPEEDS), (SPEEDS, CURVES)
+    masks = Masks(slot, *(torch.ones(TICKS, ENVS, *shape, dtype=torch.bool) for shape in shapes))
     state = RecurrentState(*torch.randn(2, ENVS, WIDTH, generator=generator).unbind())
     return Observation(features, seeds), masks, state
 
@@ -39,7 +42,7 @@ def in_single_steps(
     for t in range(TICKS):
         now = Observation(*(part[t] for part in observation)), state, Masks(*(part[t] for part in masks)), starts[t]
         distribution, value, state = policy.step(*now)
-        ops.append(distribution.log_probs.op)
+        ops.append(distribution.log_probs["op"])
         values.append(value)
     return torch.stack(ops), torch.stack(values), state
 
@@ -53,7 +56,7 @@ def test_a_whole_sequence_is_as_many_single_steps(policy: Policy, seed: int, res
         distribution, values, last = policy(observation, state, masks, starts)
         ops, stepwise, last_stepwise = in_single_steps(policy, observation, masks, state, starts)
 
-    torch.testing.assert_close(distribution.log_probs.op, ops, rtol=0, atol=1e-5)
+    torch.testing.assert_close(distribution.log_probs["op"], ops, rtol=0, atol=1e-5)
     torch.testing.assert_close(values, stepwise, rtol=0, atol=1e-5)
     torch.testing.assert_close(tuple(last), tuple(last_stepwise), rtol=0, atol=1e-5)
 
@@ -138,7 +141,7 @@ def test_which_blueprint_grows_is_seen(policy: Policy) -> None:
 
 def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient() -> None:
     torch.manual_seed(1)
-    fresh = Policy(FEATURES, SLOTS, BLUEPRINTS, TEMPOS, PolicyConfig(width=WIDTH))
+    fresh = Policy(FEATURES, SIZES, PolicyConfig(width=WIDTH))
     observation, masks, _ = sequence(6)
     everything = masks._replace(slot=torch.ones_like(masks.slot))
     starts = torch.zeros(TICKS, ENVS, dtype=torch.bool)

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.growth.counterfactual import forward_variants
-from esper_lightning.growth.gradients import gradient_stats
-from esper_lightning.growth.optimizer import HOST_GROUP
+from esper_lightning.growth.counterfactual import Variant, forward_variants
 from esper_lightning.tasks import Split, Task
 
 
@@ -39,50 +37,48 @@ class LoopExecutor:
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """One host epoch of every environment.
 
-        Returns [N, 4 + 2K]: mean loss, mean accuracy, then norm and health of the last batch's gradient, of the host
-        and of each slot's seed (0 and 1 for an empty slot).
+        Returns [N, 2 + 4·(1 + K)]: mean loss, mean accuracy, then the GradientStats of the last batch, before
+        clipping, of the host and of each slot's seed.
         """
         with convolutions(self.onednn):
             return torch.stack([self._train(env, data) for env in envs])
 
-    def _train(self, env: HostEnv, data: Split) -> Tensor:  # [4 + 2K]
+    def _train(self, env: HostEnv, data: Split) -> Tensor:  # [2 + 4·(1 + K)]
         env.network.train()
-        limit = env.training.max_grad_norm
+        limit, parts = env.training.max_grad_norm, env.training.micro_batches
         batches = env.draw_batches(data.samples)
         totals = torch.zeros(2, device=data.inputs.device)
         for last, indices in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
-            outputs = env.network(data.inputs[indices])
-            measures = self.task.measure(outputs, data.targets[indices])
-            loss = measures.loss.mean()
             env.optimizer.zero_grad()
-            loss.backward()
+            for part in indices.chunk(parts):
+                measures = self.task.measure(env.network(data.inputs[part]), data.targets[part])
+                loss = measures.loss.mean() / parts
+                loss.backward()
+                with torch.no_grad():
+                    totals += torch.stack([loss, measures.correct.mean() / parts])
             if last == 0:
-                gradients = self._gradients(env)
+                gradients = env.growing.gradient_tensors().flatten()
             if limit is not None:
                 for group in env.optimizer.param_groups:
                     nn.utils.clip_grad_norm_(group["params"], limit)
             env.optimizer.step()
-            with torch.no_grad():
-                totals += torch.stack([loss, measures.correct.mean()])
         return torch.cat([totals / len(batches), gradients])
-
-    @staticmethod
-    def _gradients(env: HostEnv) -> Tensor:  # [2 + 2K], before clipping
-        groups = {group["name"]: group["params"] for group in env.optimizer.param_groups}
-        host = gradient_stats(groups[HOST_GROUP])
-        absent = torch.tensor([0.0, 1.0], device=host.device, dtype=host.dtype)
-        seeds = [gradient_stats(groups[slot.name]) if slot.name in groups else absent for slot in env.slots]
-        return torch.cat([host, *seeds])
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Loss and accuracy [N, 2, V] on `data` of every environment's variants (see HostEnv.variants)."""
         with convolutions(self.onednn):
-            return torch.stack([self._validate(env, data) for env in envs])
+            return torch.stack([self._measure(env, data, env.variants()) for env in envs])
 
-    def _validate(self, env: HostEnv, data: Split) -> Tensor:  # [2, V]
+    @torch.inference_mode()
+    def measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:
+        """Loss and accuracy [2, V] on `data` of one environment with each of these combinations of seeds."""
+        with convolutions(self.onednn):
+            return self._measure(env, data, variants)
+
+    def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
         env.network.eval()
-        outputs, places = forward_variants(env.network, env.variants(), data.inputs)
+        outputs, places = forward_variants(env.network, variants, data.inputs)
         distinct = max(places) + 1
         targets = data.targets.repeat(distinct, *[1] * (data.targets.ndim - 1))
         measures = self.task.measure(outputs, targets)

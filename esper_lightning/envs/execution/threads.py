@@ -36,7 +36,7 @@ class ThreadsExecutor(LoopExecutor):
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         def work(env: HostEnv) -> Tensor:
             with torch.inference_mode():  # holds for one thread
-                return self._validate(env, data)
+                return self._measure(env, data, env.variants())
 
         with convolutions(self.onednn):
             return torch.stack(list(self.workers.map(work, envs)))

@@ -7,26 +7,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostTraining
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import WaitOnly
-
-WAIT = (Op.WAIT, 0, 0, 0)
-
-
-def act(*rows: tuple[int, int, int, int]) -> Action:
-    return Action(*torch.tensor(rows).unbind(1))
+from tests.decisions import WAIT, act, fossilize, germinate
 
 
 def grown_pool(make_pool: Callable[..., HostPool]) -> HostPool:
     """One environment with a fossil, a probationary seed and a seed that still blends."""
     pool = make_pool(1, horizon=20)
     pool.reset([4])
-    for row in [(Op.GERMINATE, 0, 1, 0), (Op.GERMINATE, 2, 2, 0), WAIT, (Op.FOSSILIZE, 0, 0, 0)]:
+    for row in [germinate(0, 1), germinate(2, 2), WAIT, fossilize(0)]:
         pool.step(act(row))
-    pool.step(act((Op.GERMINATE, 1, 0, 1)))
+    pool.step(act(germinate(1, tempo=1)))
     pool.step(act(WAIT))
     assert [slot.stage for slot in pool.envs[0].slots] == [Stage.FOSSILIZED, Stage.BLENDING, Stage.PROBATIONARY]
     return pool
@@ -48,15 +43,16 @@ def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., Host
         optimizer.step()
         losses.append(loss.item())
         hits.append((outputs.argmax(1) == targets[indices]).float().mean().item())
-    norm = torch.cat([p.grad.flatten() for p in network.parameters()]).norm().item()
+    gradient = torch.cat([p.grad.flatten() for p in network.parameters()])
 
     env.generator.set_state(generator)
     row = pool.executor.train_epoch([env], pool.data.train)[0].tolist()
 
     for ours, theirs in zip(env.network.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert row[:4] == pytest.approx([sum(losses) / 3, sum(hits) / 3, norm, 1.0], rel=1e-4)
-    assert row[4:] == [0.0, 1.0] * 3  # of empty slots
+    norm, rms = gradient.norm().item(), gradient.square().mean().sqrt().item()
+    assert row[:6] == pytest.approx([sum(losses) / 3, sum(hits) / 3, norm, rms, 0.0, 0.0], rel=1e-4)
+    assert row[6:] == [0.0] * 4 * 3  # of empty slots
 
 
 def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool: Callable[..., HostPool]) -> None:

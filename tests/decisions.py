@@ -1,0 +1,45 @@
+"""What a host is told to do in tests: per environment a tuple with a number for each head."""
+
+from collections.abc import Sequence
+
+import torch
+
+from esper_lightning.envs import HEADS, Action, Op
+from esper_lightning.envs.actions import to_action
+
+CPU = torch.device("cpu")
+
+Row = tuple[int, ...]
+
+
+def decide(op: Op, **choices: int) -> Row:
+    """Heads that are not named choose 0."""
+    return tuple(int(op) if head == "op" else choices.pop(head, 0) for head in HEADS)
+
+
+WAIT = decide(Op.WAIT)
+
+
+def germinate(slot: int, blueprint: int = 0, tempo: int = 0, style: int = 0) -> Row:
+    return decide(Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=tempo, style=style)
+
+
+def cull(slot: int, speed: int = 0, curve: int = 0) -> Row:
+    return decide(Op.CULL, slot=slot, speed=speed, curve=curve)
+
+
+def fossilize(slot: int) -> Row:
+    return decide(Op.FOSSILIZE, slot=slot)
+
+
+def advance(slot: int) -> Row:
+    return decide(Op.ADVANCE, slot=slot)
+
+
+def set_alpha(slot: int, target: int, speed: int = 0, curve: int = 0) -> Row:
+    return decide(Op.SET_ALPHA, slot=slot, target=target, speed=speed, curve=curve)
+
+
+def act(*rows: Sequence[int]) -> Action:
+    """The same, one row per environment, as a pool takes it."""
+    return to_action(rows, CPU)

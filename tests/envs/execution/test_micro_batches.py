@@ -1,0 +1,108 @@
+"""A minibatch that goes through the host in parts teaches what the whole one teaches."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.hosts import MLP
+from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, germinate
+
+MakePool = Callable[..., HostPool]
+
+SEEDS = ActionConfig(blueprints=["mlp_small", "lora"], tempos={"FAST": 2})
+
+
+def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """Without BatchNorm: every sample for itself."""
+    return MLP(input_shape, outputs, width=12, layers=2)
+
+
+def blended_pool(make_pool: MakePool, parts: int, limit: float | None = 0.5, optimizer: str = "adam") -> HostPool:
+    """A host with a seed that blends and one that only learns."""
+    training = HostTraining(batches=3, micro_batches=parts, max_grad_norm=limit, optimizer=optimizer)
+    pool = make_pool(1, host=mlp, actions=SEEDS, training=training)
+    pool.reset([4])
+    for row in (germinate(0), WAIT, germinate(1, 1)):
+        pool.step(act(row))
+    return pool
+
+
+def weights(pool: HostPool) -> list[Tensor]:
+    return [value.clone() for value in pool.envs[0].network.state_dict().values()]
+
+
+@pytest.mark.parametrize("limit", [0.05, None])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("parts", [2, 4, 32])
+def test_parts_of_a_batch_add_up_to_the_batch(
+    make_pool: MakePool, parts: int, optimizer: str, limit: float | None
+) -> None:
+    whole = blended_pool(make_pool, 1, limit, optimizer)
+    split = blended_pool(make_pool, parts, limit, optimizer)
+    split.load_state_dict(whole.state_dict())
+    rows = []
+    for pool in (whole, split):
+        pool.envs[0].network.double()
+        for state in pool.envs[0].optimizer.state.values():
+            state.update({name: value.double() for name, value in state.items() if name != "step"})
+        data = Split(pool.data.train.inputs.double(), pool.data.train.targets)
+        before = weights(pool)
+        rows.append(pool.executor.train_epoch(pool.envs, data))
+
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-6, atol=1e-7)  # statistics are collected in float32
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-10, atol=1e-12)
+    assert not any(torch.equal(now, then) for now, then in zip(weights(whole)[:4], before[:4], strict=True))
+
+
+def test_a_batch_in_one_part_is_a_plain_training_loop_bit_for_bit(make_pool: MakePool) -> None:
+    pool = blended_pool(make_pool, 1, limit=0.5)
+    env, (inputs, targets) = pool.envs[0], pool.data.train
+    generator = env.generator.get_state()
+    network, optimizer = deepcopy((env.network, env.optimizer))
+    network.train()
+    losses, hits = torch.zeros(()), torch.zeros(())
+    for indices in env.draw_batches(pool.data.train.samples):
+        optimizer.zero_grad()
+        outputs = network(inputs[indices])
+        loss = F.cross_entropy(outputs, targets[indices], reduction="none").mean()
+        loss.backward()
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.5)
+        optimizer.step()
+        losses += loss.detach()
+        hits += (outputs.argmax(1) == targets[indices]).float().mean()
+    env.generator.set_state(generator)
+
+    row = pool.executor.train_epoch([env], pool.data.train)[0]
+
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(weights(pool), network.state_dict().values(), strict=True)
+    )
+    assert torch.equal(row[:2], torch.stack([losses, hits]) / 3)
+
+
+def test_the_host_never_sees_more_than_a_part(make_pool: MakePool) -> None:
+    pool = make_pool(1, training=HostTraining(batch_size=12, batches=2, micro_batches=4))
+    rows: list[int] = []
+    pool.envs[0].network.register_forward_pre_hook(lambda network, inputs: rows.append(len(inputs[0])))
+
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+
+    assert rows == [3] * 8
+
+
+def test_parts_must_be_of_equal_size() -> None:
+    HostTraining(batch_size=12, micro_batches=4)
+    with pytest.raises(ValueError, match=r"training\.micro_batches must divide batch_size, 5 does not divide 12"):
+        HostTraining(batch_size=12, micro_batches=5)
+    with pytest.raises(ValueError, match=r"training\.micro_batches must be positive, got 0"):
+        HostTraining(micro_batches=0)
+    with pytest.raises(ValueError, match=r"training\.micro_batches must divide batch_size"):
+        HostTraining(batch_size=4, micro_batches=8)
