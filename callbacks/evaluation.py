@@ -6,7 +6,8 @@ from lightning import Callback, Trainer
 from rich.console import Console
 
 from esper_lightning.evaluation.compare import Outcome, play
-from esper_lightning.evaluation.report import table, write
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, credit_seeds
+from esper_lightning.evaluation.report import seed_table, table, write, write_seeds
 from esper_lightning.module import TamiyoModule
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
@@ -21,6 +22,7 @@ class Evaluation(Callback):
         hosts: Number of hosts; their test images are never used for rewards. 0: no evaluation.
         seed: Decides which hosts. The same number gives the same hosts in every run.
         heuristic: Settings of the hand-written rule.
+        credit: Whether and how closely the seeds that Tamiyo kept are looked at.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Evaluation(Callback):
         hosts: int = 64,
         seed: int = 0,
         heuristic: HeuristicConfig = HeuristicConfig(),
+        credit: CreditConfig = CreditConfig(),
     ) -> None:
         if hosts < 0 or hosts == 1:
             raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
@@ -35,22 +38,29 @@ class Evaluation(Callback):
             raise ValueError(f"evaluation.seed must not be negative, got {seed}")
         self.hosts = hosts
         self.seed = seed
+        if credit.hosts > hosts:
+            raise ValueError(f"evaluation.credit.hosts is {credit.hosts}, more than the {hosts} that are evaluated")
         self.heuristic = heuristic
+        self.credit = credit
         self.outcomes: list[Outcome] = []
+        self.seeds: list[SeedCredit] = []
 
     def on_fit_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         if self.hosts == 0:
             return
         pool = trainer.datamodule.make_pool(self.hosts, pl_module.loop.pool.device)
         seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
-        controllers: dict[str, Controller] = {
-            "tamiyo": pl_module.controller(),
+        rules: dict[str, Controller] = {
             "random": RandomValid(self.seed),
             "wait": WaitOnly(),
             "heuristic": Heuristic(self.heuristic),
         }
         try:
-            self.outcomes = [play(pool, name, controller, seeds) for name, controller in controllers.items()]
+            self.outcomes = [play(pool, "tamiyo", pl_module.controller(), seeds)]
+            if self.credit.hosts:
+                pairs_pool = trainer.datamodule.make_pool(2 * self.credit.repetitions, pool.device)
+                self.seeds = credit_seeds(pool, pairs_pool, self.credit)
+            self.outcomes += [play(pool, name, controller, seeds) for name, controller in rules.items()]
         except KeyboardInterrupt:
             print("trained, but not compared; for the table resume from the run's latest.ckpt", flush=True)
             raise SystemExit(130) from None
@@ -59,4 +69,7 @@ class Evaluation(Callback):
             write(self.outcomes, folder)
             console = Console()
             console.print(table(self.outcomes))
+            if self.credit.hosts:
+                write_seeds(self.seeds, folder)
+                console.print(seed_table(self.seeds, self.credit))
             console.print(f"written to {folder / 'evaluation.csv'}", soft_wrap=True)

@@ -36,7 +36,7 @@ def play(pool: HostPool, name: str, controller: Controller, seeds: Sequence[int]
     controller.reset(pool)
     for _ in range(pool.config.horizon):
         pool.step(controller.act(pool))
-    accuracy, parameters = pool.test()
+    accuracy, parameters = pool.test(), pool.parameters
     worth = objective(accuracy, parameters, pool.host_parameters, pool.config.objective)
     return Outcome(name, accuracy.double().numpy(), parameters.numpy(), worth.double().numpy())
 

@@ -5,9 +5,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.table import Table
 
 from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 
 COLUMNS = ("accuracy", "parameters", "objective")
 
@@ -48,3 +50,35 @@ def write(outcomes: Sequence[Outcome], folder: Path) -> None:
             writer.writerow([outcome.controller, len(outcome.objective), *numbers])
     hosts = {o.controller: {column: getattr(o, column).tolist() for column in COLUMNS} for o in outcomes}
     (folder / "evaluation.json").write_text(json.dumps(hosts, indent=1) + "\n")
+
+
+def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
+    """One row per blueprint: what its fossils are worth on average, with intervals over seeds."""
+    result = Table(
+        title=f"seeds kept by the first {config.hosts} hosts: accuracy points on test images, mean ± 95 % interval",
+        caption=f"caused: {config.fork_ticks} more host epochs with the seed minus the same without it",
+    )
+    for heading in ("blueprint", "seeds", "switched off", "fair share", "caused"):
+        result.add_column(heading, justify="left" if heading == "blueprint" else "right", no_wrap=True)
+    for blueprint in sorted({seed.blueprint for seed in seeds}):
+        of = [seed for seed in seeds if seed.blueprint == blueprint]
+        columns = [
+            np.array([seed.contribution for seed in of]),
+            np.array([seed.shapley.value for seed in of]),
+            np.array([seed.effect.mean for seed in of]),
+        ]
+        result.add_row(blueprint, str(len(of)), *(show(mean_interval(column), 2) for column in columns))
+    return result
+
+
+def write_seeds(seeds: Sequence[SeedCredit], folder: Path) -> None:
+    """`seeds.csv`: one row per fossil, in accuracy points."""
+    with (folder / "seeds.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        effect = [f"effect_{end}" for end in Interval._fields]
+        measures = ["contribution", "shapley", "shapley_error", "interaction", *effect]
+        writer.writerow(["host", "slot", "blueprint", *measures])
+        for seed in seeds:
+            numbers = (seed.contribution, *seed.shapley, seed.interaction, *seed.effect)
+            shown = ["" if number is None else f"{number:.6g}" for number in numbers]
+            writer.writerow([seed.host, seed.slot, seed.blueprint, *shown])

@@ -3,7 +3,6 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
+from tests.decisions import WAIT, act, fossilize, germinate
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ class OnlyGerminates:
 
     def act(self, pool: HostPool) -> Action:
         possible = pool.masks.slot[0].tolist()
-        row = (Op.WAIT, 0, 0, 0)
+        row = WAIT
         for slot in range(3):
             if possible[Op.GERMINATE][slot]:
-                row = (Op.GERMINATE, slot, 1, 0)
+                row = germinate(slot, 1)
                 break
             if slot < self.keep and possible[Op.FOSSILIZE][slot]:
-                row = (Op.FOSSILIZE, slot, 0, 0)
-        return Action(*torch.tensor([row] * pool.n_envs).unbind(1))
+                row = fossilize(slot)
+        return act(*[row] * pool.n_envs)
 
 
 @pytest.mark.parametrize(("keep", "parameters"), [(0, 390), (1, 390 + 20), (2, 390 + 20 + 72)])
