@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hosts are many and tiny: giving freed memory back to the system after every operation costs page faults.
 RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
-.PHONY: fit smoke test lint clean
+.PHONY: fit smoke test bench lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
@@ -14,6 +14,9 @@ smoke: $(BIN)/.installed  ## the same in miniature
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest
+
+bench: $(BIN)/.installed  ## what prefix sharing saves in counterfactual passes
+	$(RUN) $(BIN)/python benchmarks/counterfactual.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,10 +38,19 @@ TINY = (
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches a tick: a second in a process that has imported torch."""
 
+FREE_CHOICE = (
+    "--data.env.actions.styles=[linear_add, sigmoid12_multiply, cosine_gate]",
+    *("--data.env.actions.set_alpha=true", "--data.env.actions.slow_cull=true", "--data.env.actions.advance=true"),
+    *("--data.env.actions.speeds=[0, 2]", "--data.env.actions.curves=[linear, cosine]"),
+    *("--data.env.lifecycle.birth=random", "--data.env.lifecycle.auto_blend=false"),
+    "--data.env.training.micro_batches=2",
+)
+"""Every op and every head is on offer, and hosts learn in parts of a batch."""
+
 
 def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
     """The host of configs/smoke.yaml with its slots in their usual places."""
-    return CNN(input_shape, outputs, base=4, kernel=1, pools=2)
+    return CNN(input_shape, outputs, base=4, kernel=1, pools=2, channels_last=False)
 
 
 class Run:
@@ -115,6 +125,9 @@ def process(*args: str) -> subprocess.CompletedProcess[str]:
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
+    # Readers of TensorBoard go through a folder's files by the second in their names, then by process: a run that goes
+    # on in this process, within the same second, could come first. Two programs are never started that fast.
+    time.sleep(1.0 - time.time() % 1.0)
     return subprocess.CompletedProcess(command, started.returncode, out, err)
 
 

@@ -122,9 +122,12 @@ def test_a_file_of_another_kind_ends_in_one_line(tmp_path: Path, capsys: pytest.
 MISFITS: dict[str, tuple[str, str]] = {
     "other number of hosts": ("--data.n_envs=3", "n_envs"),
     "other width": ("--model.policy.width=32", "checkpoint"),
-    "other slots": ("--data.host.init_args.slots=[block3]", "slots"),
+    "other slots": ("--data.host.init_args.slots=[block3]", "choices of the slot head"),
     "other host": ("--data.host.init_args.base=8", "checkpoint"),
     "other blueprints": ("--data.env.actions.blueprints=[norm]", "checkpoint"),
+    "other styles": ("--data.env.actions.styles=[linear_gate]", "choices of the style head"),
+    "other ops": ("--data.env.actions.set_alpha=true", "choices of the op head"),
+    "other speeds": ("--data.env.actions.slow_cull=true", "choices of the speed head"),
     "other host optimizer": ("--data.env.training.optimizer=sgd", "checkpoint"),
     "other horizon": ("--data.env.horizon=4", "horizon"),
 }

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
+from esper_lightning.envs import HEADS, Op
 from esper_lightning.growth.stages import Stage
-from tests.runs import CONFIGS, Run, cli, fit, load, only_run, process
+from tests.runs import (
+    CONFIGS,
+    EPOCHS,
+    FREE_CHOICE,
+    Run,
+    cli,
+    fit,
+    load,
+    only_run,
+    process,
+)
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
 CONTROLLERS = ["tamiyo", "random", "wait", "heuristic"]
@@ -44,7 +55,7 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
     names = sorted(path.name for path in smoke.checkpoints.iterdir())
 
     assert names == ["best.ckpt", "latest.ckpt"]
-    assert all(load(smoke.checkpoints / name)["esper_schema"] == 1 for name in names)
+    assert all(load(smoke.checkpoints / name)["esper_schema"] == 2 for name in names)
 
 
 def test_the_smoke_run_compares_four_controllers_with_intervals(smoke: Run) -> None:
@@ -90,8 +101,31 @@ def test_every_config_trains(config: Path, tmp_path: Path) -> None:
 
     built = cli("--config", str(config), *root, *ONE_ROLLOUT, *tiny)
 
-    assert built.datamodule.pool.space.slots == ["block1.pool", "block2.pool", "block3"]
+    assert built.datamodule.pool.space.slot == ["block1.pool", "block2.pool", "block3"]
     assert only_run(tmp_path).latest.is_file()
+
+
+def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
+    built = fit(tmp_path, *FREE_CHOICE, "--evaluation.hosts=2")
+
+    assert list(built.model.policy.heads.tables) == list(HEADS)
+    assert built.datamodule.pool.space.speed == [0, 2]
+    scalars = only_run(tmp_path).scalars()
+    for tag in (*(f"train/entropy.{head}" for head in HEADS), *(f"rollout/op.{op.name}" for op in Op)):
+        assert len(scalars[tag]) == EPOCHS
+        assert all(math.isfinite(value) for _, value in scalars[tag]), tag
+    assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
+    assert load(only_run(tmp_path).latest)["esper_schema"] == 2
+
+
+def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, *FREE_CHOICE, "--ckpt_path", str(only_run(tmp_path).latest))
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, "choices of the op head")
 
 
 def leaves(settings: Mapping[str, Any], where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -123,6 +157,14 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "no ticks": ("--data.env.horizon=0", "env.horizon"),
     "no epochs": ("--model.ppo.epochs=0", "ppo.epochs"),
     "more minibatches than environments": ("--model.ppo.minibatches=3", "model.ppo.minibatches"),
+    "unknown style": ("--data.env.actions.styles=[linear_ad]", "did you mean 'linear_add'?"),
+    "unknown curve": ("--data.env.actions.curves=[cosin]", "curves"),
+    "a target of nothing": ("--data.env.actions.targets=[0.0]", "actions.targets"),
+    "a change of alpha that is never at once": ("--data.env.actions.speeds=[3]", "actions.speeds"),
+    "nothing to advance": ("--data.env.actions.advance=true", "actions.advance"),
+    "no way to advance": ("--data.env.lifecycle.auto_blend=false", "actions.advance"),
+    "unknown birth": ("--data.env.lifecycle.birth=blank", "birth"),
+    "parts of unequal size": ("--data.env.training.micro_batches=5", "training.micro_batches"),
     "unknown blueprint": ("--data.env.actions.blueprints=[conv_lite]", "did you mean 'conv_light'?"),
     "negative learning rate of hosts": ("--data.env.training.lr=-1", "training.lr"),
     "negative learning rate of Tamiyo": ("--model.ppo.lr.start=-1", "lr"),

@@ -10,6 +10,7 @@ import yaml
 
 from tests.runs import (
     EPOCHS,
+    FREE_CHOICE,
     HORIZON,
     TINY,
     Run,
@@ -85,6 +86,20 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     assert_same_end(run, uninterrupted)
     expected = {tag: [point for point in points if point[0] > tick] for tag, points in measured(uninterrupted).items()}
     assert measured(run) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_chooses_in_all_heads_resumes_too(tmp_path: Path) -> None:
+    flags = (*FREE_CHOICE, "--seed_everything=1")  # under which seeds are alive by then
+    fit(tmp_path / "whole", *flags, *with_callback(SaveEveryTick))
+    whole, run = only_run(tmp_path / "whole"), Run(tmp_path / "part" / "version_0")
+    run.checkpoints.mkdir(parents=True)
+    checkpoint = Path(shutil.copy(whole.checkpoints / f"tick{MID_ROLLOUT}.ckpt", run.checkpoints))
+    assert stages(checkpoint) != {"DORMANT"}
+
+    fit(tmp_path / "part", *flags, "--ckpt_path", str(checkpoint))
+
+    assert_same_end(run, whole)
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

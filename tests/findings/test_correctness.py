@@ -2,6 +2,7 @@
 
 import ast
 import io
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import HEADS, Action, EnvConfig, HostPool, Observation, Op, StepResult
 from esper_lightning.envs.host_env import HostTraining
-from esper_lightning.growth.gradients import gradient_stats
+from esper_lightning.growth.gradients import NO_GRADIENT, GradientStats, gradient_stats
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.optimizer import find_group
 from esper_lightning.growth.slot import SeedSlot
@@ -21,9 +22,11 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.heads import FactoredDistribution, Logits
+from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
+from tests.conftest import FREE
+from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate, set_alpha
 from tests.runs import ROOT, differences, fit, load, only_run, tiny_host
 
 MakeLoop = Callable[..., RolloutLoop]
@@ -31,10 +34,6 @@ MakePool = Callable[..., HostPool]
 Play = Callable[[RolloutLoop], None]
 
 SOURCES = [path for folder in ("esper_lightning", "callbacks", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-
-
-def decision(*rows: tuple[int, int, int, int]) -> Action:
-    return Action(*torch.tensor(rows).unbind(1))
 
 
 def total_norm(gradients: list[Tensor]) -> float:
@@ -99,7 +98,7 @@ def test_f8_seeds_are_clipped_each_for_itself(make_pool: MakePool) -> None:
             norms += [total_norm([p.grad for p in group["params"]]) for group in optimizer.param_groups]
 
         optimizer.register_step_pre_hook(watch)
-        pool.step(decision((Op.GERMINATE, 1, 1, 0)))
+        pool.step(act(germinate(1, 1)))
         assert len(norms) == 2 * 3  # host and seed, three batches
         largest[limit] = max(norms)
 
@@ -160,7 +159,7 @@ def test_f12_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout:
     rollout, _ = loop.finish_rollout()
     with torch.no_grad():
         loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
-        loop.policy.heads.op.output.bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios
+        loop.policy.heads.tables["op"].output.bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios
 
     def losses(**changes: float) -> tuple[float, float]:
         terms = ppo_terms(loop.policy, rollout, PPOConfig(**changes))
@@ -171,14 +170,22 @@ def test_f12_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout:
     assert value_clipped[0] == free[0] and value_clipped[1] > free[1]
 
 
-def test_f13_norms_are_global_and_defined_for_nothing() -> None:
-    """F13: the norm is Euclidean over all tensors at once, and what has no gradients has a defined answer."""
-    three, four = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    assert gradient_stats([]).tolist() == [0.0, 1.0]
-    assert gradient_stats([three, four]).tolist() == [0.0, 0.5]
-    three.grad, four.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+def test_f13_norm_and_rms_are_global_each_named_and_defined_for_nothing() -> None:
+    """F13: norm and RMS are over all numbers at once, each by its name; what has no gradients has a defined answer."""
+    three, four = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 7))
 
-    assert gradient_stats([three, four]).tolist() == [5.0, 1.0]
+    def stats(parameters: list[nn.Parameter]) -> GradientStats:
+        return GradientStats(*gradient_stats(parameters).tolist())
+
+    assert stats([]) == NO_GRADIENT == GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
+    assert stats([three, four]) == NO_GRADIENT._replace(vanished=1.0)
+    three.grad, four.grad = torch.tensor([3.0, 0.0]), torch.zeros(2, 7)
+    four.grad[1, 3] = 4.0
+
+    both = stats([three, four])
+    assert both == GradientStats(norm=5.0, rms=5.0 / math.sqrt(2 + 14), vanished=0.0, exploded=0.0)
+    assert stats([four]).rms == pytest.approx(math.sqrt(four.grad.square().mean().item()))
+    assert both.norm == total_norm([three.grad, four.grad])
 
 
 def test_f15_one_measure_serves_images_and_sequences() -> None:
@@ -216,7 +223,7 @@ def test_f17_the_configured_batch_size_runs(make_pool: MakePool) -> None:
             rows.append(len(inputs[0]))
 
     pool.envs[0].network.register_forward_pre_hook(watch)
-    pool.step(decision((Op.WAIT, 0, 0, 0)))
+    pool.step(act(WAIT))
 
     assert rows == [7, 7, 7]
 
@@ -261,8 +268,8 @@ def test_f19_no_broad_except() -> None:
 def test_f20_a_group_can_be_collected_twice(make_pool: MakePool) -> None:
     """F20: parameters of a group are lists: what is asked of them twice is answered twice."""
     pool = make_pool(1)
-    pool.step(decision((Op.GERMINATE, 0, 1, 0)))
-    for name in ("host", "block1.pool"):
+    pool.step(act(germinate(0, 1)))
+    for name in ("host", "seed.block1.pool"):
         parameters = find_group(pool.envs[0].optimizer, name)["params"]
         first, second = gradient_stats(parameters), gradient_stats(parameters)
         assert first[0] > 0
@@ -281,15 +288,33 @@ def test_f21_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool)
     def remember(*_: object) -> None:
         learned[:] = [momentum.clone() for momentum in momenta()]
 
-    pool.step(decision((Op.GERMINATE, 0, 1, 0)))
+    pool.step(act(germinate(0, 1)))
     assert slot.stage is Stage.TRAINING
     before = momenta()
     env.optimizer.register_step_post_hook(remember)
-    pool.step(decision((Op.WAIT, 0, 0, 0)))
+    pool.step(act(WAIT))
 
     assert slot.stage is Stage.BLENDING
     assert all(now is then for now, then in zip(momenta(), before, strict=True))
     assert all(now.any() and torch.equal(now, then) for now, then in zip(momenta(), learned, strict=True))
+
+
+def test_f21_to_forget_momentum_is_a_choice_and_costs_something(make_pool: MakePool) -> None:
+    """F21: by default the host's momentum outlives a germination; `carry_over: false` is the ablation that drops it."""
+    after: dict[bool, list[Tensor]] = {}
+    for carry_over in (True, False):
+        pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))
+        env, host = pool.envs[0], pool.envs[0].optimizer.param_groups[0]["params"]
+        pool.step(act(WAIT))
+        before = [env.optimizer.state[p]["exp_avg"].clone() for p in host]
+        env.apply(germinate(0, 1))
+        kept = all(torch.equal(env.optimizer.state[p]["exp_avg"], then) for p, then in zip(host, before, strict=True))
+        assert kept is carry_over
+        pool.executor.train_epoch(pool.envs, pool.data.train)
+        after[carry_over] = [p.detach().clone() for p in host]
+
+    assert HostTraining().carry_over
+    assert not any(torch.equal(ours, theirs) for ours, theirs in zip(after[True], after[False], strict=True))
 
 
 def test_f22_impossible_actions_are_never_drawn_and_never_carried_out(
@@ -297,31 +322,42 @@ def test_f22_impossible_actions_are_never_drawn_and_never_carried_out(
 ) -> None:
     """F22: whatever is sampled is possible; what is impossible raises and changes no host."""
     pool = make_pool(2)
-    pool.step(decision((Op.GERMINATE, 0, 1, 0), (Op.WAIT, 0, 0, 0)))
+    pool.step(act(germinate(0, 1), WAIT))
     policy, generator = make_policy(pool), torch.Generator().manual_seed(0)
     distribution, _, _ = policy.step(pool.observation, policy.initial_state(2), pool.masks, torch.zeros(2) > 0)
     ops = set()
     for _ in range(200):
-        op, slot, _, _ = distribution.sample(generator)
-        assert pool.masks.slot[torch.arange(2), op, slot].all()
-        ops |= set(op.tolist())
+        action = distribution.sample(generator)
+        rows = zip(*(head.tolist() for head in action), strict=True)
+        assert all(pool.masks.allow(i, row) for i, row in enumerate(rows))
+        ops |= set(action.op.tolist())
     assert ops == {Op.WAIT, Op.GERMINATE, Op.CULL}
 
     before = deepcopy(pool.state_dict())
     with pytest.raises(ValueError, match=r"host 1: FOSSILIZE block2\.pool is masked"):
-        pool.step(decision((Op.WAIT, 0, 0, 0), (Op.FOSSILIZE, 1, 0, 0)))
+        pool.step(act(WAIT, fossilize(1)))
     assert differences(before, pool.state_dict()) == []
 
 
 @pytest.mark.parametrize(
-    ("op", "reached"),
-    [(Op.WAIT, ["op"]), (Op.GERMINATE, list(HEADS)), (Op.CULL, ["op", "slot"]), (Op.FOSSILIZE, ["op", "slot"])],
+    ("row", "reached"),
+    [
+        (WAIT, ["op"]),
+        (germinate(0), ["op", "slot", "blueprint", "style", "tempo"]),
+        (cull(0), ["op", "slot", "speed"]),
+        (cull(0, speed=1), ["op", "slot", "speed", "curve"]),
+        (fossilize(0), ["op", "slot"]),
+        (advance(0), ["op", "slot"]),
+        (set_alpha(0, target=1), ["op", "slot", "target", "speed"]),
+        (set_alpha(0, target=1, speed=2), ["op", "slot", "target", "speed", "curve"]),
+    ],
 )
-def test_f23_only_heads_that_matter_get_a_gradient(make_pool: MakePool, op: Op, reached: list[str]) -> None:
+def test_f23_only_heads_that_matter_get_a_gradient(make_pool: MakePool, row: Row, reached: list[str]) -> None:
     """F23: the log-probability of an op reaches the heads that have an effect on it, and no other."""
-    possible = make_pool(1).masks._replace(slot=torch.ones(1, len(Op), 3, dtype=torch.bool))
-    contexts = {"op": (len(Op),), "slot": (len(Op), 3), "blueprint": (3, 3), "tempo": (3, 2)}
-    logits = Logits(*(torch.zeros(1, *shape, requires_grad=True) for shape in contexts.values()))
-    FactoredDistribution(logits, possible).log_prob(decision((op, 0, 0, 0))).sum().backward()
+    pool = make_pool(1, **FREE)
+    masks = pool.masks
+    everything = masks._replace(**{name: torch.ones_like(getattr(masks, name)) for name in ("slot", "target", "speed")})
+    logits = {head: table.requires_grad_() for head, table in uniform(pool.space.sizes, 1).items()}
+    FactoredDistribution(logits, everything).log_prob(act(row)).sum().backward()
 
-    assert [head for head, table in zip(HEADS, logits, strict=True) if table.grad.any()] == reached
+    assert [head for head in HEADS if logits[head].grad.any()] == reached

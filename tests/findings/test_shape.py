@@ -15,6 +15,8 @@ from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tamiyo.controller import LearnedController
 from esper_lightning.tamiyo.heuristic import Heuristic
+from esper_lightning.tamiyo.policy import Policy
+from tests.conftest import FREE
 from tests.runs import ROOT
 
 SOURCES = [path for folder in ("esper_lightning", "callbacks", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
@@ -85,10 +87,13 @@ def names_in(node: ast.AST) -> Iterator[str]:
 
 
 def test_a3_nothing_is_defined_that_nobody_uses() -> None:
-    """A3: every function and class of a module is named in code, or in a config; blueprints are registered."""
+    """A3: every function and class of a module is named in code, in a config or shown to users; blueprints register."""
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     used = {name for tree in trees for name in names_in(tree)}
     used |= {word for path in (ROOT / "configs").glob("*.yaml") for word in re.findall(r"\w+", path.read_text())}
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    shown = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)  # a test runs it
+    used |= {name for block in shown for name in names_in(ast.parse(block))}
     defined = [node for tree in trees for node in tree.body if isinstance(node, Function | ast.ClassDef)]
     registered = {node.name for node in defined if any("register" in ast.unparse(d) for d in node.decorator_list)}
 
@@ -109,7 +114,8 @@ def test_a4_devices_are_devices_inside() -> None:
                 strings += [(path.name, text) for text in texts if text.partition(":")[0] in ("cpu", "cuda")]
                 assert not (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"), path
 
-    assert strings == [("checkpoint.py", "cpu")]  # the edge: where files are read
+    # The edge: where files are read, and where weights are put together in double precision.
+    assert strings == [("checkpoint.py", "cpu"), ("fold.py", "cpu")]
 
 
 def torch_names(code: ast.AST) -> Iterator[str]:
@@ -167,7 +173,9 @@ def test_a7_every_signature_is_typed() -> None:
     assert [f"{path.name}: {f.name}" for path in SOURCES for f in functions(path) if untyped(f)] == []
 
 
-def test_a9_observations_and_actions_are_laid_out_as_their_names_say(make_loop: Callable[..., RolloutLoop]) -> None:
+def test_a9_observations_and_actions_are_laid_out_as_their_names_say(
+    make_loop: Callable[..., RolloutLoop], make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
+) -> None:
     """A9: every place in an observation is the feature of that name, and every head has the choices of its names."""
     loop = make_loop(2)
     pool, names, wanderer = loop.pool, loop.pool.feature_names, RandomValid(1)
@@ -180,6 +188,11 @@ def test_a9_observations_and_actions_are_laid_out_as_their_names_say(make_loop: 
             assert list(expected) == names
             torch.testing.assert_close(row, torch.tensor([expected[name] for name in names]), rtol=0, atol=0)
 
-    choices = {head: getattr(loop.policy.heads, head).output.out_features for head in HEADS}
-    offered = {"slot": pool.space.slots, "blueprint": pool.space.blueprints, "tempo": pool.space.tempos}
-    assert choices == {"op": pool.masks.op.shape[-1]} | {head: len(named) for head, named in offered.items()}
+    free = make_pool(1, **FREE)
+    for of, policy in ((pool, loop.policy), (free, make_policy(free))):
+        choices = {head: table.output.out_features for head, table in policy.heads.tables.items()}
+        offered = dict(zip(HEADS, of.space, strict=True))
+        assert choices == {head: len(offered[head]) for head in choices}
+        assert all(len(offered[head]) == 1 for head in set(HEADS) - set(choices))
+        for head, axis in {"op": of.masks.op, "blueprint": of.masks.blueprint, "target": of.masks.target}.items():
+            assert axis.shape[-1] == len(offered[head])

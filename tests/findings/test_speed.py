@@ -3,7 +3,8 @@
 import ast
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from esper_lightning.data import HostPoolData
-from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution import loop as executor_module
+from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.growth import growing
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.gradients import gradient_stats
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN, MLP
 from esper_lightning.ppo.gae import gae
 from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.baselines import RandomValid
-from esper_lightning.tasks import Digits, TaskData
+from esper_lightning.tasks import Digits, Split, TaskData
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
-from tests.runs import ROOT, tiny_host
+from tests.runs import ROOT, differences, tiny_host
 
 MakePool = Callable[..., HostPool]
 
@@ -125,7 +127,8 @@ def test_s6_devices_are_not_asked_about_in_the_loop() -> None:
                 if asked or any(question.endswith("device.type") for question in questions):
                     asking.append(f"{path.name}: {function.name}")
 
-    assert asking == ["pool.py: __init__"]
+    # The other one: which blueprints can be offered and built at all.
+    assert set(asking) == {"pool.py: __init__", "registry.py: runs_on"}
 
 
 def test_s7_variants_share_the_rows_before_they_differ() -> None:
@@ -152,9 +155,9 @@ def test_s7_variants_share_the_rows_before_they_differ() -> None:
 def test_s8_numbers_of_all_environments_and_variants_are_one_tensor(make_pool: MakePool) -> None:
     """S8: an executor returns one tensor for training, one [N, 2, V] for validation."""
     pool = make_pool(2)
-    slots = len(pool.space.slots)
+    slots = len(pool.space.slot)
 
-    assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 4 + 2 * slots)
+    assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 2 + 4 * (1 + slots))
     assert pool.executor.validate(pool.envs, pool.data.validation).shape == (2, 2, slots + 2)
 
 
@@ -164,18 +167,67 @@ def test_s9_gradient_statistics_are_tensors_asked_for_once_a_tick(
     """S9: norms are torch's own, stay on the device, and are taken once per host and tick, not per batch."""
     taken: list[Tensor] = []
 
-    def watched(parameters: list[nn.Parameter]) -> Tensor:
-        stats = gradient_stats(parameters)
+    def watched(given: Iterable[nn.Parameter]) -> Tensor:
+        stats = gradient_stats(parameters := list(given))
         torch.testing.assert_close(stats[0], nn.utils.get_total_norm([p.grad for p in parameters]))
         taken.append(stats)
         return stats
 
-    monkeypatch.setattr(executor_module, "gradient_stats", watched)
+    monkeypatch.setattr(growing, "gradient_stats", watched)
     pool = make_pool(2, training=HostTraining(batches=5))
     pool.executor.train_epoch(pool.envs, pool.data.train)
 
-    assert len(taken) == 2
-    assert all(isinstance(stats, Tensor) and stats.shape == (2,) for stats in taken)
+    assert len(taken) == 2 * (1 + len(pool.space.slot))
+    assert all(isinstance(stats, Tensor) and stats.shape == (4,) for stats in taken)
+
+
+def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    return MLP(input_shape, outputs, width=12)
+
+
+def test_s12_a_host_batch_can_go_through_in_micro_batches(make_pool: MakePool) -> None:
+    """S12: the host sees a quarter of a batch at a time, and learns from the whole: same batches, same step."""
+    seen: list[int] = []
+    weights = []
+    for parts in (1, 4):
+        training = HostTraining(batches=2, batch_size=20, micro_batches=parts)
+        pool = make_pool(1, host=mlp, actions=ActionConfig(blueprints=["norm"]), training=training)
+        network = pool.envs[0].network.double()
+        network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+        pool.executor.train_epoch(pool.envs, Split(pool.data.train.inputs.double(), pool.data.train.targets))
+        weights.append(list(network.parameters()))
+
+    assert seen == [20] * 2 + [5] * 8
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-10, atol=1e-12)
+
+
+def saved_bytes(network: nn.Module, images: Tensor) -> int:
+    """What a forward pass keeps for the backward pass, each memory once, weights aside."""
+    own = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = network(images)
+    assert outputs.requires_grad
+    return sum(kept.values())
+
+
+def test_s17_a_host_can_compute_activations_again_instead_of_keeping_them(make_pool: MakePool) -> None:
+    """S17: with `checkpoint_activations` a host keeps less for backward and lives the same life, bit for bit."""
+    pools = []
+    for again in (False, True):
+        pools.append(make_pool(2, host=partial(CNN, base=4, pools=2, checkpoint_activations=again)))
+        play(pools[-1], seed=3)
+    plain, frugal = (pool.envs[0].network.train() for pool in pools)
+
+    assert differences(pools[0].state_dict(), pools[1].state_dict()) == []
+    images = pools[0].data.train.inputs[:64]
+    assert saved_bytes(frugal, images) < 0.5 * saved_bytes(plain, images)
 
 
 class CountedCalls(TorchFunctionMode):

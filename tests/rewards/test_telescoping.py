@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, ActionConfig, EnvConfig, HostPool, Op
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv, HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.network import slots_of
@@ -15,6 +15,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tasks import Digits, Split, TaskData
+from tests.decisions import act
 
 CONFIG = EnvConfig(
     horizon=5,
@@ -47,11 +48,6 @@ def pool() -> HostPool:
     return HostPool(Digits(), data, host, CONFIG, n_envs=3, device=torch.device("cpu"))
 
 
-def action(choices: list[tuple[Op, int]]) -> Action:
-    ops, slots = torch.tensor(choices).unbind(1)
-    return Action(op=ops, slot=slots, blueprint=torch.zeros_like(ops), tempo=torch.zeros_like(ops))
-
-
 @torch.no_grad()
 def accuracy_by_hand(env: HostEnv, data: Split) -> float:
     """Of the host with what it has fossilized, and nothing else."""
@@ -66,7 +62,7 @@ def play(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
     """One episode: its rewards [T, N], and accuracies [N] at its start and at its end."""
     pool.reset([1, 2, 3])
     start = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
-    rewards = torch.stack([pool.step(action(choices)).reward.clone() for choices in EPISODE])
+    rewards = torch.stack([pool.step(act(*choices)).reward.clone() for choices in EPISODE])
     end = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
     return rewards, torch.tensor(start), torch.tensor(end)
 

@@ -1,0 +1,128 @@
+"""Writes the table of all blueprints: parameters, floating-point operations, and the time of one forward pass.
+
+    python benchmarks/blueprints.py --output docs/blueprints.md
+
+One thread of the CPU. Times are medians over rounds; a round runs every blueprint of a layout once, so that whatever
+else keeps the machine busy slows all of them alike.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import build_seed, get, names
+
+CPU = torch.device("cpu")
+WARM_UP = 3
+"""Rounds that are run but not counted."""
+
+
+class Setting(NamedTuple):
+    """The features on which a layout's blueprints are compared."""
+
+    layout: str
+    width: int
+    places: tuple[int, ...]
+    baseline: str
+
+    @property
+    def positions(self) -> int:
+        return torch.Size(self.places).numel()
+
+    def feature(self, batch: int) -> Tensor:
+        shape = (self.width, *self.places) if self.layout == "image" else (*self.places, self.width)
+        return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+
+    def title(self) -> str:
+        sizes = {"image": "C = {}, H×W = {}×{}", "sequence": "C = {}, T = {}", "vector": "C = {}"}
+        return f"{self.layout}: {sizes[self.layout].format(self.width, *self.places)}"
+
+
+SETTINGS = [
+    Setting("image", 64, (16, 16), "conv_small"),
+    Setting("sequence", 384, (256,), "lora"),
+    Setting("vector", 256, (), "lora"),
+]
+
+
+@torch.inference_mode()
+def seconds(seed: nn.Module, x: Tensor) -> float:
+    begin = time.perf_counter()
+    seed(x)
+    return time.perf_counter() - begin
+
+
+def forward_times(setting: Setting, batch: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of a forward pass by blueprint, of those that run on a CPU."""
+    # Born at random: so much arithmetic on zeros would not be typical.
+    seeds = {
+        name: build_seed(name, setting.layout, setting.width, CPU, torch.Generator().manual_seed(0), "random").eval()
+        for name in names(setting.layout, CPU)
+    }
+    x = setting.feature(batch)
+    rounds = [{name: seconds(seed, x) for name, seed in seeds.items()} for _ in range(WARM_UP + repeats)]
+    return {name: 1e3 * statistics.median(each[name] for each in rounds[WARM_UP:]) for name in seeds}
+
+
+def table(setting: Setting, times: dict[str, float]) -> list[str]:
+    lines = [
+        f"## {setting.title()}",
+        "",
+        f"| blueprint | parameters | MFLOPs per sample | ms per batch | × `{setting.baseline}` |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name in names(setting.layout):
+        blueprint = get(name, setting.layout)
+        parameters, flops = blueprint.parameters(setting.width), blueprint.flops(setting.width, setting.positions)
+        milliseconds, ratio = "–", "–"
+        if name in times:
+            milliseconds, ratio = f"{times[name]:.3g}", f"{times[name] / times[setting.baseline]:.2f}"
+        lines.append(f"| `{name}` | {parameters:,} | {flops / 1e6:,.3f} | {milliseconds} | {ratio} |")
+    return [*lines, ""]
+
+
+def preface(batch: int, repeats: int) -> list[str]:
+    """How the table is made."""
+    return [
+        "# What each blueprint costs",
+        "",
+        f"Made by `python benchmarks/blueprints.py --batch {batch} --repeats {repeats} --output docs/blueprints.md` "
+        f"with PyTorch {version('torch')} on one thread of a shared {os.cpu_count()}-core virtual machine, whose "
+        f"load average was {os.getloadavg()[0]:.1f} when it began: other work on it disturbs the times. A time is that "
+        f"of one forward pass of {batch} samples under `torch.inference_mode`, median of {repeats} rounds; –: does not "
+        "run on a CPU.",
+        "",
+        "FLOPs are those of the forward pass of one sample, two per multiply-add of matrix products, convolutions and "
+        "attention. Normalisation and elementwise work are not counted, though they take time; a causal mask or a "
+        "window saves nothing by this count.",
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="Markdown file to write; printed if left out")
+    parser.add_argument("--batch", type=int, default=32, help="samples in a batch (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=30, help="rounds that are counted (default: %(default)s)")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    lines = preface(arguments.batch, arguments.repeats)
+    for setting in SETTINGS:
+        lines += table(setting, forward_times(setting, arguments.batch, arguments.repeats))
+    text = "\n".join(lines)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""README.md: the map names every file that there is, and no other."""
+
+import re
+
+from tests.runs import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+FOLDERS = ("callbacks", "configs", "docs", "benchmarks", "esper_lightning")
+
+
+def mapped() -> set[str]:
+    """Paths in the map: names on one line share the first one's folder, and indented ones lie in the package."""
+    (block,) = re.findall(r"## Map\n\n```\n(.*?)```", README, re.DOTALL)
+    paths = set()
+    for line in block.splitlines():
+        root = "esper_lightning" if line.startswith(" ") else ""
+        folder = ""
+        for name in re.findall(r"(?:^| {2})([\w/]+\.\w+)(?= |$)", line.strip()):
+            folder = name.rpartition("/")[0] or folder
+            paths.add("/".join(filter(None, (root, folder, name.rpartition("/")[2]))))
+    return paths
+
+
+def test_the_map_names_every_file() -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".yaml", ".md", ".png") and path.name != "__init__.py"
+    }
+    there = mapped()
+
+    assert files - there == set()
+    assert {path for path in there if not (ROOT / path).exists()} == set()
