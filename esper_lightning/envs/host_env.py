@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,9 +14,8 @@ from esper_lightning.growth.counterfactual import Variant, committed_only, leave
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
-from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.network import SeedEvent, count_parameters
-from esper_lightning.growth.optimizer import HOST_GROUP, add_group, group_names, group_of
+from esper_lightning.growth.optimizer import HOST_GROUP
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
@@ -251,16 +249,8 @@ class HostEnv:
             "last_op": int(self.last_op),
             "objective": self.objective,
             "history": {name: list(values) for name, values in vars(self.history).items()},
-            "records": [
-                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
-                for r in self.records
-            ],
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
-            "manifest": manifest(self.network),
-            "network": self.network.state_dict(),
-            "groups": group_names(self.optimizer),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
+            "growing": self.growing.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,17 +258,7 @@ class HostEnv:
         self.reset(state["seed"])
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        for name, (contribution, previous, gradient) in zip(self.growing.slots, state["records"], strict=True):
-            measured = GradientStats(*gradient) if gradient else None
-            self.growing.records[name] = SeedRecord(contribution, previous, measured)
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
-        rebuild(self.network, state["manifest"])
-        self.network.load_state_dict(state["network"])
-        seeds = {group_of(name): slot.seed for name, slot in self.growing.slots.items()}
-        for name in state["groups"]:
-            if name != HOST_GROUP:
-                add_group(self.optimizer, name, seeds[name])
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
+        self.growing.load_state_dict(state["growing"])
         for group in self.optimizer.param_groups:
             group.update(self.training.options(group["name"]))  # settings are this run's, not the checkpoint's
-        self.generator.set_state(state["generator"].cpu())

@@ -1,6 +1,5 @@
 """What each seed that was kept is worth, in three ways: switched off, shared out fairly, and never grown."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +9,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.compare import Interval
 from esper_lightning.evaluation.fork import matched_fork
 from esper_lightning.growth.counterfactual import Variant, full_family, leave_one_out
-from esper_lightning.growth.shapley import MAX_EXACT, Credit, credit, interactions
-from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.shapley import MAX_EXACT, Credit, interactions, sampled_shapley, shapley_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class SeedCredit(NamedTuple):
 
 
 def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> list[SeedCredit]:
-    """Looks at the fossils of the pool's first hosts; the hosts themselves stay as they are.
+    """Looks at the fossils of the pool's first hosts; what they have not fossilized is dropped, as always at the end.
 
     Args:
         pool: Hosts whose episode is over.
@@ -69,23 +67,29 @@ def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> 
     """
     found = []
     for i, env in enumerate(pool.envs[: config.hosts]):
-        fossils = [slot for slot in env.slots if slot.stage is Stage.FOSSILIZED]
-        players = [slot.name for slot in fossils]
+        for slot in env.slots:
+            if slot.live:
+                env.growing.remove(slot.name)
+        players = [slot.name for slot in env.slots if slot.occupied]
         if not players:
             continue
 
-        def worth(variants: list[Variant], host: int = i) -> Sequence[float]:
+        def worth(variants: list[Variant], host: int = i) -> list[float]:
             return (100.0 * pool.accuracy_of(host, variants)).tolist()
 
-        shares = credit(worth, players, config.pairs, np.random.default_rng(i))
-        pairs = None
+        together: dict[tuple[str, str], float] | None = None
         if len(players) <= MAX_EXACT:
             family = full_family(players)
-            pairs = interactions(dict(zip(family, worth(family), strict=True)), players)
+            known = dict(zip(family, worth(family), strict=True))
+            shares = {player: Credit(value, 0.0) for player, value in shapley_values(known, players).items()}
+            together = interactions(known, players)
+        else:
+            shares = sampled_shapley(worth, players, config.pairs, np.random.default_rng(i))
         whole, *without = worth(leave_one_out(players))
         state = env.state_dict()
-        for slot, rest in zip(fossils, without, strict=True):
-            effect = matched_fork(pairs_pool, state, slot.name, config.fork_ticks).effect
-            together = None if pairs is None else sum(value for pair, value in pairs.items() if slot.name in pair)
-            found.append(SeedCredit(i, slot.name, slot.blueprint, whole - rest, shares[slot.name], together, effect))
+        for player, rest in zip(players, without, strict=True):
+            effect = matched_fork(pairs_pool, state, player, config.fork_ticks).effect
+            shared = None if together is None else sum(v for pair, v in together.items() if player in pair)
+            kind = env.growing.slots[player].blueprint
+            found.append(SeedCredit(i, player, kind, whole - rest, shares[player], shared, effect))
     return found

@@ -1,7 +1,7 @@
 """Slots for any network: forward hooks put them behind modules that know nothing of growth."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class AttachedSlots(nn.ModuleDict):
     def __init__(self) -> None:
         super().__init__()
         self.places: dict[str, _Place] = {}
-        self.handles: list[RemovableHandle] = []
+        self.handles: dict[str, RemovableHandle] = {}
 
     def forward(self, x: Any) -> Any:
         return x
@@ -90,17 +90,20 @@ def attach_slots(
         ValueError, and leaves the network as it was: A name is unknown or named twice; a module does not run, or does
         not give features [B, C, H, W], [B, T, C] or [B, C]; the example has one sample only.
     """
+    if hasattr(network, "_orig_mod"):
+        raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
     wanted = _check_names(network, names, channels_last)
     with evaluating(network), torch.no_grad(), ExitStack() as undo:
         found, outputs = _dry_run(network, wanted, example_input)
         _check_batch_axis(network, wanted, found, example_input)
-        handles = [] if (before := _container(network)) is None else list(before.handles)
-        undo.callback(_shrink, network, set(slots_of(network)), handles)
+        attached: list[str] = []
+        undo.callback(detach_slots, network, attached)
         for name, (place, feature) in found.items():
             layout, axis = LAYOUTS[feature.ndim]
             width = feature.shape[-1 if place.channels_last else axis]
             slot = SeedSlot(name, layout, width, isolate)
             _attach(network, place, slot.to(feature.device, feature.dtype))
+            attached.append(name)
         for name in found:
             slot = slots_of(network)[name]
             slot.trunk = _is_trunk(network, slot, example_input, outputs)
@@ -108,24 +111,19 @@ def attach_slots(
     return slots_of(network)
 
 
-def detach_slots(network: nn.Module) -> None:
-    """Takes attached slots away, with whatever grew in them: the state dict has the keys it had before."""
+def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Takes attached slots away, with whatever grew in them: the state dict has the keys it had before.
+
+    Args:
+        names: Slots to take away. None: all; ValueError if there is none.
+    """
     container = _container(network)
-    if container is None:
+    if container is None and names is None:
         raise ValueError("the network has no attached slots; there is nothing to detach")
-    _shrink(network, set(), [])
-
-
-def _shrink(network: nn.Module, keep: set[str], handles: list[RemovableHandle]) -> None:
-    """Takes away the attached slots that are not among `keep`, whose hooks are `handles`."""
-    container = _container(network)
-    for handle in container.handles:
-        if handle not in handles:
-            handle.remove()
-    container.handles = handles
-    for name in set(container.places) - keep:
+    for name in list(container.places) if names is None else names:
+        container.handles.pop(name).remove()
         del container.places[name], container[_key(name)]
-    if not container.places:
+    if container is not None and not container.places:
         delattr(network, CONTAINER)
 
 
@@ -200,7 +198,7 @@ def _attach(network: nn.Module, place: _Place, slot: SeedSlot) -> None:
     container[_key(slot.name)] = slot.train(network.training)
     container.places[slot.name] = place
     hook = _Grow(slot, place)
-    container.handles.append(network.get_submodule(place.module).register_forward_hook(hook))
+    container.handles[slot.name] = network.get_submodule(place.module).register_forward_hook(hook)
 
 
 def _container(network: nn.Module) -> AttachedSlots | None:
@@ -277,6 +275,8 @@ def _feature(name: str, want: _Wanted, output: Any) -> tuple[_Place, Tensor]:
     feature = pick(output, path)
     if not isinstance(feature, Tensor) or not feature.is_floating_point():
         raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
+    if feature.is_nested:
+        raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
     if feature.ndim not in LAYOUTS or (want.channels_last and feature.ndim != 4):
         raise ValueError(
             f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], [B, C]"
@@ -292,12 +292,18 @@ def _check_batch_axis(
     rows = batch_size(example)
     if rows < 2:
         raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
-    again, _ = _dry_run(network, wanted, repeat_rows(example, rows, 2))
+    try:
+        again, _ = _dry_run(network, wanted, repeat_rows(example, rows, 2))
+    except REFUSALS as error:
+        raise ValueError(
+            f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
+            f"batch axis has {rows} rows, give an example of another number of samples"
+        ) from error
     for name, (_, feature) in found.items():
         if not _doubled(again[name][1], feature):
             raise ValueError(
                 f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
-                f"seeds need [B, …] (nn.LSTM: batch_first=True)"
+                f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.growth.nested import map_tensors
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.running import batch_size, evaluating, repeat_rows
 from esper_lightning.growth.slot import SeedSlot
@@ -20,6 +21,12 @@ from esper_lightning.growth.stages import Stage
 
 Variant = frozenset[str]
 """The slots whose seed takes part."""
+
+Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
+"""Inputs and targets."""
+
+Score = Callable[[Any, Tensor], Tensor]
+"""Outputs and targets -> a number per sample."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[Variant]:
@@ -99,25 +106,23 @@ def forward_variants(network: nn.Module, variants: Sequence[Variant], *inputs: T
     return outputs, [place[v] for v in range(len(variants))]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure_variants(
-    network: nn.Module,
-    variants: Sequence[Variant],
-    batches: Iterable[tuple[Tensor, Tensor]],
-    score: Callable[[Tensor, Tensor], Tensor],
+    network: nn.Module, variants: Sequence[Variant], batches: Iterable[Batch], score: Score
 ) -> Tensor:  # [V]
     """Mean score of every combination over the same data, in evaluation mode; the network's own mode is restored.
 
     Args:
         variants: See `forward_variants`.
-        batches: Pairs of inputs [B, …] and targets [B, …].
+        batches: Pairs of inputs [B, …] (a tuple where the network takes several) and targets [B, …].
         score: Outputs [B, …] and targets -> a number per sample [B]: 1.0 where the answer is right, say.
     """
     totals, samples = None, 0
     with evaluating(network):
         for inputs, targets in batches:
-            outputs, places = forward_variants(network, variants, inputs)
-            sums = torch.stack([score(part, targets).sum() for part in outputs.chunk(max(places) + 1)])[places]
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            outputs, places = forward_variants(network, variants, *given)
+            sums = torch.stack([_sum(score, part, targets) for part in _split(outputs, max(places) + 1)])[places]
             totals = sums if totals is None else totals + sums
             samples += len(targets)
     if totals is None:
@@ -125,9 +130,19 @@ def measure_variants(
     return totals / samples
 
 
-def contributions(
-    network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], score: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, float]:
+def _split(outputs: Any, groups: int) -> list[Any]:
+    """The outputs of each distinct combination."""
+    return [map_tensors(outputs, lambda x, group=group: x.chunk(groups)[group]) for group in range(groups)]
+
+
+def _sum(score: Score, outputs: Any, targets: Tensor) -> Tensor:
+    scores = score(outputs, targets)
+    if scores.shape != (len(targets),):
+        raise ValueError(f"a score is a number per sample, [{len(targets)}], and no mean; got {list(scores.shape)}")
+    return scores.sum()
+
+
+def contributions(network: nn.Module, batches: Iterable[Batch], score: Score) -> dict[str, float]:
     """What each blended seed contributes, by slot: 100·(score with all seeds - score without this one).
 
     With the share of right answers as the score these are accuracy points. Arguments: see `measure_variants`.

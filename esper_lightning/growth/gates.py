@@ -40,7 +40,7 @@ class LifecycleConfig:
     """Put a seed on probation as soon as it is blended in. Off, the controller decides by ADVANCE."""
 
     min_contribution: float | None = 1.0
-    """Accuracy points (of 100) a seed must contribute before it may be fossilized. None: no threshold."""
+    """Accuracy points (of 100) a seed must contribute before it may be fossilized. None: none needed."""
 
     auto_cull: bool = True
     """Cull probationary seeds that contribute nothing or that time out."""
@@ -136,9 +136,11 @@ def against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str
     against = against_gradient(evidence, config)
     if not evidence.alpha_rests:
         against.append("alpha is still moving")
+    if config.min_contribution is None:
+        return against
     if evidence.contribution is None or math.isnan(evidence.contribution):
         against.append("contribution not measured")
-    elif config.min_contribution is not None and evidence.contribution < config.min_contribution:
+    elif evidence.contribution < config.min_contribution:
         against.append(f"contribution {evidence.contribution:+.2f} points below {config.min_contribution:g}")
     return against
 
@@ -152,5 +154,6 @@ def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -
         why.append(f"contribution {evidence.contribution:+.2f} points is not positive")
     limit = config.probation_limit(horizon)
     if evidence.ticks_in_stage >= limit:
-        why.append(f"on probation for {limit} ticks")
+        unknown = ", contribution never measured" if evidence.contribution is None else ""
+        why.append(f"on probation for {limit} ticks{unknown}")
     return why

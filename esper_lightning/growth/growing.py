@@ -5,6 +5,8 @@ gates' reasons where it is not possible, keeps the optimizer in step, and return
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +16,22 @@ from torch.optim import Optimizer
 
 from esper_lightning.blueprints import nearest
 from esper_lightning.growth import gates, network
-from esper_lightning.growth.alpha import Curve, Ramp
+from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
 from esper_lightning.growth.blend import Style
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats, gradient_stats
+from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.network import SeedEvent, check_slot_names, slots_of
-from esper_lightning.growth.optimizer import add_group, forget, group_names, group_of, remove_group
+from esper_lightning.growth.optimizer import (
+    SEED,
+    add_group,
+    forget,
+    group_names,
+    group_of,
+    holds,
+    remove_group,
+    take_out,
+)
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
@@ -80,9 +92,17 @@ class GrowingNetwork:
         device = next(iter(self.slots.values())).alpha.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ SEED_MASK)
         self.records = {name: SeedRecord() for name in self.slots}
-        for name, slot in self.slots.items():
-            if slot.occupied and group_of(name) not in group_names(optimizer):  # a network that was loaded
-                add_group(optimizer, group_of(name), slot.seed, **self.seed_options)
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Gives every seed the group that is its own: the network or the optimizer may have been loaded."""
+        seeds = {group_of(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
+        for name in group_names(self.optimizer):
+            if name.startswith(SEED) and not (name in seeds and holds(self.optimizer, name, seeds[name])):
+                remove_group(self.optimizer, name)
+        for name, seed in seeds.items():
+            if not holds(self.optimizer, name, seed):
+                add_group(self.optimizer, name, seed, **self.seed_options)
 
     def clear(self) -> None:
         """Takes every seed out, and forgets all momentum: as before anything grew."""
@@ -94,7 +114,7 @@ class GrowingNetwork:
         """Takes out whatever grows in `slot`, fossils too, outside of the lifecycle; the slot is open at once."""
         place = self._slot(slot)
         if place.occupied:
-            self._forget_seed(slot)
+            self._forget_seed(slot, place.seed)
             if not self.carry_over:
                 forget(self.optimizer)
         place.empty()
@@ -106,9 +126,10 @@ class GrowingNetwork:
         place = self._slot(slot)
         ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
         event = network.germinate(place, blueprint, ramp, self.generator, style, self.lifecycle.birth)
-        if group_of(slot) in group_names(self.optimizer):  # of a fossil that has been folded into the host
-            remove_group(self.optimizer, group_of(slot))
-        add_group(self.optimizer, group_of(slot), place.seed, **self.seed_options)
+        with ExitStack() as undo:
+            undo.callback(place.empty)
+            self._regroup()
+            undo.pop_all()
         self.records[slot] = SeedRecord()
         return self._changed(event)
 
@@ -131,13 +152,18 @@ class GrowingNetwork:
     def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
         """Removes a live seed: at once, or by letting its alpha fall to 0 over `ticks` host epochs first.
 
-        A seed whose alpha is 0 already, or would be in the coming epoch, goes at once.
+        A seed whose alpha is 0 already, or would be in the coming epoch, goes at once; one that fades already goes on.
         """
         self._allow("culled", slot, self.against_culling(slot))
+        check_ramp(Ramp(0.0, 0.0, ticks, curve))
+        if ticks > 1 and self.slots[slot].fading:
+            place = self.slots[slot]
+            return SeedEvent(slot, place.blueprint, place.stage, place.stage, "fading already")
         if ticks > 1 and self.slots[slot].ramping and self.slots[slot].alpha_before > 0.0:
             return network.aim(self.slots[slot], 0.0, ticks, curve)
+        seed = self.slots[slot].seed
         event = network.cull(self.slots[slot])
-        self._forget_seed(slot)
+        self._forget_seed(slot, seed)
         return self._changed(event)
 
     def tick(
@@ -161,9 +187,10 @@ class GrowingNetwork:
             if slot.blended and contributions is not None and name in contributions:
                 record.previous_contribution, record.contribution = record.contribution, contributions[name]
             slot.tick()
+            seed = slot.seed
             happened = network.elapse(slot, self.evidence(name), self.lifecycle, self.horizon)
             if any(event.after is Stage.CULLED for event in happened):
-                self._forget_seed(name)
+                self._forget_seed(name, seed)
             events += [self._changed(event) for event in happened]
         return events
 
@@ -173,7 +200,7 @@ class GrowingNetwork:
         return Evidence(
             age=place.age,
             ticks_in_stage=place.ticks_in_stage,
-            in_optimizer=group_of(slot) in group_names(self.optimizer),
+            in_optimizer=holds(self.optimizer, group_of(slot), place.seed),
             alpha_share=place.alpha_share,
             alpha_rests=place.alpha_before == place.ramp.target and not place.fading,
             gradient=record.gradient,
@@ -221,6 +248,40 @@ class GrowingNetwork:
             if any(parameter.grad is not None for parameter in slot.seed.parameters())
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that growing goes on from, the network included, in types that `weights_only=True` loads."""
+        return {
+            "manifest": manifest(self.module),
+            "network": self.module.state_dict(),
+            "groups": group_names(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
+            "records": [
+                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
+                for r in self.records.values()
+            ],
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was taken: seeds grow again in the same slots, with their momentum.
+
+        Raises ValueError if the state is of a network with other slots.
+        """
+        rebuild(self.module, state["manifest"])
+        self.module.load_state_dict(state["network"])
+        for name in group_names(self.optimizer):
+            if name.startswith(SEED):
+                remove_group(self.optimizer, name)
+        # In the order of the saved groups: an optimizer's state knows parameters by their place.
+        seeds = {group_of(name): slot.seed for name, slot in self.slots.items()}
+        for name in state["groups"]:
+            if name in seeds:
+                add_group(self.optimizer, name, seeds[name], **self.seed_options)
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
+        for name, (contribution, previous, gradient) in zip(self.slots, state["records"], strict=True):
+            self.records[name] = SeedRecord(contribution, previous, GradientStats(*gradient) if gradient else None)
+        self.generator.set_state(state["generator"].cpu())
+
     def _slot(self, name: str) -> SeedSlot:
         check_slot_names([name], self.slots)
         return self.slots[name]
@@ -229,8 +290,8 @@ class GrowingNetwork:
         if against:
             raise ValueError(f"slot {slot!r} cannot be {what}: {'; '.join(against)}")
 
-    def _forget_seed(self, slot: str) -> None:
-        remove_group(self.optimizer, group_of(slot))
+    def _forget_seed(self, slot: str, seed: nn.Module) -> None:
+        take_out(self.optimizer, group_of(slot), seed)
         self.records[slot] = SeedRecord()
 
     def _changed(self, event: SeedEvent) -> SeedEvent:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def save(network: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     topology = {"format": FORMAT, "attached": attachments(network), "slots": manifest(network)}
-    (folder / TOPOLOGY).write_text(json.dumps(topology, indent=1) + "\n")
-    torch.save(network.state_dict(), folder / WEIGHTS)
+    _replace(folder / WEIGHTS, lambda path: torch.save(network.state_dict(), path))
+    _replace(folder / TOPOLOGY, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
 
 
 def load(network: nn.Module, folder: str | Path) -> None:
@@ -54,15 +55,14 @@ def load(network: nn.Module, folder: str | Path) -> None:
             raise ValueError(f"{folder} holds no {name}; name a folder that growth.save has written")
     topology = _read_topology(folder / TOPOLOGY)
     weights = _read_weights(folder / WEIGHTS, next(network.parameters(), torch.zeros(())).device)
-    attach = not slots_of(network)
+    there = set(slots_of(network))
+    missing = [entry for entry in topology["attached"] if not isinstance(entry, dict) or entry.get("slot") not in there]
     try:
-        if attach:
-            attach_known(network, topology["attached"])
+        attach_known(network, missing)
         places = plan(network, topology["slots"])
         _check_weights(network, places, weights, folder / WEIGHTS)
     except ValueError:
-        if attach and slots_of(network):
-            detach_slots(network)
+        detach_slots(network, set(slots_of(network)) - there)
         raise
     install(places)
     network.load_state_dict(weights)
@@ -85,20 +85,34 @@ def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
         weights = torch.load(path, map_location=device, weights_only=True)
     except NOT_TENSORS as error:
         raise ValueError(f"{path} is truncated or no state dict ({type(error).__name__}); save it again") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise ValueError(f"{path} holds no state dict; save the network again")
     return weights
 
 
 def _check_weights(network: nn.Module, places: list[Place], weights: dict[str, Tensor], path: Path) -> None:
     """Raises ValueError unless `weights` are those of the network with what is planned for its slots."""
-    names = {module: name for name, module in network.named_modules()}
-    inside = tuple(f"{names[place.slot]}." for place in places)
-    expected = {name: value.shape for name, value in network.state_dict().items() if not name.startswith(inside)}
-    for place in places:
+    # A module that is shared has several names, and its weights stand under each.
+    planned = {place.slot: place for place in places}
+    names = [(name, planned[m]) for name, m in network.named_modules(remove_duplicate=False) if m in planned]
+    inside = tuple(f"{name}." for name, _ in names)
+    expected = {name: _shape(value) for name, value in network.state_dict().items() if not name.startswith(inside)}
+    for name, place in names:
         for part, module in (("seed", place.seed), ("folded", place.folded or nn.Identity())):
-            expected |= {f"{names[place.slot]}.{part}.{key}": v.shape for key, v in module.state_dict().items()}
-    found = {name: value.shape for name, value in weights.items()}
+            expected |= {f"{name}.{part}.{key}": _shape(value) for key, value in module.state_dict().items()}
+    found = {name: _shape(value) for name, value in weights.items()}
     if found != expected:
         wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise ValueError(f"{path} is of another network: {wrong[0]} and {len(wrong) - 1} more do not fit")
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Of a tensor; a module's extra state has none."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside the target and renames: a crash leaves the file that was there."""
+    draft = path.with_name(f".{path.name}.tmp")
+    write(draft)
+    draft.replace(path)

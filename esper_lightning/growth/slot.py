@@ -163,7 +163,7 @@ class SeedSlot(nn.Module):
         """Blends the seed's answer to `seen` into `x`; alpha None: all of it."""
         grown = self.seed(seen)
         if self.style == "add":
-            return grown if alpha is None else add(x, grown, alpha)
+            return grown.to(x.dtype) if alpha is None else add(x, grown, alpha)
         share = x.new_ones(()) if alpha is None else alpha
         if self.style == "gate":
             return add(x, grown, share * self.seed.gate(seen))

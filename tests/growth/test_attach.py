@@ -540,7 +540,9 @@ def test_a_feature_whose_first_axis_is_not_the_batch_is_refused(
     network: nn.Module, name: str, axes: tuple[int | None, ...], samples: int
 ) -> None:
     shape = tuple(axis or samples for axis in axes)
-    message = f"slot {name!r}: the first axis of the feature {shape} is not the batch's; seeds need [B, …] (nn.LSTM: "
+    message = (
+        f"slot {name!r}: the first axis of the feature {shape} is not the batch's; seeds need [B, …] (of nn.LSTM: "
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         attach_slots(network, [name], torch.randn(samples, 4, 5))
     assert_untouched(network)

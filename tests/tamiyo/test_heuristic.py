@@ -44,9 +44,9 @@ def tell(pool: HostPool, accuracy: list[float], loss: list[float] | None = None,
     env["history"]["accuracy"], env["history"]["loss"] = accuracy, loss or STABLE[: len(accuracy)]
     env["tick"] = len(accuracy) - 1
     if "contribution" in seed:
-        env["records"][slot][0] = seed["contribution"]
+        env["growing"]["records"][slot][0] = seed["contribution"]
     if "ticks" in seed:
-        env["manifest"][slot]["ticks_in_stage"] = seed["ticks"]
+        env["growing"]["manifest"][slot]["ticks_in_stage"] = seed["ticks"]
     pool.load_state_dict(state)
 
 
