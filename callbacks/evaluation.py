@@ -71,5 +71,8 @@ class Evaluation(Callback):
             console.print(table(self.outcomes))
             if self.credit.hosts:
                 write_seeds(self.seeds, folder)
-                console.print(seed_table(self.seeds, self.credit))
+                kept = (
+                    seed_table(self.seeds, self.credit) if self.seeds else "tamiyo kept no seed on the hosts looked at"
+                )
+                console.print(kept)
             console.print(f"written to {folder / 'evaluation.csv'}", soft_wrap=True)
