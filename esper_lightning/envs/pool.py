@@ -1,6 +1,5 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -8,17 +7,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on, names
-from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace
+from esper_lightning.blueprints import build_on
+from esper_lightning.envs.actions import HEADS, Action, ActionConfig
 from esper_lightning.envs.execution import EXECUTORS, PhaseClock
 from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
 from esper_lightning.envs.masks import Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
+from esper_lightning.envs.offer import describe_host, offer
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.network import SeedEvent, count_parameters, slots_of
-from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.growth.network import SeedEvent
 from esper_lightning.rewards import ObjectiveConfig, objective
 from esper_lightning.tasks import Split, Task, TaskData
 
@@ -124,7 +123,8 @@ class HostPool:
                 device, lambda: host(data.input_shape, data.classes), torch.Generator(device).manual_seed(0)
             )
 
-        self.space, growable = offer(build(), task, self.data.train, config)
+        batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
+        self.space, growable = offer(build(), task, batch, config.actions, config.lifecycle.birth)
         make = (config.training, config.lifecycle, config.actions, config.horizon)
         self.envs = [HostEnv(build(), self.space, *make) for _ in range(n_envs)]
         self.host_parameters = self.envs[0].host_parameters
@@ -271,41 +271,6 @@ class HostPool:
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
         self._look()
-
-
-def describe_host(network: nn.Module) -> str:
-    """Tells hosts of different architecture apart, in a few words."""
-    shapes = repr([(name, tuple(p.shape)) for name, p in network.named_parameters()])
-    return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
-
-
-def offer(host: nn.Module, task: Task, data: Split, config: EnvConfig) -> tuple[ActionSpace, Tensor]:
-    """The choices there are on `host`, and which blueprint can grow in which slot [K, P].
-
-    Raises ValueError if a blueprint or a slot is useless: nothing to learn from, nothing to grow.
-    """
-    slots = slots_of(host)
-    if not slots:
-        raise ValueError("the host has no slots; name at least one place where seeds may grow")
-    layouts = {slot.layout: None for slot in slots.values()}
-    device = data.inputs.device
-    every = dict.fromkeys(name for layout in layouts for name in names(layout, device))
-    wanted = config.actions.blueprints or list(every)
-    batch = slice(0, config.training.batch_size)
-
-    def loss_of(network: nn.Module) -> Tensor:
-        return task.measure(network(data.inputs[batch]), data.targets[batch]).loss.mean()
-
-    reasons = probe_seeds(host, wanted, loss_of, config.lifecycle.birth)
-    growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in wanted] for slot in slots])
-    for k, slot in enumerate(slots):
-        if not growable[k].any():
-            raise ValueError(f"slot {slot!r}: nothing can grow there; {wanted[0]}: {reasons[slot, wanted[0]][0]}")
-    for p, blueprint in enumerate(wanted):
-        if not growable[:, p].any():
-            slot = next(iter(slots))
-            raise ValueError(f"blueprint {blueprint!r} can grow in no slot; {slot}: {reasons[slot, blueprint][0]}")
-    return config.actions.space(list(slots), wanted), growable
 
 
 def _measured(validation: list[list[float]], slots: int, training: list[float] | None = None) -> Measured:

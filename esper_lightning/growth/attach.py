@@ -1,29 +1,30 @@
 """Slots for any network: forward hooks put them behind modules that know nothing of growth."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.blueprints import nearest
-from esper_lightning.growth.nested import Path, first_tensor, pick, put, resolve, tensors
+from esper_lightning.growth.nested import pick, put, tensors
 from esper_lightning.growth.network import slots_of
-from esper_lightning.growth.running import Example, batch_size, evaluating, repeat_rows, run
-from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.running import Example, evaluating, run
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.survey import (
+    LAYOUTS,
+    REFUSALS,
+    Place,
+    check_batch_axis,
+    check_module,
+    check_names,
+    doubled,
+    dry_run,
+)
 
 CONTAINER = "grown_slots"
 """Child of the network that holds the attached slots; keys of its state dict begin so."""
-
-LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
-"""Layout and axis of the channels, by number of axes: [B, C, H, W], [B, T, C], [B, C]."""
-
-
-REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
-"""What a network may raise that is given a batch of unexpected length in its middle."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -31,22 +32,11 @@ class AttachedSlots(nn.ModuleDict):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, Place] = {}
         self.handles: dict[str, RemovableHandle] = {}
 
     def forward(self, x: Any) -> Any:
         return x
-
-
-class _Place(NamedTuple):
-    """Where a slot is."""
-
-    module: str
-    """It stands behind the output of this module."""
-    path: Path
-    """The way to the tensor in that output."""
-    channels_last: bool
-    """The tensor is [B, H, W, C]."""
 
 
 class _Grow:
@@ -55,7 +45,7 @@ class _Grow:
     An object and not a closure, so that a deep copy of the network grows in its own slots.
     """
 
-    def __init__(self, slot: SeedSlot, place: _Place) -> None:
+    def __init__(self, slot: SeedSlot, place: Place) -> None:
         self.slot = slot
         self.place = place
 
@@ -92,10 +82,10 @@ def attach_slots(
     """
     if hasattr(network, "_orig_mod"):
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
-    wanted = _check_names(network, names, channels_last)
+    wanted = check_names(network, names, channels_last)
     with evaluating(network), torch.no_grad(), ExitStack() as undo:
-        found, outputs = _dry_run(network, wanted, example_input)
-        _check_batch_axis(network, wanted, found, example_input)
+        found, outputs = dry_run(network, wanted, example_input)
+        check_batch_axis(network, wanted, found, example_input)
         attached: list[str] = []
         undo.callback(detach_slots, network, attached)
         for name, (place, feature) in found.items():
@@ -159,9 +149,9 @@ def attach_known(network: nn.Module, known: Sequence[Mapping[str, Any]]) -> None
     modules = dict(network.named_modules())
     for entry in known:
         _check_known(entry)
-        _check_module(entry["module"], list(modules))
+        check_module(entry["module"], list(modules))
         slot = SeedSlot(entry["slot"], entry["layout"], entry["width"], entry["isolate"], entry["trunk"])
-        place = _Place(entry["module"], tuple(entry["path"]), entry["channels_last"])
+        place = Place(entry["module"], tuple(entry["path"]), entry["channels_last"])
         _attach(network, place, slot.to(some.device, some.dtype))
 
 
@@ -190,7 +180,7 @@ def _check_known(entry: Any) -> None:
         raise ValueError(f"the list of attached places is damaged at slot {entry['slot']!r}: {dict(entry)}")
 
 
-def _attach(network: nn.Module, place: _Place, slot: SeedSlot) -> None:
+def _attach(network: nn.Module, place: Place, slot: SeedSlot) -> None:
     container = _container(network)
     if container is None:
         container = AttachedSlots()
@@ -205,122 +195,13 @@ def _container(network: nn.Module) -> AttachedSlots | None:
     return getattr(network, CONTAINER, None)
 
 
-class _Wanted(NamedTuple):
-    """A slot as it was asked for."""
-
-    module: str
-    keys: list[str]
-    channels_last: bool
-
-
-def _check_names(network: nn.Module, names: Sequence[str], channels_last: Sequence[str]) -> dict[str, _Wanted]:
-    if isinstance(names, str) or not names:
-        raise ValueError(f"name at least one module, as a list of names; got {names!r}")
-    for name in channels_last:
-        if name not in names:
-            raise ValueError(f"channels_last names {name!r}, which gets no slot; {nearest(name, list(names))}")
-    taken = list(slots_of(network))
-    modules = [name for name, _ in network.named_modules() if name]
-    wanted: dict[str, _Wanted] = {}
-    for name in names:
-        if name in taken or name in wanted:
-            raise ValueError(f"slot {name!r} is named twice; name each slot once")
-        match = re.fullmatch(r"([^\[\]]+)((?:\[[^\[\]]+\])*)", name)
-        if match is None:
-            raise ValueError(f"slot {name!r}: write a module's name, and keys in brackets as in lstm[0]")
-        _check_module(match[1], modules)
-        wanted[name] = _Wanted(match[1], re.findall(r"\[([^\[\]]+)\]", match[2]), name in channels_last)
-    return wanted
-
-
-def _check_module(name: str, modules: Sequence[str]) -> None:
-    if name not in modules:
-        raise ValueError(f"the network has no module {name!r}; {nearest(name, modules)}")
-
-
-def _dry_run(
-    network: nn.Module, wanted: Mapping[str, _Wanted], example: Example
-) -> tuple[dict[str, tuple[_Place, Tensor]], Any]:
-    """Where each slot goes and what it will see, in the order of the data's way; and the network's output."""
-    found: dict[str, tuple[_Place, Tensor]] = {}
-
-    def watch(name: str, want: _Wanted) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            place, feature = _feature(name, want, output)
-            if name in found and found[name][1].shape[1:] != feature.shape[1:]:
-                raise ValueError(
-                    f"module {want.module!r} runs several times, on features of different shapes; "
-                    f"name a module that runs once"
-                )
-            found.setdefault(name, (place, feature))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name, want in wanted.items():
-            hook = network.get_submodule(want.module).register_forward_hook(watch(name, want))
-            hooks.callback(hook.remove)
-        outputs = run(network, example)
-    for name, want in wanted.items():
-        if name not in found:
-            raise ValueError(f"module {want.module!r} does not run when the network does; name one that is called")
-    return found, outputs
-
-
-def _feature(name: str, want: _Wanted, output: Any) -> tuple[_Place, Tensor]:
-    try:
-        path = resolve(output, want.keys) if want.keys else first_tensor(output) or ()
-    except LookupError:
-        raise ValueError(f"slot {name!r}: the module's output has nothing at [{']['.join(want.keys)}]") from None
-    feature = pick(output, path)
-    if not isinstance(feature, Tensor) or not feature.is_floating_point():
-        raise ValueError(f"slot {name!r}: the module gives {type(feature).__name__}, no floating-point tensor")
-    if feature.is_nested:
-        raise ValueError(f"slot {name!r}: a nested feature (nn.TransformerEncoder: enable_nested_tensor=False)")
-    if feature.ndim not in LAYOUTS or (want.channels_last and feature.ndim != 4):
-        raise ValueError(
-            f"slot {name!r}: a feature of shape {tuple(feature.shape)} is none of [B, C, H, W], [B, T, C], [B, C]"
-            + (" or, with channels_last, [B, H, W, C]" if want.channels_last else "")
-        )
-    return _Place(want.module, path, want.channels_last), feature
-
-
-def _check_batch_axis(
-    network: nn.Module, wanted: Mapping[str, _Wanted], found: Mapping[str, tuple[_Place, Tensor]], example: Example
-) -> None:
-    """Raises ValueError unless twice the samples give every feature twice, one behind the other."""
-    rows = batch_size(example)
-    if rows < 2:
-        raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
-    try:
-        again, _ = _dry_run(network, wanted, repeat_rows(example, rows, 2))
-    except REFUSALS as error:
-        raise ValueError(
-            f"the network does not run on twice the example's {rows} samples ({error}); if an argument without a "
-            f"batch axis has {rows} rows, give an example of another number of samples"
-        ) from error
-    for name, (_, feature) in found.items():
-        if not _doubled(again[name][1], feature):
-            raise ValueError(
-                f"slot {name!r}: the first axis of the feature {tuple(feature.shape)} is not the batch's; "
-                f"seeds need [B, …] (of nn.LSTM: the output, not the states, with batch_first=True)"
-            )
-
-
-def _doubled(twice: Tensor, once: Tensor) -> bool:
-    """Up to rounding: kernels may depend on the number of rows."""
-    if once.ndim == 0 or twice.shape != (2 * len(once), *once.shape[1:]):
-        return False
-    return torch.allclose(twice, torch.cat([once, once]), rtol=1e-3, atol=1e-5, equal_nan=True)
-
-
 def _is_trunk(network: nn.Module, slot: SeedSlot, example: Example, outputs: Any) -> bool:
     """Does everything that follows see the data through `slot` alone? Found out by doubling the batch there."""
     slot.branch = lambda _, x: torch.cat([x, x])
     try:
-        doubled = run(network, example)
+        longer = run(network, example)
     except REFUSALS:  # the doubled batch met one that went around the slot
         return False
     finally:
         slot.branch = None
-    return all(_doubled(twice, once) for twice, once in zip(tensors(doubled), tensors(outputs), strict=True))
+    return all(doubled(twice, once) for twice, once in zip(tensors(longer), tensors(outputs), strict=True))
