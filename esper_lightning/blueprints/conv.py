@@ -22,10 +22,21 @@ def group_norm_groups(channels: int) -> int:
     return next((g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels // g >= 16), 1)
 
 
+class GroupNorm(nn.GroupNorm):
+    """nn.GroupNorm that can learn from a feature that needs no gradient, whatever its memory format.
+
+    On the CPU torch 2.11 crashes in the backward pass of the original if such a feature is in channels_last.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        crashes = torch.is_grad_enabled() and not x.requires_grad
+        return super().forward(x.contiguous() if crashes else x)
+
+
 @register("norm", {"image"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)
 def norm(channels: int) -> nn.Module:
     """Towards GroupNorm (https://arxiv.org/abs/1803.08494)."""
-    return Norm(nn.GroupNorm(group_norm_groups(channels), channels))
+    return Norm(GroupNorm(group_norm_groups(channels), channels))
 
 
 @register(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import build_seed, names
 from esper_lightning.blueprints.conv import group_norm_groups
 from esper_lightning.growth.alpha import FULL
 from esper_lightning.growth.network import germinate
@@ -73,3 +73,13 @@ def test_a_seed_alone_lowers_the_loss_within_fifty_steps(blueprint: str, slot: s
         loss.backward()
         optimizer.step()
     pytest.fail(f"loss {first:.4f} came down to {loss.item():.4f} only")
+
+
+def test_a_norm_learns_from_a_detached_feature_in_either_memory_format() -> None:
+    x = torch.randn(3, 8, 5, 7, generator=seeded())
+    gradients = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        seed = build_seed("norm", "image", 8, torch.device("cpu"), seeded(), "random")
+        seed(x.contiguous(memory_format=memory_format)).square().sum().backward()  # torch 2.11 would crash
+        gradients.append(torch.cat([p.grad.flatten() for p in seed.parameters()]))
+    torch.testing.assert_close(*gradients)
