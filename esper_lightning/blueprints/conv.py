@@ -29,8 +29,10 @@ class GroupNorm(nn.GroupNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        crashes = torch.is_grad_enabled() and not x.requires_grad
-        return super().forward(x.contiguous() if crashes else x)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            # Not contiguous(): to it a feature of one position has either format already.
+            x = x.clone(memory_format=torch.contiguous_format)
+        return super().forward(x)
 
 
 @register("norm", {"image"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)

@@ -75,8 +75,9 @@ def test_a_seed_alone_lowers_the_loss_within_fifty_steps(blueprint: str, slot: s
     pytest.fail(f"loss {first:.4f} came down to {loss.item():.4f} only")
 
 
-def test_a_norm_learns_from_a_detached_feature_in_either_memory_format() -> None:
-    x = torch.randn(3, 8, 5, 7, generator=seeded())
+@pytest.mark.parametrize("size", [(5, 7), (1, 1)])
+def test_a_norm_learns_from_a_detached_feature_in_either_memory_format(size: tuple[int, int]) -> None:
+    x = torch.randn(3, 8, *size, generator=seeded())
     gradients = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         seed = build_seed("norm", "image", 8, torch.device("cpu"), seeded(), "random")
