@@ -78,18 +78,20 @@ def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> 
             return (100.0 * pool.accuracy_of(host, variants)).tolist()
 
         together: dict[tuple[str, str], float] | None = None
-        if len(players) <= MAX_EXACT:
-            family = full_family(players)
-            known = dict(zip(family, worth(family), strict=True))
+        exact = len(players) <= MAX_EXACT
+        family = full_family(players) if exact else leave_one_out(players)
+        known = dict(zip(family, worth(family), strict=True))
+        if exact:
             shares = {player: Credit(value, 0.0) for player, value in shapley_values(known, players).items()}
             together = interactions(known, players)
         else:
             shares = sampled_shapley(worth, players, config.pairs, np.random.default_rng(i))
-        whole, *without = worth(leave_one_out(players))
+        everything = frozenset(players)
         state = env.state_dict()
-        for player, rest in zip(players, without, strict=True):
+        for player in players:
+            contribution = known[everything] - known[everything - {player}]
             effect = matched_fork(pairs_pool, state, player, config.fork_ticks).effect
             shared = None if together is None else sum(v for pair, v in together.items() if player in pair)
             kind = env.growing.slots[player].blueprint
-            found.append(SeedCredit(i, player, kind, whole - rest, shares[player], shared, effect))
+            found.append(SeedCredit(i, player, kind, contribution, shares[player], shared, effect))
     return found

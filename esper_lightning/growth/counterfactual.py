@@ -122,7 +122,7 @@ def measure_variants(
         for inputs, targets in batches:
             given = inputs if isinstance(inputs, tuple) else (inputs,)
             outputs, places = forward_variants(network, variants, *given)
-            sums = torch.stack([_sum(score, part, targets) for part in _split(outputs, max(places) + 1)])[places]
+            sums = torch.stack([_sum(score, part, targets) for part in _groups(outputs, max(places) + 1)])[places]
             totals = sums if totals is None else totals + sums
             samples += len(targets)
     if totals is None:
@@ -130,7 +130,7 @@ def measure_variants(
     return totals / samples
 
 
-def _split(outputs: Any, groups: int) -> list[Any]:
+def _groups(outputs: Any, groups: int) -> list[Any]:
     """The outputs of each distinct combination."""
     return [map_tensors(outputs, lambda x, group=group: x.chunk(groups)[group]) for group in range(groups)]
 

@@ -59,7 +59,7 @@ class GrowingNetwork:
         optimizer: Holds the network's parameters. Seeds are parameter groups of it from germination to cull.
         horizon: Host epochs (ticks) that training will take in all.
         lifecycle: When seeds advance.
-        seed_options: Of the seeds' parameter groups (lr, weight_decay …). None: the optimizer's defaults.
+        seed_options: Of the seeds' parameter groups (lr, weight_decay …); the rest is as the first group has it then.
         carry_over: Keep the optimizer's state when the network changes. False resets all of it: an ablation.
         generator: Draws the seeds' weights. None: one on the network's device that follows `torch.manual_seed`.
     """
@@ -154,15 +154,15 @@ class GrowingNetwork:
 
         A seed whose alpha is 0 already, or would be in the coming epoch, goes at once; one that fades already goes on.
         """
+        place = self._slot(slot)
         self._allow("culled", slot, self.against_culling(slot))
         check_ramp(Ramp(0.0, 0.0, ticks, curve))
-        if ticks > 1 and self.slots[slot].fading:
-            place = self.slots[slot]
+        if ticks > 1 and place.fading:
             return SeedEvent(slot, place.blueprint, place.stage, place.stage, "fading already")
-        if ticks > 1 and self.slots[slot].ramping and self.slots[slot].alpha_before > 0.0:
-            return network.aim(self.slots[slot], 0.0, ticks, curve)
-        seed = self.slots[slot].seed
-        event = network.cull(self.slots[slot])
+        if ticks > 1 and place.ramping and place.alpha_before > 0.0:
+            return network.aim(place, 0.0, ticks, curve)
+        seed = place.seed
+        event = network.cull(place)
         self._forget_seed(slot, seed)
         return self._changed(event)
 

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 HOST_GROUP = "host"
 
-
 SEED = "seed."
 """How the names of seeds' groups begin."""
 

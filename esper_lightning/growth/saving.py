@@ -46,7 +46,7 @@ def save(network: nn.Module, folder: str | Path) -> None:
 def load(network: nn.Module, folder: str | Path) -> None:
     """Makes `network` what `save` wrote: the same architecture before it grew becomes the grown one.
 
-    Slots that were attached are attached again, unless the network has slots. Raises ValueError, and leaves the network
+    Slots that were attached are attached again where the network lacks them. Raises ValueError, and leaves the network
     as it was, if the files are not there, are damaged, or are of another network.
     """
     folder = Path(folder)
