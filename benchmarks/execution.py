@@ -26,7 +26,7 @@ from esper_lightning.blueprints import build_on, names
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.actions import Op, to_action
 from esper_lightning.envs.execution import EXECUTORS
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT

@@ -9,7 +9,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from esper_lightning.growth.saving import NOT_TENSORS
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised whenever a checkpoint of before could no longer be continued."""
 
 SCHEMA_KEY = "esper_schema"

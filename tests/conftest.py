@@ -10,7 +10,7 @@ from hypothesis import settings
 from torch import nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.losses import PPOConfig

@@ -55,7 +55,7 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
     names = sorted(path.name for path in smoke.checkpoints.iterdir())
 
     assert names == ["best.ckpt", "latest.ckpt"]
-    assert all(load(smoke.checkpoints / name)["esper_schema"] == 2 for name in names)
+    assert all(load(smoke.checkpoints / name)["esper_schema"] == 3 for name in names)
 
 
 def test_the_smoke_run_compares_four_controllers_with_intervals(smoke: Run) -> None:
@@ -115,7 +115,7 @@ def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
         assert len(scalars[tag]) == EPOCHS
         assert all(math.isfinite(value) for _, value in scalars[tag]), tag
     assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
-    assert load(only_run(tmp_path).latest)["esper_schema"] == 2
+    assert load(only_run(tmp_path).latest)["esper_schema"] == 3
 
 
 def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

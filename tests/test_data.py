@@ -8,7 +8,7 @@ import torch
 
 from esper_lightning.data import HostPoolData, TickLoader
 from esper_lightning.envs import EnvConfig
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.tamiyo.baselines import WaitOnly
 from esper_lightning.tasks import Digits
 from tests.runs import differences, fit, only_run, tiny_host

@@ -11,7 +11,7 @@ from callbacks import RolloutState
 from esper_lightning.cli import EsperCLI
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import EnvConfig
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.module import NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from esper_lightning.envs import ActionConfig, EnvConfig
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.module import NormalizeConfig
 from esper_lightning.ppo.losses import Anneal, PPOConfig

@@ -3,95 +3,21 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import initialise
 from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
 from esper_lightning.growth.network import SeedEvent, count_parameters
-from esper_lightning.growth.optimizer import HOST_GROUP
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTraining:
-    """How a host learns in one tick."""
-
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """Update rule of the host and its seeds."""
-
-    lr: float = 0.02
-    """Learning rate of the host."""
-
-    seed_lr_factor: float = 1.0
-    """Learning rate of seeds over that of the host."""
-
-    weight_decay: float = 0.0
-    """Weight decay of host and seeds."""
-
-    momentum: float = 0.9
-    """Momentum; read by sgd alone."""
-
-    batch_size: int = 32
-    """Samples B in a host minibatch."""
-
-    batches: int | None = None
-    """Minibatches in a tick. None: one pass over the training data, without the incomplete last batch."""
-
-    micro_batches: int = 1
-    """Parts that a minibatch goes through the host in, to save memory; their gradients are added up. BatchNorm then
-    normalises each part by itself."""
-
-    max_grad_norm: float | None = 5.0
-    """Clip the gradient of the host, and of each seed, to this norm. None: do not clip."""
-
-    carry_over: bool = True
-    """Keep the optimizer's momentum when the host changes. False forgets all of it at each germination, advance,
-    fossilization and cull: an ablation."""
-
-    onednn: bool = True
-    """Let oneDNN run convolutions on the CPU. Off, torch's own kernels do: for hosts of a few channels they need 1.3 to
-    1.8 times less processor time (measured on digits), for wide ones more."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"training.{name} must be positive, got {value}")
-        if self.batch_size % self.micro_batches != 0:
-            raise ValueError(
-                f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"
-            )
-        if self.weight_decay < 0 or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"training: weight_decay must not be negative and momentum must lie in [0, 1), "
-                f"got {self.weight_decay} and {self.momentum}"
-            )
-
-    def options(self, group: str) -> dict[str, float]:
-        """Of the host's or (any other name) a seed's parameter group."""
-        lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
-        options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
-        return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
-
-    def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer with the host's group alone."""
-        group = {"params": list(network.parameters()), "name": HOST_GROUP}
-        # Fused: one kernel for all tensors, and on CUDA no read-back of the scaler's verdict.
-        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.options(HOST_GROUP))
 
 
 class Measured(NamedTuple):
@@ -99,6 +25,7 @@ class Measured(NamedTuple):
 
     train_loss: float
     train_accuracy: float
+    skipped_steps: int
     host_gradient: GradientStats
     seed_gradients: list[GradientStats]  # per slot
     loss: list[float]  # per variant: see `variants`
@@ -141,7 +68,9 @@ class HostEnv:
         self.horizon = horizon
         self.host_parameters = count_parameters(network)
         self.optimizer = training.make_optimizer(network)
-        self.generator = torch.Generator(next(network.parameters()).device)
+        self.device = next(network.parameters()).device
+        self.generator = torch.Generator(self.device)
+        self.scaler = training.make_scaler(self.device)
         self.growing = GrowingNetwork(
             network,
             self.optimizer,
@@ -160,6 +89,7 @@ class HostEnv:
         self.history = History()
         self.objective = 0.0  # J as last measured
         self.host_gradient: GradientStats | None = None
+        self.skipped_steps = 0  # since the episode began: their gradients left fp16's range
 
     @property
     def slots(self) -> list[SeedSlot]:
@@ -178,6 +108,7 @@ class HostEnv:
         """Starts a new episode in place: fresh weights, empty slots, no momentum."""
         self.seed = seed
         self.generator.manual_seed(seed)
+        self.scaler = self.training.make_scaler(self.device)
         self.growing.clear()  # first: an old seed would draw from the generator and change what follows
         initialise(self.network, self.generator)
         self._begin()
@@ -225,6 +156,7 @@ class HostEnv:
         self.history.train_loss.append(measured.train_loss)
         self.history.train_accuracy.append(measured.train_accuracy)
         self.host_gradient = measured.host_gradient
+        self.skipped_steps += measured.skipped_steps
         self.record(measured)
         self.tick += 1
         whole, *without = measured.accuracy[: 1 + len(self.growing.slots)]
@@ -250,6 +182,8 @@ class HostEnv:
             "objective": self.objective,
             "history": {name: list(values) for name, values in vars(self.history).items()},
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
+            "scaler": self.scaler.state_dict(),
+            "skipped_steps": self.skipped_steps,
             "growing": self.growing.state_dict(),
         }
 
@@ -259,6 +193,9 @@ class HostEnv:
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.skipped_steps = state["skipped_steps"]
         self.growing.load_state_dict(state["growing"])
         for group in self.optimizer.param_groups:
             group.update(self.training.options(group["name"]))  # settings are this run's, not the checkpoint's

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs.actions import HEADS, Action, ActionConfig
 from esper_lightning.envs.execution import EXECUTORS, PhaseClock
-from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
+from esper_lightning.envs.host_env import HostEnv, Measured
 from esper_lightning.envs.masks import Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.envs.offer import describe_host, offer
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
@@ -115,7 +116,7 @@ class HostPool:
         self.config = config
         self.device = device
         self.data = data.to(device)
-        self.executor = EXECUTORS[config.executor](task, config.training.onednn)
+        self.executor = EXECUTORS[config.executor](task, config.training)
         self.clock = PhaseClock()
 
         def build() -> nn.Module:
@@ -277,6 +278,6 @@ def _measured(validation: list[list[float]], slots: int, training: list[float] |
     """The executor's rows as one record; without `training`, of a host that has not trained yet."""
     loss, accuracy = validation
     size = len(GradientStats._fields)
-    t = training or [0.0] * (2 + size * (1 + slots))
-    host, *seeds = (GradientStats(*t[begin : begin + size]) for begin in range(2, len(t), size))
-    return Measured(t[0], t[1], host, seeds, loss, accuracy)
+    t = training or [0.0] * (3 + size * (1 + slots))
+    host, *seeds = (GradientStats(*t[begin : begin + size]) for begin in range(3, len(t), size))
+    return Measured(t[0], t[1], int(t[2]), host, seeds, loss, accuracy)

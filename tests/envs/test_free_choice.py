@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import ActionConfig, HostPool, StepResult
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.blend import GatedSeed
 from esper_lightning.growth.network import SeedEvent
 from esper_lightning.growth.slot import SeedSlot

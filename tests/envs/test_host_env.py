@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.host_env import HostEnv, HostTraining, Measured
+from esper_lightning.envs.host_env import HostEnv, Measured
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.stages import Stage
@@ -21,7 +22,7 @@ CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 def nothing_new(env: HostEnv) -> Measured:
     """What a host epoch may have shown: all seeds healthy and of no effect."""
     variants = len(env.variants())
-    return Measured(1.0, 0.5, CALM, [CALM] * len(env.slots), [1.0] * variants, [0.5] * variants)
+    return Measured(1.0, 0.5, 0, CALM, [CALM] * len(env.slots), [1.0] * variants, [0.5] * variants)
 
 
 def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, cull, fossilize, germinate

@@ -30,7 +30,7 @@ def within_bounds(values: Sequence[float]) -> bool:
 
 def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> Measured:
     gradient, variants = gradient_of(norm), len(env.variants())
-    return Measured(loss, accuracy, gradient, [gradient] * len(env.slots), [loss] * variants, [accuracy] * variants)
+    return Measured(loss, accuracy, 0, gradient, [gradient] * len(env.slots), [loss] * variants, [accuracy] * variants)
 
 
 def seen(pool: HostPool) -> dict[str, float]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Op
-from esper_lightning.envs.host_env import HostEnv, HostTraining
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, objective

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, Row, act, cull, germinate

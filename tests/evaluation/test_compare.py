@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper_lightning.envs import Action, HostPool, Op
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference, play
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import HEADS, Action, EnvConfig, HostPool, Observation, Op, StepResult
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gradients import NO_GRADIENT, GradientStats, gradient_stats
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.optimizer import find_group

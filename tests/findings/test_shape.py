@@ -45,7 +45,7 @@ def test_a1_there_is_one_train_step_and_no_long_function() -> None:
     rooms = (ROOT / "esper_lightning" / "envs", ROOT / "esper_lightning" / "tamiyo")
     stepping = [path for room in rooms for path in room.rglob("*.py") if calls_of(path, "backward")]
 
-    assert [path.name for path in stepping] == ["loop.py"]
+    assert [path.name for path in stepping] == ["step.py"]
     assert calls_of(stepping[0], "backward") == 1
     assert "Stage" not in stepping[0].read_text()
     assert not [f.name for path in SOURCES for f in functions(path) if f.end_lineno - f.lineno >= LONGEST]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth import growing
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.gradients import gradient_stats
@@ -157,7 +157,7 @@ def test_s8_numbers_of_all_environments_and_variants_are_one_tensor(make_pool: M
     pool = make_pool(2)
     slots = len(pool.space.slot)
 
-    assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 2 + 4 * (1 + slots))
+    assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 3 + 4 * (1 + slots))
     assert pool.executor.validate(pool.envs, pool.data.validation).shape == (2, 2, slots + 2)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.tasks import Split, Task
 
 
@@ -24,13 +25,13 @@ class ThreadsExecutor(LoopExecutor):
     share nothing that is written, so neither the number of workers nor their order changes any result.
     """
 
-    def __init__(self, task: Task, onednn: bool) -> None:
-        super().__init__(task, onednn)
+    def __init__(self, task: Task, training: HostTraining) -> None:
+        super().__init__(task, training)
         # One thread per operator: operators on tiny hosts are too small to split, and the cores are taken by hosts.
         self.workers = ThreadPoolExecutor(usable_cores(), "host", torch.set_num_threads, (1,))
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with convolutions(self.onednn):
+        with convolutions(self.training.onednn):
             return torch.stack(list(self.workers.map(lambda env: self._train(env, data), envs)))
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
@@ -38,5 +39,5 @@ class ThreadsExecutor(LoopExecutor):
             with torch.inference_mode():  # holds for one thread
                 return self._measure(env, data, env.variants())
 
-        with convolutions(self.onednn):
+        with convolutions(self.training.onednn):
             return torch.stack(list(self.workers.map(work, envs)))

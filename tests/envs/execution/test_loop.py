@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.host_env import HostTraining
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import WaitOnly
@@ -51,8 +51,8 @@ def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., Host
     for ours, theirs in zip(env.network.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     norm, rms = gradient.norm().item(), gradient.square().mean().sqrt().item()
-    assert row[:6] == pytest.approx([sum(losses) / 3, sum(hits) / 3, norm, rms, 0.0, 0.0], rel=1e-4)
-    assert row[6:] == [0.0] * 4 * 3  # of empty slots
+    assert row[:7] == pytest.approx([sum(losses) / 3, sum(hits) / 3, 0.0, norm, rms, 0.0, 0.0], rel=1e-4)
+    assert row[7:] == [0.0] * 4 * 3  # of empty slots
 
 
 def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool: Callable[..., HostPool]) -> None:
