@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hosts are many and tiny: giving freed memory back to the system after every operation costs page faults.
 RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
-.PHONY: fit smoke test bench bench-execution lint clean
+.PHONY: fit smoke test bench bench-execution bench-memory lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
@@ -19,7 +19,10 @@ bench: $(BIN)/.installed  ## what prefix sharing saves in counterfactual passes
 	$(RUN) $(BIN)/python benchmarks/counterfactual.py
 
 bench-execution: $(BIN)/.installed  ## how fast each executor trains hosts
-	$(RUN) $(BIN)/python benchmarks/execution.py
+	$(RUN) $(BIN)/python -m benchmarks.execution $(ARGS)
+
+bench-memory: $(BIN)/.installed  ## does a run of 200 rollouts need more and more memory?
+	$(RUN) $(BIN)/python -m benchmarks.memory $(ARGS)
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

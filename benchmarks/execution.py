@@ -1,233 +1,283 @@
 """How fast each executor trains N hosts, next to the plainest PyTorch program that trains the same hosts one by one.
 
     make bench-execution
-    python benchmarks/execution.py --case digits --hosts 16 --repeats 5 --csv FILE
+    python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --memory --csv FILE --markdown
 
-The raw loop has no seeds, no slots, no validation and no controller: hosts one after the other, minibatch by minibatch.
-Every round measures the raw loop and each executor in turn, so that whatever else the machine does meets all of them;
-figures are medians over rounds, ratios with their extremes. `train` compares training alone; `tick` is a whole tick of
-the application, with validation, counterfactuals, observation, masks and rewards. `other` is the share of a tick that
-is neither training nor validation.
+On a GPU if there is one, else on the CPU. The raw loop has no seeds, no slots, no validation and no controller: hosts
+one after the other, minibatch by minibatch, with torch's defaults; on the CPU once with one thread per operator and
+once with all cores. Every round measures it and each executor in turn, so that whatever else the machine does meets all
+of them. Figures are medians over rounds, with their extremes in brackets; ratios are to the faster raw loop of the same
+round. `train` compares training alone; `tick` is a whole tick of the application, with validation, counterfactuals,
+observation, masks and rewards. `other` is the share of a tick that is not arithmetic of hosts. `MiB` is what a pool and
+its training add at most: on the CPU with --memory, each executor in a process of its own.
 """
 
 import argparse
 import csv
-import resource
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from esper_lightning.blueprints import build_on, names
-from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from benchmarks.hosts import BATCH, BATCHES, CASES, SEEDS, RawLoop, Seeds, choices, make_pool
+from benchmarks.memory import forget_peak, resident
+from esper_lightning.envs import HostPool
 from esper_lightning.envs.actions import Op, to_action
-from esper_lightning.envs.execution import EXECUTORS
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.stages import Stage
-from esper_lightning.hosts import CNN, GPT
-from esper_lightning.tasks import Digits, Split, Task, TaskData
+from esper_lightning.envs.execution.choice import Choice
+from esper_lightning.envs.execution.threads import usable_cores
+from esper_lightning.envs.training import PRECISIONS
 
-CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 
-BATCHES, BATCH = 8, 32
-"""Minibatches in a tick, and samples in each."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+HOSTS = {"cpu": (1, 4, 16, 64), "cuda": (16, 64, 256)}
+"""Numbers of hosts that are measured."""
 
-class Noise(Task):
-    """Random inputs and targets: speed does not depend on what is learned.
+OTHER = ("policy", "update", "bookkeeping")
+"""Phases of a tick in which hosts do not compute."""
 
-    Args:
-        shape: Of one input; one axis: tokens below `classes`.
-        classes: Number of outputs.
-    """
-
-    def __init__(self, shape: Sequence[int], classes: int) -> None:
-        self.shape = tuple(shape)
-        self.classes = classes
-
-    def load(self) -> TaskData:
-        generator = torch.Generator().manual_seed(0)
-
-        def split(samples: int) -> Split:
-            targets = (samples, *self.shape) if len(self.shape) == 1 else (samples,)
-            words = torch.randint(self.classes, targets, generator=generator)
-            inputs = words if len(self.shape) == 1 else torch.randn(samples, *self.shape, generator=generator)
-            return Split(inputs, words)
-
-        return TaskData(split(BATCHES * BATCH), split(2 * BATCH), split(BATCH), self.classes)
-
-
-class Case(NamedTuple):
-    """A kind of host on a kind of data."""
-
-    task: Task
-    host: HostFactory
-    onednn: bool
-
-
-def tiny(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """The host of configs/digits.yaml."""
-    return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
-
-
-def small(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """6,418 parameters."""
-    return CNN(input_shape, outputs, slots=slots)
-
-
-def wide(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """94,762 parameters."""
-    return CNN(input_shape, outputs, base=32, slots=slots)
-
-
-def gpt(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """Four blocks of width 64."""
-    return GPT(input_shape, outputs, width=64, blocks=4, heads=4, context=64, slots=slots)
-
-
-CASES: dict[str, Case] = {
-    "digits": Case(Digits(), tiny, onednn=False),
-    "16": Case(Noise((3, 16, 16), 10), small, onednn=True),
-    "32x8": Case(Noise((3, 32, 32), 10), small, onednn=True),
-    "32x32": Case(Noise((3, 32, 32), 10), wide, onednn=True),
-    "gpt": Case(Noise((32,), 96), gpt, onednn=True),
-}
-
-
-class RawLoop:
-    """N hosts without slots, trained one after the other."""
-
-    def __init__(self, case: Case, data: TaskData, hosts: int) -> None:
-        self.case, self.train = case, data.train
-
-        def build() -> nn.Module:
-            generator = torch.Generator().manual_seed(0)
-            return build_on(CPU, lambda: case.host(data.input_shape, data.classes, slots=[]), generator)
-
-        self.hosts = [build() for _ in range(hosts)]
-        self.optimizers = [torch.optim.Adam(host.parameters(), lr=0.001) for host in self.hosts]
-
-    def __call__(self) -> None:
-        for host, optimizer in zip(self.hosts, self.optimizers, strict=True):
-            for batch in torch.randperm(self.train.samples)[: BATCHES * BATCH].split(BATCH):
-                optimizer.zero_grad()
-                loss = self.case.task.measure(host(self.train.inputs[batch]), self.train.targets[batch]).loss.mean()
-                loss.backward()
-                optimizer.step()
-
-
-def make_pool(case: Case, data: TaskData, hosts: int, executor: str, grown: bool) -> HostPool:
-    """A pool whose hosts have no seeds, or (grown) other seeds each, blended in and never judged."""
-    training = HostTraining(lr=0.001, batch_size=BATCH, batches=BATCHES, max_grad_norm=None, onednn=case.onednn)
-    lifecycle = LifecycleConfig(auto_cull=False)
-    config = EnvConfig(horizon=10**6, executor=executor, training=training, lifecycle=lifecycle)
-    pool = HostPool(case.task, data, case.host, config, hosts, CPU)
-    for i, env in enumerate(pool.envs if grown else ()):
-        for k, slot in enumerate(env.slots):
-            choices = names(slot.layout, CPU)
-            if (i + k) % 2 == 0:
-                env.growing.germinate(slot.name, choices[(i // 2 + k) % len(choices)])
-                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
-                    slot.move_to(stage)
-    pool.clock.take()
-    return pool
+MATMUL = 8192
+"""Side of the matrices whose product shows what a GPU can do."""
 
 
 class Round(NamedTuple):
     """Seconds of one tick."""
 
     tick: float
-    train: float
-    validate: float
+    train: float  # fetching the minibatches included
+    hosts: float  # all arithmetic of hosts
+
+
+class Figure(NamedTuple):
+    """Of one quantity over all rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Figure":
+        return cls(median(values), min(values), max(values))
+
+    def show(self, digits: int) -> str:
+        return f"{self.middle:.{digits}f} ({self.low:.{digits}f} … {self.high:.{digits}f})"
+
+
+class Row(NamedTuple):
+    """One executor on hosts of one kind."""
+
+    case: str
+    hosts: int
+    seeds: Seeds
+    executor: str
+    env_steps_per_s: Figure
+    images_per_s: Figure
+    train_ratio: Figure
+    tick_ratio: Figure
+    other_share: Figure
+    peak_mib: float | None
+
+    def cells(self) -> list[str]:
+        """For people."""
+        return [
+            *(self.case, str(self.hosts), self.seeds, self.executor),
+            *(self.env_steps_per_s.show(1), f"{self.images_per_s.middle:,.0f}"),
+            *(self.train_ratio.show(2), self.tick_ratio.show(2), f"{self.other_share.middle:.1%}"),
+            "–" if self.peak_mib is None else f"{self.peak_mib:,.0f}",
+        ]
+
+    def flat(self) -> dict[str, object]:
+        """For programs: `train_ratio`, `train_ratio_low`, `train_ratio_high` …"""
+        result: dict[str, object] = {}
+        for name, value in self._asdict().items():
+            figures = zip(("", "_low", "_high"), value, strict=True) if isinstance(value, Figure) else [("", value)]
+            result |= {name + end: number for end, number in figures}
+        return result
+
+
+COLUMNS = {"case": 6, "hosts": 5, "seeds": 9, "executor": 22, "env steps/s": 23, "images/s": 10, "train / raw": 20,
+           "tick / raw": 20, "other": 6, "MiB": 6}  # fmt: skip
+"""Headings and widths."""
+
+
+def line(cells: Sequence[str]) -> str:
+    """Of the table."""
+    return " ".join(cell.ljust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip()
+
+
+def finish() -> None:
+    """Waits for the GPU, if there is one."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call."""
+    finish()
+    begin = time.perf_counter()
+    work()
+    finish()
+    return time.perf_counter() - begin
 
 
 def step(pool: HostPool) -> Round:
     """One tick in which every host is left alone."""
     wait = to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+    pool.clock.take()
     tick = seconds(lambda: pool.step(wait))
     phases = pool.clock.take()
-    return Round(tick, phases["train"], phases["validate"])
+    return Round(
+        tick=tick,
+        train=phases["train"] + phases["data"],
+        hosts=sum(spent for phase, spent in phases.items() if phase not in OTHER),
+    )
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def raw_seconds(raw: RawLoop) -> dict[int, float]:
+    """Of one pass over all hosts, by threads per operator."""
+    times = {}
+    for threads in {1, usable_cores() if DEVICE.type == "cpu" else 1}:
+        torch.set_num_threads(threads)
+        times[threads] = seconds(raw)
+    torch.set_num_threads(1)
+    return times
 
 
-HEADINGS = ("case", "hosts", "seeds", "executor", "env_steps_per_s", "images_per_s", "train_ratio", "train_low",
-            "train_high", "tick_ratio", "other_share", "peak_mib")  # fmt: skip
+def peak_of(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
+    """A pool, and the MiB of GPU memory that it and two ticks of it need."""
+    before = torch.cuda.memory_allocated()
+    pool = build()
+    step(pool)  # now optimizers have their state
+    torch.cuda.reset_peak_memory_stats()
+    step(pool)
+    return pool, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(name: str, hosts: int, repeats: int) -> list[dict[str, object]]:
-    """Every executor on one case."""
+def peak_alone(name: str, hosts: int, precision: str, seeds: Seeds, choice: Choice) -> float:
+    """MiB of memory that one executor needs, in a process that has no other."""
+    flags = ["--case", name, "--hosts", str(hosts), "--precision", precision, "--alone", seeds, str(choice)]
+    command = [sys.executable, "-m", "benchmarks.execution", *flags]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout)
+
+
+def answer_alone(name: str, hosts: int, precision: str, seeds: Seeds, executor: str) -> None:
+    """The other end of it: prints what hosts and two ticks have added at most."""
     case = CASES[name]
     data = case.task.load()
-    raw = RawLoop(case, data, hosts)
-    pools = {
-        (executor, seeds): make_pool(case, data, hosts, executor, grown=seeds == "different")
-        for executor in EXECUTORS
-        for seeds in ("none", "different")
-    }
-    raw()
-    for pool in pools.values():
+    (choice,) = (choice for choice in choices(case, DEVICE) if str(choice) == executor)
+    RawLoop(case, data, 1, precision)()  # what torch loads to train anything is not counted
+    before = resident()
+    forget_peak()
+    pool = make_pool(case, data, hosts, choice, seeds, precision)
+    for _ in range(2):
         step(pool)
-    times: dict[tuple[str, str], list[tuple[float, Round]]] = {key: [] for key in pools}
+    print(resident(peak=True) - before)
+
+
+def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -> list[Row]:
+    """Every executor on one case, with hosts of every kind."""
+    case = CASES[name]
+    data = case.task.load().spread([DEVICE])
+    raw = RawLoop(case, data, hosts, precision)
+    raw_seconds(raw)
+    pools: dict[tuple[Seeds, Choice], HostPool] = {}
+    peaks: dict[tuple[Seeds, Choice], float | None] = {}
+    for seeds, choice in product(SEEDS, choices(case, DEVICE)):
+        key = seeds, choice
+        build = partial(make_pool, case, data, hosts, choice, seeds, precision)
+        try:
+            if DEVICE.type == "cuda":
+                pools[key], peaks[key] = peak_of(build)
+            else:
+                pools[key] = build()
+                step(pools[key])
+                peaks[key] = peak_alone(name, hosts, precision, seeds, choice) if memory else None
+        except ValueError as error:
+            pools.pop(key, None)
+            print(f"{name}, {hosts} hosts, seeds {seeds}: {choice} refuses them: {error}", flush=True)
+    plain: list[dict[int, float]] = []
+    rounds: dict[tuple[Seeds, Choice], list[Round]] = {key: [] for key in pools}
     for _ in range(repeats):
-        plain = seconds(raw)
+        plain.append(raw_seconds(raw))
         for key, pool in pools.items():
-            times[key].append((plain, step(pool)))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows = []
-    for (executor, seeds), rounds in times.items():
-        ratios = [plain / spent.train for plain, spent in rounds]
-        tick = median(spent.tick for _, spent in rounds)
-        figures = (
-            hosts / tick,
-            hosts * BATCHES * BATCH / median(spent.train for _, spent in rounds),
-            *(median(ratios), min(ratios), max(ratios)),
-            median(plain / spent.tick for plain, spent in rounds),
-            median(1.0 - (spent.train + spent.validate) / spent.tick for _, spent in rounds),
-            peak,
+            rounds[key].append(step(pool))
+    images = hosts * BATCHES * BATCH
+    alone = [min(times.values()) for times in plain]
+    print(f"{name}, {hosts} hosts: raw loop, {Figure.of([images / s for s in alone]).show(0)} images/s; {who(plain)}")
+    rows = [
+        Row(
+            *(name, hosts, key[0], str(key[1])),
+            env_steps_per_s=Figure.of([hosts / spent.tick for spent in own]),
+            images_per_s=Figure.of([images / spent.train for spent in own]),
+            train_ratio=Figure.of([s / spent.train for s, spent in zip(alone, own, strict=True)]),
+            tick_ratio=Figure.of([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
+            other_share=Figure.of([1.0 - spent.hosts / spent.tick for spent in own]),
+            peak_mib=peaks[key],
         )
-        rows.append(dict(zip(HEADINGS, (name, hosts, seeds, executor, *figures), strict=True)))
+        for key, own in rounds.items()
+    ]
+    if DEVICE.type == "cuda":
+        print(share_of_device(raw, [row for row in rows if row.seeds == "none"]))
     return rows
 
 
-def show(row: dict[str, object]) -> str:
-    """A row of the table."""
+def who(plain: Sequence[dict[int, float]]) -> str:
+    """Which number of threads per operator was the faster one, in how many rounds."""
+    wins = Counter(min(times, key=times.__getitem__) for times in plain)
+    return "; ".join(f"{threads} thread(s) per operator in {n} of {len(plain)} rounds" for threads, n in wins.items())
+
+
+def share_of_device(raw: RawLoop, rows: Sequence[Row]) -> str:
+    """How much of a GPU the arithmetic of hosts without seeds comes to."""
+    a, b = (torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * MATMUL**3 / min(seconds(lambda: a @ b) for _ in range(10))
+    fastest = max(rows, key=lambda row: row.images_per_s.middle)
+    reached = fastest.images_per_s.middle * raw.flops()
     return (
-        "{case:7} {hosts:5} {seeds:9} {executor:8} {env_steps_per_s:8.1f} {images_per_s:9.0f}  {train_ratio:5.2f} "
-        "({train_low:.2f} … {train_high:.2f}) {tick_ratio:6.2f} {other_share:6.1%} {peak_mib:6.0f}"
-    ).format(**row)
+        f"{fastest.case}, {fastest.hosts} hosts: {fastest.executor} trains at {reached / 1e12:.3f} TFLOP/s, "
+        f"{reached / rate:.2%} of what a bf16 product of {MATMUL}² numbers reaches here ({rate / 1e12:.0f})"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, help="one kind of host; without it, all")
-    parser.add_argument("--hosts", type=int, help="number N of hosts; without it 1, 4, 16, 64")
+    parser.add_argument("--hosts", type=int, help=f"number N of hosts; without it {HOSTS[DEVICE.type]}")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurement")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="what hosts compute in")
+    parser.add_argument("--memory", action="store_true", help="on the CPU: measure memory too, a process each")
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="in the end print the table for the README")
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("case    hosts seeds     executor  steps/s  images/s  train / raw loop        tick  other    MiB")
-    rows = []
-    for case in [args.case] if args.case else CASES:
-        for hosts in [args.hosts] if args.hosts else (1, 4, 16, 64):
-            for row in measure(case, hosts, args.repeats):
-                print(show(row), flush=True)
-                rows.append(row)
+    if args.alone:
+        answer_alone(args.case, args.hosts, args.precision, *args.alone)
+        return
+    rows: list[Row] = []
+    print(line(list(COLUMNS)))
+    for case, hosts in product([args.case] if args.case else CASES, [args.hosts] if args.hosts else HOSTS[DEVICE.type]):
+        found = measure(case, hosts, args.repeats, args.precision, args.memory)
+        for row in found:
+            print(line(row.cells()), flush=True)
+        rows += found
+    if args.markdown:
+        table = [list(COLUMNS), ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
     if args.csv:
         with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, HEADINGS)
+            writer = csv.DictWriter(file, rows[0].flat())
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(row.flat() for row in rows)
 
 
 if __name__ == "__main__":

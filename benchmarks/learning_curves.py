@@ -45,8 +45,10 @@ def median(values: list[float]) -> float:
 def report(run: Path, events: EventAccumulator) -> None:
     """One line: speed and shares of time."""
     speeds = values(events, SPEED)
+    measured = set(events.Tags()["scalars"])  # of an older run: not all phases of today
+    tags = {phase: f"time/share.{phase}" for phase in (*PHASES, "other")}
     shares = ", ".join(
-        f"{phase} {100 * median(values(events, f'time/share.{phase}')):.1f} %" for phase in (*PHASES, "other")
+        f"{phase} {100 * median(values(events, tag)):.1f} %" for phase, tag in tags.items() if tag in measured
     )
     print(f"{run}: median {median(speeds):.0f} environment steps/s ({min(speeds):.0f} to {max(speeds):.0f}); {shares}")
 

@@ -1,20 +1,21 @@
 """Telemetry: what there is to see of a run, in TensorBoard, over ticks."""
 
 import time
+from collections import Counter
 
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry.metrics import growth_metrics, phase_shares, tick_metrics
+from esper_lightning.telemetry.metrics import growth_metrics, phase_seconds, phase_shares, skipped_metrics, tick_metrics
 
 
 class Telemetry(Callback):
     """Writes the hosts' state every tick and the policy's after every rollout to the trainer's loggers.
 
     Args:
-        every_n_ticks: How often the hosts are written.
+        every_n_ticks: How often the hosts are written, and the seconds that a tick took since the last time.
     """
 
     def __init__(self, every_n_ticks: int = 1) -> None:
@@ -24,6 +25,9 @@ class Telemetry(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._since = (time.perf_counter(), pl_module.loop.ticks)
+        self._in_rollout: Counter[str] = Counter()  # seconds by phase
+        self._unwritten: Counter[str] = Counter()
+        self._written = pl_module.loop.ticks
         pl_module.loop.pool.clock.take()
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and pl_module.loop.ticks:
@@ -33,9 +37,16 @@ class Telemetry(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         loop = pl_module.loop
+        clock = loop.pool.clock
+        seconds = clock.take()
+        self._in_rollout.update(seconds)
+        self._unwritten.update(seconds)
         metrics: dict[str, float] = {}
         if loop.ticks % self.every_n_ticks == 0:
-            metrics |= tick_metrics(loop.last) | growth_metrics(loop.pool.envs)
+            envs = loop.pool.envs
+            metrics |= tick_metrics(loop.last) | growth_metrics(envs) | skipped_metrics(envs)
+            metrics |= phase_seconds(self._unwritten, loop.ticks - self._written, clock.timer.name)
+            self._unwritten, self._written = Counter(), loop.ticks
         if trainer.is_last_batch:
             metrics |= self._rollout_metrics(pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -57,6 +68,7 @@ class Telemetry(Callback):
         }
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
         metrics |= {f"rollout/op.{op}": share for op, share in loop.buffer.op_frequency().items()}
-        shares = phase_shares(loop.pool.clock.take(), now - then)
+        shares = phase_shares(self._in_rollout, now - then)
         metrics |= {f"time/share.{phase}": share for phase, share in shares.items()}
+        self._in_rollout = Counter()
         return metrics

@@ -1,12 +1,15 @@
 """HostPoolData: owns the environments and hands out one tick at a time."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
+from rich.console import Console, RenderableType
 
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from esper_lightning.envs.execution import other_devices
 from esper_lightning.tasks import Task, TaskData
 
 
@@ -35,6 +38,12 @@ class TickLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._start = state["position"]
+
+
+def say(*parts: RenderableType) -> None:
+    """Tells whoever started the run."""
+    for part in parts:
+        Console().print(part, soft_wrap=isinstance(part, str))
 
 
 class HostPoolData(LightningDataModule):
@@ -74,12 +83,17 @@ class HostPoolData(LightningDataModule):
     def build(self, device: torch.device) -> None:
         """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
         if self.pool is None:
-            self.dataset: TaskData = self.task.load().to(device)  # one copy for every pool
-            self.pool = self.make_pool(self.n_envs, device)
+            self.others = other_devices(self.env.executor, device)
+            self.dataset: TaskData = self.task.load().spread([device, *self.others])  # one copy each for every pool
+            self.pool = HostPool(self.task, self.dataset, self.host, self.env, self.n_envs, device, self.others)
+            if self.pool.selection is not None:
+                say(*self.pool.selection.report())
 
     def make_pool(self, n_envs: int, device: torch.device) -> HostPool:
-        """Another pool of the same kind: same task, hosts and rules."""
-        return HostPool(self.task, self.dataset, self.host, self.env, n_envs, device)
+        """Another pool of the same kind: same task, hosts, rules and executor."""
+        executor, onednn = self.pool.choice
+        env = replace(self.env, executor=executor, training=replace(self.env.training, onednn=onednn))
+        return HostPool(self.task, self.dataset, self.host, env, n_envs, device, self.others)
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
@@ -88,4 +102,5 @@ class HostPoolData(LightningDataModule):
         return {"pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pool.load_state_dict(state["pool"])
+        if (note := self.pool.load_state_dict(state["pool"])) is not None:
+            say(note)

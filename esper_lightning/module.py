@@ -108,7 +108,7 @@ class TamiyoModule(LightningModule):
                     self.update(*self.loop.finish_rollout())
         shown = {
             "accuracy": step.metrics.accuracy.mean(),
-            "reward": step.reward.mean(),
+            "reward": step.metrics.reward.mean(),
             "objective": step.metrics.objective.mean(),
         }
         self.log_dict(shown, prog_bar=True, logger=False)

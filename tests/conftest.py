@@ -18,6 +18,7 @@ from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig
 from esper_lightning.tasks import Digits
+from tests.envs.execution.fake_cuda import FakeCuda
 
 # Reproducible, and no examples left behind in the checkout.
 settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)
@@ -68,6 +69,12 @@ def make_pool() -> Callable[..., HostPool]:
         return HostPool(task, data, host, replace(SMALL, **changes), n_envs, torch.device("cpu"))
 
     return make
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Streams and events of a GPU that there is not."""
+    return FakeCuda(monkeypatch)
 
 
 @pytest.fixture(scope="session")

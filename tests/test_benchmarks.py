@@ -1,5 +1,6 @@
 """The benchmarks run, and what they compare is the same work; how fast it is no test says."""
 
+import csv
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution.choice import Choice
 from esper_lightning.growth.network import count_parameters
 from tests.runs import ROOT
 
@@ -40,20 +43,56 @@ def test_sharing_is_predicted_from_how_often_each_segment_runs() -> None:
     assert benchmark.predicted(benchmark.leave_one_out(slots), slots, [1.0] * 4, [0.0] * 3) == pytest.approx(1.6)
 
 
-def test_every_executor_is_measured_on_hosts_with_and_without_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_executor_is_measured_on_hosts_of_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.csv"
-    flags = ["--case", "digits", "--hosts", "2", "--repeats", "1", "--csv", str(file)]
+    flags = ["--case", "digits", "--hosts", "2", "--repeats", "1", "--csv", str(file), "--markdown"]
     monkeypatch.setattr(sys, "argv", ["execution.py", *flags])
+    benchmark = script("execution")
+    executors = [str(choice) for choice in benchmark.choices(benchmark.CASES["digits"], torch.device("cpu"))]
+    monkeypatch.setattr(benchmark, "DEVICE", torch.device("cpu"))
 
-    script("execution").main()
+    benchmark.main()
 
-    head, *rows = (line.split(",") for line in file.read_text().splitlines())
-    assert [(row[2], row[3]) for row in rows] == [
-        (seeds, executor) for executor in ("loop", "threads") for seeds in ("none", "different")
-    ]
-    assert all(float(row[head.index("train_ratio")]) > 0.0 for row in rows)
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert {"loop", "loop without oneDNN", "threads", "threads without oneDNN"} <= set(executors)
+    expected = [(seeds, executor) for seeds in ("none", "equal", "different") for executor in executors]
+    assert [(row["seeds"], row["executor"]) for row in rows] == expected
+    for row in rows:
+        assert float(row["train_ratio_low"]) <= float(row["train_ratio"]) <= float(row["train_ratio_high"])
+        assert 0.0 < float(row["tick_ratio"]) < float(row["train_ratio"])
+        assert 0.0 < float(row["other_share"]) < 1.0
+    printed = capsys.readouterr().out
+    assert "thread(s) per operator in 1 of 1 rounds" in printed
+    assert len([line for line in printed.splitlines() if line.startswith("| digits | 2 |")]) == len(rows)
+
+
+def test_an_executor_that_refuses_hosts_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("execution")
+    real = benchmark.make_pool
+
+    def choosy(case: object, data: object, hosts: int, choice: Choice, *rest: object) -> HostPool:
+        if choice.executor == "loop" and not choice.onednn:
+            raise ValueError("too plain")
+        return real(case, data, hosts, choice, *rest)
+
+    monkeypatch.setattr(benchmark, "make_pool", choosy)
+    monkeypatch.setattr(benchmark, "DEVICE", torch.device("cpu"))
+    rows = benchmark.measure("digits", 1, 1, "fp32", memory=False)
+
+    assert "digits, 1 hosts, seeds equal: loop without oneDNN refuses them: too plain" in capsys.readouterr().out
+    assert "loop without oneDNN" not in {row.executor for row in rows}
+    assert {"loop", "threads"} <= {row.executor for row in rows}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's books")
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    benchmark = script("execution")
+
+    assert 0.1 < benchmark.peak_alone("digits", 2, "fp32", "equal", Choice("loop", False)) < 500.0
 
 
 def test_the_raw_loop_trains_the_hosts_of_the_pool() -> None:
@@ -62,12 +101,47 @@ def test_the_raw_loop_trains_the_hosts_of_the_pool() -> None:
         case = benchmark.CASES[name]
         data = case.task.load()
         raw = benchmark.RawLoop(case, data, hosts=1)
-        pool = benchmark.make_pool(case, data, 1, "loop", grown=False)
+        pool = benchmark.make_pool(case, data, 1, Choice("loop", True), "none")
 
         assert count_parameters(raw.hosts[0]) == pool.envs[0].host_parameters
+        assert raw.flops() > 6 * pool.envs[0].host_parameters  # every weight of a convolution is used several times
     inputs, targets = data.train.inputs[:8], data.train.targets[:8]
     before = F.cross_entropy(raw.hosts[0](inputs).flatten(0, 1), targets.flatten()).item()
     for _ in range(3):
         raw()
     with torch.no_grad():
         assert F.cross_entropy(raw.hosts[0](inputs).flatten(0, 1), targets.flatten()).item() < before
+
+
+def test_equal_and_different_seeds_are_what_they_say() -> None:
+    benchmark = script("execution")
+    case = benchmark.CASES["digits"]
+    data = case.task.load()
+
+    def grown(seeds: str) -> list[list[str | None]]:
+        pool = benchmark.make_pool(case, data, 6, Choice("loop", False), seeds)
+        assert {slot.blended for env in pool.envs for slot in env.slots if slot.blueprint} <= {True}
+        return [[slot.blueprint for slot in env.slots] for env in pool.envs]
+
+    assert grown("none") == [[None] * 3] * 6
+    first, *others = grown("equal")
+    assert first[0] is not None and first[1] is None and all(row == first for row in others)
+    different = grown("different")
+    assert different[0] == first
+    assert len({tuple(row) for row in different}) > 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's books")
+def test_the_memory_of_a_long_run_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = script("memory")
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--executor", "loop", "--rollouts", "2", "--hosts", "1"])
+    monkeypatch.setattr(benchmark, "EVERY", 1)
+
+    benchmark.main()
+
+    first, second, verdict = capsys.readouterr().out.splitlines()
+    assert first.startswith("loop, 1 hosts, rollout 1: process ") and "(+0.0, +0.00%)" in first
+    assert "rollout 2: process " in second
+    assert "the bar of 1%" in verdict

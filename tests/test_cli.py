@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from esper_lightning.envs import HEADS, Op
+from esper_lightning.envs.execution import PHASES
 from esper_lightning.growth.stages import Stage
 from tests.runs import (
     CONFIGS,
@@ -38,7 +39,9 @@ ROLLOUT_TAGS = {
 TICK_TAGS = {
     *("hosts/accuracy", "hosts/loss", "hosts/objective", "hosts/parameters", "hosts/reward"),
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
+    *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
+PER_TICK = ("hosts/", "growth/", "time/perf_counter.")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
 
     assert set(scalars) >= TICK_TAGS | ROLLOUT_TAGS
     for tag, points in scalars.items():
-        steps = list(SMOKE_TICKS) if tag.startswith(("hosts/", "growth/")) else ROLLOUT_ENDS
+        steps = list(SMOKE_TICKS) if tag.startswith(PER_TICK) else ROLLOUT_ENDS
         assert [step for step, _ in points] == steps, tag
         assert all(math.isfinite(value) for _, value in points), tag
 
@@ -166,9 +169,12 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "unknown birth": ("--data.env.lifecycle.birth=blank", "birth"),
     "parts of unequal size": ("--data.env.training.micro_batches=5", "training.micro_batches"),
     "unknown blueprint": ("--data.env.actions.blueprints=[conv_lite]", "did you mean 'conv_light'?"),
+    "streams without a GPU": ("--data.env.executor=streams", "executor 'streams' runs on CUDA, not on cpu"),
     "negative learning rate of hosts": ("--data.env.training.lr=-1", "training.lr"),
     "negative learning rate of Tamiyo": ("--model.ppo.lr.start=-1", "lr"),
     "batch larger than the data": ("--data.env.training.batch_size=5000", "batch_size"),
+    "images shifted out of sight": ("--data.env.training.augment.pad=8", "augment.pad must be less than the image's 8"),
+    "a hole of less than nothing": ("--data.env.training.augment.cutout=-1", "augment.cutout must not be negative"),
     "unknown host class": ("--data.host=esper_lightning.hosts.CNNN", "CNNN"),
     "unknown task class": ("--data.task=nonsense.Task", "nonsense.Task"),
     "missing config": ("--config=nowhere.yaml", "nowhere.yaml"),

@@ -10,7 +10,7 @@ from esper_lightning.data import HostPoolData, TickLoader
 from esper_lightning.envs import EnvConfig
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.tamiyo.baselines import WaitOnly
-from esper_lightning.tasks import Digits
+from esper_lightning.tasks import AugmentConfig, Digits
 from tests.runs import differences, fit, only_run, tiny_host
 
 CPU = torch.device("cpu")
@@ -89,7 +89,8 @@ def test_hosts_of_another_number_are_not_loaded() -> None:
 
 def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
     chosen = ("optimizer=sgd", "lr=0.007", "momentum=0.8", "weight_decay=0.001", "batch_size=16", "batches=3")
-    flags = [f"--data.env.training.{choice}" for choice in (*chosen, "seed_lr_factor=0.5", "max_grad_norm=2")]
+    more = ("seed_lr_factor=0.5", "max_grad_norm=2", "augment.pad=1", "augment.flip=true", "augment.cutout=3")
+    flags = [f"--data.env.training.{choice}" for choice in (*chosen, *more)]
 
     built = fit(tmp_path, "--trainer.max_epochs=1", "--seed_everything=7", "--data.n_envs=3", *flags)
 
@@ -101,8 +102,9 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
         assert isinstance(env.optimizer, torch.optim.SGD)
         assert (host["lr"], host["momentum"], host["weight_decay"]) == (0.007, 0.8, 0.001)
         assert all(seed["lr"] == 0.0035 for seed in seeds)
-        assert env.draw_batches(pool.data.train.samples).shape == (3, 16)
+        assert env.draw_batches(pool.data.train.samples).indices.shape == (3, 16)
         assert env.training.max_grad_norm == 2.0
+        assert env.training.augment == AugmentConfig(pad=1, flip=True, cutout=3)
     assert any(len(env.optimizer.param_groups) > 1 for env in pool.envs)  # some seed was there to be looked at
 
 

@@ -24,6 +24,7 @@ from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.heuristic import HeuristicConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
+from esper_lightning.tasks import AugmentConfig
 from tests.runs import CONFIGS, ROOT, cli
 
 ROOMS = (
@@ -146,6 +147,7 @@ SETTINGS: dict[str, type] = {
     "model.normalize": NormalizeConfig,
     "data.env": EnvConfig,
     "data.env.training": HostTraining,
+    "data.env.training.augment": AugmentConfig,
     "data.env.lifecycle": LifecycleConfig,
     "data.env.actions": ActionConfig,
     "data.env.objective": ObjectiveConfig,

@@ -29,10 +29,15 @@ class GroupNorm(nn.GroupNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not x.requires_grad:
-            # Not contiguous(): to it a feature of one position has either format already.
-            x = x.clone(memory_format=torch.contiguous_format)
-        return super().forward(x)
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # [B, C, H, W]
+    """F.group_norm, spared that crash."""
+    if torch.is_grad_enabled() and not x.requires_grad:
+        # Not contiguous(): to it a feature of one position has either format already.
+        x = x.clone(memory_format=torch.contiguous_format)
+    return F.group_norm(x, groups, weight, bias, eps)
 
 
 @register("norm", {"image"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)

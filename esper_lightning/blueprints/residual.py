@@ -53,4 +53,9 @@ class Norm(nn.Module):
         nn.init.uniform_(self.scale, -1.0, 1.0, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
-        return x + torch.tanh(self.scale) * (self.norm(x) - x)
+        return self.towards(x, self.norm(x), self.scale)
+
+    @staticmethod
+    def towards(x: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+        """What `forward` gives; `scale` broadcasts."""
+        return x + torch.tanh(scale) * (normed - x)

@@ -51,24 +51,31 @@ class AttendWindow(Attend):
     By FlexAttention (https://arxiv.org/abs/2412.05496), which skips the blocks of scores that the window hides.
     """
 
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads)
+        self._mask: tuple[int, torch.device, BlockMask] | None = None
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # each [B, H, T, D] -> [B, H, T, D]
         positions, channels = q.shape[-2:]
         missing = max(0, MIN_FLEX_CHANNELS - channels)
         q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))  # channels of zeros add nothing to the scores
-        mask = window_mask(positions, q.device)
+        mask = self.mask(positions, q.device)
         return compiled_flex_attention()(q, k, v, block_mask=mask, scale=channels**-0.5)[..., :channels]
+
+    def mask(self, positions: int, device: torch.device) -> BlockMask:
+        """Kept, as building it takes longer than attending. A seed has its own: a common one might be made on the CUDA
+        stream of one host and read on that of another before it is there."""
+        if self._mask is None or self._mask[:2] != (positions, device):
+            # Usable in training wherever it was first asked for.
+            with torch.inference_mode(False):
+                built = create_block_mask(in_window, None, None, positions, positions, device)
+            self._mask = (positions, device, built)
+        return self._mask[2]
 
 
 def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Whether position `query` sees position `key`."""
     return (key <= query) & (query - key < WINDOW)
-
-
-@functools.lru_cache(maxsize=16)
-def window_mask(positions: int, device: torch.device) -> BlockMask:
-    # Kept, as building it takes longer than attending; and usable in training wherever it was first asked for.
-    with torch.inference_mode(False):
-        return create_block_mask(in_window, None, None, positions, positions, device)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.blueprints import check_known, nearest
+from esper_lightning.envs.transfer import send
 from esper_lightning.growth.alpha import Curve
 from esper_lightning.growth.blend import Style
 
@@ -61,9 +63,11 @@ STYLES: dict[str, tuple[Curve, Style]] = {
 """Choices of the style head by name: `linear_add`, `sigmoid12_add`, `linear_multiply`, `linear_gate` …"""
 
 
+@cache
 def relevance(device: torch.device | None = None) -> Tensor:  # [ops, heads] float: RELEVANT as numbers
-    """1 where a head matters for an op, else 0."""
-    return torch.tensor([[float(op in RELEVANT[head]) for head in HEADS] for op in Op], device=device)
+    """1 where a head matters for an op, else 0. One table per device, to read: making it waits for the device."""
+    with torch.inference_mode(False):  # usable in training wherever it was first asked for
+        return torch.tensor([[op in RELEVANT[head] for head in HEADS] for op in Op], dtype=torch.float32, device=device)
 
 
 def blank_irrelevant(action: Action, relevant: Tensor) -> Action:
@@ -202,4 +206,4 @@ class Decision(NamedTuple):
 def to_action(decisions: Sequence[Sequence[int]], device: torch.device) -> Action:
     """One decision per environment, the numbers of its first heads; those left out are 0."""
     padded = [[*decision, *[0] * (len(HEADS) - len(decision))] for decision in decisions]
-    return Action(*torch.tensor(padded, device=device).unbind(1))
+    return Action(*send(torch.tensor(padded), device).unbind(1))

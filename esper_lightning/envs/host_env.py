@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from esper_lightning.blueprints import initialise
 from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
@@ -18,6 +18,10 @@ from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
 from esper_lightning.growth.network import SeedEvent, count_parameters
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import Batches, draw_choices
+
+if TYPE_CHECKING:
+    from esper_lightning.envs.execution import Laps
 
 
 class Measured(NamedTuple):
@@ -50,6 +54,8 @@ class HostEnv:
         space: The choices that actions index.
         training, lifecycle, actions: Settings.
         horizon: Ticks T in an episode.
+        device: Where the network is.
+        laps: Of the time that is spent on this host.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class HostEnv:
         lifecycle: LifecycleConfig,
         actions: ActionConfig,
         horizon: int,
+        device: torch.device,
+        laps: "Laps",
     ) -> None:
         self.network = network
         self.space = space
@@ -68,7 +76,8 @@ class HostEnv:
         self.horizon = horizon
         self.host_parameters = count_parameters(network)
         self.optimizer = training.make_optimizer(network)
-        self.device = next(network.parameters()).device
+        self.device = device
+        self.laps = laps
         self.generator = torch.Generator(self.device)
         self.scaler = training.make_scaler(self.device)
         self.growing = GrowingNetwork(
@@ -133,14 +142,15 @@ class HostEnv:
             case Op.SET_ALPHA:
                 return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
-    def draw_batches(self, samples: int) -> Tensor:  # [batches, B] int64, on the generator's device
-        """Indices of the next tick's minibatches: the training data in a new order, again and again if need be."""
+    def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
+        """The next tick's minibatches: the training data in a new order, again and again if need be."""
         size = self.training.batch_size
         needed = size * (self.training.batches or samples // size)
         passes = math.ceil(needed / samples)
         device = self.generator.device
         orders = [torch.randperm(samples, generator=self.generator, device=device) for _ in range(passes)]
-        return torch.cat(orders)[:needed].view(-1, size)
+        indices = torch.cat(orders)[:needed].view(-1, size)
+        return Batches(indices, draw_choices(self.training.augment, indices.shape, self.generator))
 
     def variants(self) -> list[Variant]:
         """Combinations of seeds to validate: all, all but each slot in turn, and the fossilized ones alone."""

@@ -72,16 +72,16 @@ def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig) -> 
     return Legal([possible[op] for op in ops], target, speed)
 
 
-def make_masks(n_envs: int, space: ActionSpace, growable: Tensor, device: torch.device) -> Masks:
-    """Storage for the masks of `n_envs` environments; `growable` [K, blueprints] holds for all of them, always."""
+def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
+    """Storage, on the CPU, for the masks of `n_envs` environments; `growable` [K, blueprints] holds for all, always."""
     sizes = space.sizes
     slots = sizes["slot"]
     # At once there is no curve: the choice is the first, so that equal decisions are equal actions.
-    curve = torch.tensor([[ticks > 0 or c == 0 for c in range(sizes["curve"])] for ticks in space.speed], device=device)
+    curve = torch.tensor([[ticks > 0 or c == 0 for c in range(sizes["curve"])] for ticks in space.speed])
     return Masks(
-        slot=torch.zeros(n_envs, sizes["op"], slots, dtype=torch.bool, device=device),
-        blueprint=growable.to(device).expand(n_envs, -1, -1),
-        target=torch.zeros(n_envs, slots, sizes["target"], dtype=torch.bool, device=device),
-        speed=torch.zeros(n_envs, sizes["op"], slots, sizes["speed"], dtype=torch.bool, device=device),
+        slot=torch.zeros(n_envs, sizes["op"], slots, dtype=torch.bool),
+        blueprint=growable.expand(n_envs, -1, -1),
+        target=torch.zeros(n_envs, slots, sizes["target"], dtype=torch.bool),
+        speed=torch.zeros(n_envs, sizes["op"], slots, sizes["speed"], dtype=torch.bool),
         curve=curve.expand(n_envs, -1, -1),
     )

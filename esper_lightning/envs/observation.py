@@ -11,6 +11,7 @@ from torch import Tensor
 
 from esper_lightning.envs.actions import STYLES
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.transfer import send
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
@@ -139,11 +140,11 @@ def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
 
 
 def observe(envs: list[HostEnv], objective: ObjectiveConfig, into: Observation) -> None:
-    """Writes what the environments look like now into the storage `into`: one transfer to its device."""
+    """Writes what the environments look like now into the storage `into`."""
     rows = [list(features(env, objective).values()) for env in envs]
-    into.features.copy_(torch.tensor(rows))
+    into.features.copy_(send(torch.tensor(rows), into.features.device))
     seeds = [[seed_number(env, slot.blueprint) for slot in env.slots] for env in envs]
-    into.blueprints.copy_(torch.tensor(seeds))
+    into.blueprints.copy_(send(torch.tensor(seeds), into.blueprints.device))
 
 
 def seed_number(env: HostEnv, blueprint: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs.actions import HEADS, Action, ActionConfig
-from esper_lightning.envs.execution import EXECUTORS, PhaseClock
+from esper_lightning.envs.compiling import compile_hosts
+from esper_lightning.envs.execution import COMPILED, ONLY_ON, Laps, LoopExecutor, PhaseClock, make_timer
+from esper_lightning.envs.execution.auto import Selection, select
+from esper_lightning.envs.execution.choice import Choice, candidates, go_on
 from esper_lightning.envs.host_env import HostEnv, Measured
-from esper_lightning.envs.masks import Masks, legal, make_masks
+from esper_lightning.envs.masks import Legal, Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.envs.offer import describe_host, offer
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.transfer import download, send
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
@@ -33,8 +38,10 @@ class EnvConfig:
     horizon: int = 12
     """Ticks T in an episode."""
 
-    executor: Literal["loop", "threads"] = "loop"
-    """How the hosts are trained: one after the other, or (on the CPU) one per core. The results are the same."""
+    executor: Literal["loop", "threads", "streams", "fused", "auto"] = "loop"
+    """How the hosts are trained: one after the other; threads (on the CPU): one per core; streams (on CUDA): one per
+    stream, dealt out to all GPUs that are visible. The results are the same. auto: whatever is fastest on these hosts,
+    measured at the start, remembered on this machine, and kept by a run that goes on."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """How hosts learn."""
@@ -75,6 +82,7 @@ class PoolMetrics(NamedTuple):
     loss: Tensor
     objective: Tensor
     parameters: Tensor  # of the host and what is kept for good
+    reward: Tensor  # change of the objective
 
 
 class StepResult(NamedTuple):
@@ -89,54 +97,95 @@ class StepResult(NamedTuple):
     metrics: PoolMetrics
 
 
+def check_fits(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
+    """Raises ValueError if settings fit neither each other nor the task nor the device."""
+    if n_envs < 1:
+        raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+    if config.training.batch_size > data.train.samples:
+        raise ValueError(
+            f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
+            f"training samples"
+        )
+    config.training.augment.check(data.input_shape)
+    if config.training.compile is not None and config.executor not in (*COMPILED, "auto"):
+        raise ValueError(
+            f"executor {config.executor!r} cannot run compiled hosts; use env.executor loop, or leave training.compile "
+            f"out"
+        )
+    only = ONLY_ON.get(config.executor, device.type)
+    if device.type != only:
+        there = {"cpu": "the CPU", "cuda": "CUDA"}[only]
+        raise ValueError(f"executor {config.executor!r} runs on {there}, not on {device}; use env.executor loop")
+
+
 class HostPool:
-    """N environments on one device, built once and reset in place.
+    """N environments, built once and reset in place.
 
     Args:
         task: Judges outputs; its data are `data`.
-        data: The data set; one copy on `device` serves all hosts.
+        data: The data set; one copy on each device serves all hosts there.
         host: Makes a host.
         config: What an environment is.
         n_envs: Environments N.
-        device: Where hosts live, and observations, rewards and masks too.
+        device: Where observations, rewards and masks live, and hosts.
+        others: More devices for hosts: they are dealt out to `device` and these in turn.
     """
 
     def __init__(
-        self, task: Task, data: TaskData, host: HostFactory, config: EnvConfig, n_envs: int, device: torch.device
+        self,
+        task: Task,
+        data: TaskData,
+        host: HostFactory,
+        config: EnvConfig,
+        n_envs: int,
+        device: torch.device,
+        others: Sequence[torch.device] = (),
     ) -> None:
-        if n_envs < 1:
-            raise ValueError(f"n_envs must be at least 1, got {n_envs}")
-        if config.training.batch_size > data.train.samples:
-            raise ValueError(
-                f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
-                f"training samples"
-            )
-        if config.executor == "threads" and device.type != "cpu":
-            raise ValueError(f"executor 'threads' runs on the CPU, not on {device}; use env.executor loop")
+        check_fits(config, data, n_envs, device)
         self.config = config
         self.device = device
-        self.data = data.to(device)
-        self.executor = EXECUTORS[config.executor](task, config.training)
-        self.clock = PhaseClock()
+        devices = [device, *others]
+        self.data = data.spread(devices)
+        self.task = task
+        self.clock = PhaseClock(make_timer(device))
 
-        def build() -> nn.Module:
-            return build_on(
-                device, lambda: host(data.input_shape, data.classes), torch.Generator(device).manual_seed(0)
-            )
+        def build(on: torch.device) -> nn.Module:
+            return build_on(on, lambda: host(data.input_shape, data.classes), torch.Generator(on).manual_seed(0))
 
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-        self.space, growable = offer(build(), task, batch, config.actions, config.lifecycle.birth)
+        self.space, growable = offer(build(device), task, batch, config.actions, config.lifecycle.birth)
         make = (config.training, config.lifecycle, config.actions, config.horizon)
-        self.envs = [HostEnv(build(), self.space, *make) for _ in range(n_envs)]
+
+        def make_env(on: torch.device) -> HostEnv:
+            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)))
+
+        self.envs = [make_env(on) for on in islice(cycle(devices), n_envs)]
+        if config.training.compile is not None:
+            trials = [make_env(on) for on in devices]
+            compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
+        self.selection: Selection | None = None  # how auto came to its choice
+        choice = Choice(config.executor, config.training.onednn is not False)
+        self.choices = [choice]
+        if config.executor == "auto":
+            self.choices = candidates(device, config.training)
+            self.selection = select(self.envs, growable, task, self.data, self.choices)
+            choice = self.selection.choice
+        self._execute(choice)
         self.host_parameters = self.envs[0].host_parameters
         self.host_kind = describe_host(self.envs[0].network)
-        self.masks = make_masks(n_envs, self.space, growable, device)
+        self.masks_on_cpu = make_masks(n_envs, self.space, growable)
+        self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
         self.feature_names = list(features(self.envs[0], config.objective))
         self.observation = Observation(
             features=torch.zeros(n_envs, len(self.feature_names), device=device),
             blueprints=torch.zeros(n_envs, len(self.space.slot), dtype=torch.int64, device=device),
         )
         self.reset(range(n_envs))
+
+    def _execute(self, choice: Choice) -> None:
+        """From now on hosts are executed so."""
+        self.choice = choice
+        self.executor = choice.make(self.task, self.config.training)
 
     @property
     def n_envs(self) -> int:
@@ -148,9 +197,10 @@ class HostPool:
         with self.clock.measure("bookkeeping"):
             for env, seed in zip(self.envs, seeds, strict=True):
                 env.reset(seed)
-        with self.clock.measure("validate"):
-            validated = self.executor.validate(self.envs, self.data.validation).cpu()
+        with self.clock.measure("validate", [env.laps for env in self.envs]):
+            validated = self.executor.validate(self.envs, self.data.validation)
         with self.clock.measure("bookkeeping"):
+            validated = download(validated)
             untrained = [_measured(row, len(self.space.slot)) for row in validated.tolist()]
             for env, measured in zip(self.envs, untrained, strict=True):
                 env.record(measured)
@@ -160,6 +210,9 @@ class HostPool:
 
     def step(self, action: Action) -> StepResult:
         """Applies the actions, trains and validates every host, and returns what followed.
+
+        Reads twice what is on the device, each time in one transfer: the actions, for they decide which modules there
+        are and so what is computed; and in the end all that was measured, for the next decision depends on it.
 
         Raises ValueError if an action is not allowed by the masks.
         """
@@ -177,14 +230,11 @@ class HostPool:
 
     def _tick(self) -> tuple[PoolMetrics, list[HostEvent]]:
         """Trains and validates every host, and lets time pass for its seeds."""
-        with self.clock.measure("train"):
-            trained = self.executor.train_epoch(self.envs, self.data.train)
-        with self.clock.measure("validate"):
-            validated = self.executor.validate(self.envs, self.data.validation)
-            # One transfer for all that was measured: after it everything is Python numbers.
-            numbers = torch.cat([trained, validated.flatten(1)], 1).cpu()
-            trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
+        trained, validated = self.executor.tick(self.envs, self.data.train, self.data.validation, self.clock)
         with self.clock.measure("bookkeeping"):
+            # One transfer for all that was measured: after it everything is Python numbers.
+            numbers = download(torch.cat([trained, validated.flatten(1)], 1))
+            trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
             rows = zip(self.envs, trained.tolist(), validated.tolist(), strict=True)
             events = []
             for i, (env, training, validation) in enumerate(rows):
@@ -193,7 +243,7 @@ class HostPool:
             return self._metrics(validated), events
 
     def _apply(self, action: Action) -> list[HostEvent]:
-        decisions = list(zip(*torch.stack(action).tolist(), strict=True))
+        decisions = list(zip(*download(torch.stack(action)).tolist(), strict=True))
         self._check(decisions)  # all of them first: a refused step leaves every host as it was
         events = []
         for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
@@ -201,14 +251,13 @@ class HostPool:
         return events
 
     def _check(self, decisions: list[tuple[int, ...]]) -> None:
-        masks = Masks(*(mask.cpu() for mask in self.masks))
         sizes = tuple(self.space.sizes.values())
         for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
             if env.tick >= self.config.horizon:
                 raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
             if not all(0 <= choice < size for choice, size in zip(decision, sizes, strict=True)):
                 raise ValueError(f"host {i}: {decision} is no action; the heads {HEADS} have {sizes} choices")
-            if not masks.allow(i, decision):
+            if not self.masks_on_cpu.allow(i, decision):
                 raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
     def _metrics(self, validated: Tensor) -> PoolMetrics:
@@ -218,18 +267,18 @@ class HostPool:
         loss, accuracy = validated.gather(2, variant).squeeze(2).unbind(1)
         parameters = self.parameters
         worth = objective(accuracy, parameters, self.host_parameters, self.config.objective)
-        return PoolMetrics(accuracy, loss, worth, parameters)
+        before = torch.tensor([env.objective for env in self.envs])
+        return PoolMetrics(accuracy, loss, worth, parameters, worth - before)
 
     def _result(self, metrics: PoolMetrics, events: list[HostEvent]) -> StepResult:
-        before = torch.tensor([env.objective for env in self.envs])
-        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        truncated = send(torch.tensor([env.tick >= self.config.horizon for env in self.envs]), self.device)
         self._remember_objective(metrics)
         self._look()
         return StepResult(
             observation=self.observation,
-            reward=(metrics.objective - before).to(self.device),
-            terminated=torch.zeros_like(truncated).to(self.device),
-            truncated=truncated.to(self.device),
+            reward=send(metrics.reward, self.device),
+            terminated=torch.zeros_like(truncated),
+            truncated=truncated,
             masks=self.masks,
             events=events,
             metrics=metrics,
@@ -242,8 +291,10 @@ class HostPool:
     def _look(self) -> None:
         """Brings observation and masks up to date, in their storage."""
         rows = zip(*(legal(env.growing, self.space, self.config.actions) for env in self.envs), strict=True)
-        for row, mask in zip(rows, (self.masks.slot, self.masks.target, self.masks.speed), strict=True):
-            mask.copy_(torch.tensor(row))
+        for name, row in zip(Legal._fields, rows, strict=True):
+            known: Tensor = getattr(self.masks_on_cpu, name)
+            known.copy_(torch.tensor(row))
+            getattr(self.masks, name).copy_(send(known, self.device))
         observe(self.envs, self.config.objective, self.observation)
 
     def test(self, committed: bool = True) -> Tensor:
@@ -260,18 +311,28 @@ class HostPool:
         return torch.tensor([env.committed_parameters for env in self.envs])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"envs": [env.state_dict() for env in self.envs]}
+        return {"executor": list(self.choice), "envs": [env.state_dict() for env in self.envs]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Raises ValueError if it is of another number of environments."""
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Continues where `state_dict` was taken, with its executor if this pool may choose.
+
+        Returns what there is to say if that is another one. Raises ValueError if the state is of another number of
+        environments.
+        """
         if len(state["envs"]) != self.n_envs:
             raise ValueError(
                 f"the checkpoint holds {len(state['envs'])} environments, this run has {self.n_envs}; "
                 f"set data.n_envs to {len(state['envs'])}"
             )
+        # An older checkpoint names none.
+        choice, note = go_on(Choice(*state.get("executor", self.choice)), self.choice, self.choices)
+        if choice != self.choice:
+            self._execute(choice)
+            self.reset(range(self.n_envs))  # an executor meets hosts before anything has grown on them
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
         self._look()
+        return note
 
 
 def _measured(validation: list[list[float]], slots: int, training: list[float] | None = None) -> Measured:

@@ -48,6 +48,16 @@ def multiply(h: Tensor, s: Tensor, seen: Tensor, alpha: Tensor) -> Tensor:
     return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seen))
 
 
+def mix(style: Style, x: Tensor, seed: nn.Module, seen: Tensor, alpha: Tensor) -> Tensor:
+    """Blends the answer of `seed` to `seen` into `x`; under style "gate" it is a GatedSeed."""
+    grown = seed(seen)
+    if style == "add":
+        return add(x, grown, alpha)
+    if style == "gate":
+        return add(x, grown, alpha * seed.gate(seen))
+    return multiply(x, grown, seen, alpha)
+
+
 class SampleGate(nn.Module):
     """How much of the seed a sample wants, 0 … 1: mean over positions, two linear layers, sigmoid.
 
@@ -64,7 +74,8 @@ class SampleGate(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …], to broadcast against the feature
         means = h.movedim(self.channels, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
-        return self.layers(means).view(-1, *[1] * (h.ndim - 1))
+        gates = self.layers(means)
+        return gates.view(*gates.shape, *[1] * (h.ndim - 2))
 
 
 class GatedSeed(nn.Module):

@@ -48,8 +48,11 @@ def full_family(slots: Sequence[str]) -> list[Variant]:
 class _Split:
     """The state of one pass: which combinations each equal part of the batch stands for."""
 
-    def __init__(self, variants: Sequence[Variant], slots: Iterable[SeedSlot]) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], slots: Iterable[SeedSlot], watch: Callable[[int], None] | None
+    ) -> None:
         self.variants = variants
+        self.watch = watch
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
             if slot.blended and not slot.trunk:
@@ -76,10 +79,14 @@ class _Split:
         with_seed = [slot.express(chunk) for chunk, members in zip(chunks, on, strict=True) if members]
         without = [chunk for chunk, members in zip(chunks, off, strict=True) if members]
         self.parts = [members for members in on + off if members]
+        if self.watch is not None:
+            self.watch(len(self.parts))
         return torch.cat(with_seed + without)
 
 
-def forward_variants(network: nn.Module, variants: Sequence[Variant], *inputs: Tensor) -> tuple[Any, list[int]]:
+def forward_variants(
+    network: nn.Module, variants: Sequence[Variant], *inputs: Tensor, watch: Callable[[int], None] | None = None
+) -> tuple[Any, list[int]]:
     """Runs `network` on `inputs` once per distinct combination of active seeds.
 
     The first input is [B, …]; another one with another first axis (a mask, say) serves all combinations as it is.
@@ -87,12 +94,16 @@ def forward_variants(network: nn.Module, variants: Sequence[Variant], *inputs: T
     Args:
         variants: For each combination, the names of the slots whose seed takes part. Seeds that are not blended never
             take part.
+        watch: Told how many times as long the batch is from now on: at the beginning, and behind every slot that makes
+            it longer.
 
     Returns:
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its place in 0 … G-1.
     """
     slots = slots_of(network).values()
-    split = _Split(variants, slots)
+    split = _Split(variants, slots, watch)
+    if watch is not None:
+        watch(len(split.parts))
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
     for slot in slots:

@@ -45,16 +45,24 @@ NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
 """Of no tensors at all."""
 
 
-def gradient_stats(parameters: Iterable[nn.Parameter]) -> Tensor:  # [4] = GradientStats, on the parameters' device
+def gradient_stats(
+    parameters: Iterable[nn.Parameter], device: torch.device | None = None
+) -> Tensor:  # [4] = GradientStats, on the parameters' device, or on `device` if there are none
     """Statistics of the gradients at hand. Nothing to train: NO_GRADIENT; tensors without a gradient: all vanished."""
     tensors = [parameter for parameter in parameters if parameter.requires_grad]
     norms = [torch.linalg.vector_norm(p.grad) for p in tensors if p.grad is not None]
     if not norms:
-        device = tensors[0].device if tensors else None
-        return torch.tensor(NO_GRADIENT._replace(vanished=float(bool(tensors))), device=device)
-    stacked = torch.stack(norms)
-    numbers = sum(p.numel() for p in tensors)
-    norm = torch.linalg.vector_norm(stacked)
-    vanished = ((stacked < VANISHED).sum() + len(tensors) - len(norms)) / len(tensors)
-    exploded = (~(stacked <= EXPLODED)).sum() / len(tensors)
-    return torch.stack([norm, norm / math.sqrt(numbers), vanished, exploded])
+        # Filled on the device: a copy of numbers to it would wait for all that is queued there.
+        stats = torch.zeros(len(NO_GRADIENT), device=tensors[0].device if tensors else device)
+        stats[NO_GRADIENT._fields.index("vanished")].fill_(float(bool(tensors)))
+        return stats
+    return stats_of_norms(torch.stack(norms), sum(p.numel() for p in tensors), len(tensors) - len(norms))
+
+
+def stats_of_norms(norms: Tensor, numbers: int, missing: int = 0) -> Tensor:  # [..., tensors] -> [..., 4]
+    """GradientStats from the norm of each tensor; `numbers` in all, `missing` tensors beside these without gradient."""
+    tensors = norms.shape[-1] + missing
+    norm = torch.linalg.vector_norm(norms, dim=-1)
+    vanished = ((norms < VANISHED).sum(-1) + missing) / tensors
+    exploded = (~(norms <= EXPLODED)).sum(-1) / tensors
+    return torch.stack([norm, norm / math.sqrt(numbers), vanished, exploded], -1)

@@ -236,7 +236,7 @@ class GrowingNetwork:
         """Statistics of the gradients at hand; nothing is read back. An empty slot has NO_GRADIENT."""
         own = {id(p) for slot in self.slots.values() for p in slot.seed.parameters()}
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in own])
-        seeds = [gradient_stats(slot.seed.parameters()).to(host) for slot in self.slots.values()]
+        seeds = [gradient_stats(slot.seed.parameters(), host.device).to(host) for slot in self.slots.values()]
         return torch.stack([host, *seeds])
 
     def gradients(self) -> dict[str, GradientStats]:

@@ -1,6 +1,7 @@
 """A grown network in a folder: `topology.json` says what grew where, `weights.pt` is a plain state dict."""
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -39,8 +40,8 @@ def save(network: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     topology = {"format": FORMAT, "attached": attachments(network), "slots": manifest(network)}
-    _replace(folder / WEIGHTS, lambda path: torch.save(network.state_dict(), path))
-    _replace(folder / TOPOLOGY, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
+    replace_file(folder / WEIGHTS, lambda path: torch.save(network.state_dict(), path))
+    replace_file(folder / TOPOLOGY, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
 
 
 def load(network: nn.Module, folder: str | Path) -> None:
@@ -111,8 +112,11 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes beside the target and renames: a crash leaves the file that was there."""
-    draft = path.with_name(f".{path.name}.tmp")
-    write(draft)
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.blend import Style, add, multiply, straight_through
+from esper_lightning.growth.blend import Style, mix, straight_through
 from esper_lightning.growth.stages import BLENDED, LIVE, OCCUPIED, STRAIGHT_THROUGH, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -161,10 +161,6 @@ class SeedSlot(nn.Module):
 
     def _mix(self, x: Tensor, seen: Tensor, alpha: Tensor | None) -> Tensor:
         """Blends the seed's answer to `seen` into `x`; alpha None: all of it."""
-        grown = self.seed(seen)
-        if self.style == "add":
-            return grown.to(x.dtype) if alpha is None else add(x, grown, alpha)
-        share = x.new_ones(()) if alpha is None else alpha
-        if self.style == "gate":
-            return add(x, grown, share * self.seed.gate(seen))
-        return multiply(x, grown, seen, share)
+        if alpha is None and self.style == "add":
+            return self.seed(seen).to(x.dtype)
+        return mix(self.style, x, self.seed, seen, x.new_ones(()) if alpha is None else alpha)

@@ -15,6 +15,20 @@ INITIAL_STD = 0.02
 """Standard deviation of the first weights, as in GPT-2."""
 
 
+class TokenEmbedding(nn.Embedding):
+    """A vector for each word; the same vectors judge which word comes next."""
+
+    def logits(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, words]
+        return F.linear(x, self.weight)
+
+
+class Positions(nn.Embedding):
+    """Adds what is learned of each position."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, C], same out
+        return x + self.weight[: x.shape[1]]
+
+
 class CausalAttention(nn.Module):
     """Multi-head self-attention (https://arxiv.org/abs/1706.03762) in which no token sees a later one."""
 
@@ -80,8 +94,8 @@ class GPT(nn.Module):
         super().__init__()
         _check(input_shape, width, blocks, heads, context)
         self.checkpoint_activations = checkpoint_activations
-        self.tokens = nn.Embedding(outputs, width)
-        self.positions = nn.Embedding(context, width)
+        self.tokens = TokenEmbedding(outputs, width)
+        self.positions = Positions(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         places = {f"layer{i + 1}": width for i in range(blocks)}
         self.slots = Slots(list(places)[(blocks - 1) % 2 :: 2] if slots is None else slots, places, "sequence", isolate)
@@ -99,11 +113,11 @@ class GPT(nn.Module):
                 nn.init.normal_(last.weight, std=INITIAL_STD / math.sqrt(2 * len(self.blocks)), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T] int64 -> [B, T, outputs]
-        x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        x = self.positions(self.tokens(x))
         for i in range(len(self.blocks)):
             x = run_block(self, partial(self._block, i), x, self.checkpoint_activations)
         # The embedding itself: a second, tied Parameter would come apart when a host is built on the meta device.
-        return F.linear(self.norm(x), self.tokens.weight)
+        return self.tokens.logits(self.norm(x))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         return self.slots.at(f"layer{i + 1}", self.blocks[i](x))

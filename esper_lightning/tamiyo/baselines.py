@@ -2,8 +2,9 @@
 
 import torch
 
-from esper_lightning.envs import Action, HostPool, Masks, Op
+from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.actions import to_action
+from esper_lightning.envs.transfer import send
 from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
 
 
@@ -31,6 +32,6 @@ class RandomValid:
         pass
 
     def act(self, pool: HostPool) -> Action:
-        masks = Masks(*(mask.cpu() for mask in pool.masks))
-        action = FactoredDistribution(uniform(pool.space.sizes, pool.n_envs), masks).sample(self.generator)
-        return Action(*(head.to(pool.device) for head in action))
+        logits = uniform(pool.space.sizes, pool.n_envs)
+        action = FactoredDistribution(logits, pool.masks_on_cpu).sample(self.generator)
+        return Action(*send(torch.stack(action), pool.device))

@@ -72,8 +72,8 @@ class Heuristic:
         self.memories = [_Memory() for _ in pool.envs]
 
     def act(self, pool: HostPool) -> Action:
-        masks = pool.masks.slot.tolist()
-        growable = pool.masks.blueprint[0].tolist()
+        masks = pool.masks_on_cpu.slot.tolist()
+        growable = pool.masks_on_cpu.blueprint[0].tolist()
         decisions = [
             self._decide(env, memory, possible, growable)
             for env, memory, possible in zip(pool.envs, self.memories, masks, strict=True)

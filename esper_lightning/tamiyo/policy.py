@@ -111,8 +111,9 @@ class Policy(nn.Module):
         return self.lstm_norm(remembered + encoded), state
 
     def _remember(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        # The LSTM runs whole stretches at once; a stretch ends where any environment's state is reset.
-        resets = [t for t, any_starts in enumerate(starts.any(1).tolist()) if any_starts]
+        # The LSTM runs whole stretches at once; a stretch ends where any environment's state is reset. Where the first
+        # one begins is known: a single step reads nothing back from the device.
+        resets = [t for t, any_starts in enumerate(starts[1:].any(1).tolist(), 1) if any_starts] if len(x) > 1 else []
         cuts = sorted({0, *resets, len(x)})
         outputs = []
         for begin, end in pairwise(cuts):

@@ -1,6 +1,18 @@
 """What hosts learn."""
 
+from esper_lightning.tasks.augment import AugmentConfig, draw_choices
+from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.digits import Digits
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
 
-__all__ = ["Digits", "Measures", "Split", "Task", "TaskData"]
+__all__ = [
+    "AugmentConfig",
+    "Batches",
+    "Digits",
+    "Measures",
+    "Split",
+    "Task",
+    "TaskData",
+    "draw_choices",
+    "fetch",
+]

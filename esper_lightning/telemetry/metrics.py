@@ -1,6 +1,6 @@
 """Numbers for plots, by the names that plots show."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from esper_lightning.growth.stages import Stage
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def tick_metrics(step: "StepResult") -> dict[str, float]:
-    """Means over hosts of one tick."""
+    """Means over hosts of one tick, of numbers that are on the CPU already."""
     metrics = step.metrics
     return {
         "hosts/accuracy": metrics.accuracy.mean().item(),
         "hosts/loss": metrics.loss.mean().item(),
         "hosts/objective": metrics.objective.mean().item(),
         "hosts/parameters": metrics.parameters.float().mean().item(),
-        "hosts/reward": step.reward.mean().item(),
+        "hosts/reward": metrics.reward.mean().item(),
     }
 
 
@@ -31,7 +31,19 @@ def growth_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
     }
 
 
-def phase_shares(seconds: dict[str, float], elapsed: float) -> dict[str, float]:
+def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
+    """Steps that hosts skipped since their episodes began, of all and of each; nothing where no loss is scaled."""
+    skipped = {i: float(env.skipped_steps) for i, env in enumerate(envs) if env.scaler.is_enabled()}
+    each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
+    return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
+
+
+def phase_seconds(seconds: Mapping[str, float], ticks: int, clock: str) -> dict[str, float]:
+    """Seconds by phase as seconds per tick, under the name of the clock that they were measured by."""
+    return {f"time/{clock}.{phase}": spent / ticks for phase, spent in seconds.items()}
+
+
+def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, float]:
     """Seconds by phase as shares of the `elapsed` time by the clock; `other` is what no phase accounts for."""
     shares = {phase: spent / elapsed for phase, spent in seconds.items()}
     return shares | {"other": 1.0 - sum(shares.values())}

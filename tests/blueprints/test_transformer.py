@@ -87,10 +87,18 @@ def test_windowed_attention_by_hand(width: int) -> None:
 
 
 def test_a_mask_first_built_in_evaluation_serves_training() -> None:
-    transformer.window_mask.cache_clear()
+    attend = transformer.AttendWindow(heads=1)
     with torch.inference_mode():
-        mask = transformer.window_mask(3, CPU)
+        mask = attend.mask(3, CPU)
     assert not mask.kv_indices.is_inference()
+    assert attend.mask(3, CPU) is mask
+    assert attend.mask(5, CPU) is not mask
+
+
+def test_every_seed_has_a_mask_of_its_own() -> None:
+    """Hosts on several CUDA streams share no tensor that one of them makes."""
+    first, second = transformer.AttendWindow(heads=1), transformer.AttendWindow(heads=1)
+    assert first.mask(3, CPU) is not second.mask(3, CPU)
 
 
 @pytest.mark.cuda

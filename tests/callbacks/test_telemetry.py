@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from callbacks import Telemetry
+from esper_lightning.envs.execution import PHASES
 from tests.runs import HORIZON, fit, only_run
 
 ROLLOUT_ENDS = [HORIZON, 2 * HORIZON]
@@ -39,11 +40,49 @@ def test_where_time_goes_adds_up_to_all_of_it(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1.0)
 
 
+def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=2", "--telemetry.every_n_ticks=2")
+
+    scalars = only_run(tmp_path).scalars()
+    seconds = {phase: scalars[f"time/perf_counter.{phase}"] for phase in PHASES}
+    assert all([step for step, _ in points] == [2, 4, 6, 8, 10] for points in seconds.values())
+    for phase in ("data", "train", "validate", "policy", "bookkeeping"):
+        assert all(value > 0.0 for _, value in seconds[phase]), phase
+    # The first rollout's update is in the fifth tick, and so in the mean of ticks 5 and 6.
+    assert [value > 0.0 for _, value in seconds["update"]] == [False, False, True, False, True]
+    assert not [tag for tag in scalars if "cuda_events" in tag]
+
+
+def test_seconds_and_shares_are_of_the_same_time(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=2")
+
+    scalars = only_run(tmp_path).scalars()
+    for phase in ("train", "update"):
+        of_ticks = [value for _, value in scalars[f"time/perf_counter.{phase}"]]
+        for rollout, (_, share) in enumerate(scalars[f"time/share.{phase}"]):
+            elapsed = HORIZON / scalars["time/ticks_per_second"][rollout][1]
+            seconds = sum(of_ticks[rollout * HORIZON : (rollout + 1) * HORIZON])
+            assert seconds == pytest.approx(share * elapsed, rel=1e-4)
+
+
 def test_a_run_without_a_logger_still_trains(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--trainer.logger=false")
 
     assert not list(tmp_path.rglob("events*"))
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["best.ckpt", "latest.ckpt"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_skipped_steps_are_written_where_there_can_be_any(tmp_path: Path, precision: str) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1", f"--data.env.training.precision={precision}")
+
+    scalars = only_run(tmp_path).scalars()
+    written = {tag for tag in scalars if "skipped_steps" in tag}
+    each = {"skipped_steps/host0", "skipped_steps/host1"}
+    assert written == ({"hosts/skipped_steps"} | each if precision == "fp16" else set())
+    if written:
+        sums = zip(*([skipped for _, skipped in scalars[tag]] for tag in sorted(each)), strict=True)
+        assert [skipped for _, skipped in scalars["hosts/skipped_steps"]] == [sum(of_hosts) for of_hosts in sums]
 
 
 def test_telemetry_of_no_ticks_is_refused() -> None:

@@ -77,17 +77,17 @@ def test_a_reset_leaves_an_empty_host_and_one_group(make_pool: Callable[..., Hos
 def test_a_tick_goes_over_the_data_without_repetition(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, training=HostTraining(batch_size=32, batches=None)).envs[0]
 
-    batches = env.draw_batches(samples=100)
+    batches = env.draw_batches(samples=100).indices
     assert batches.shape == (3, 32)  # without the incomplete last one
     assert len(set(batches.flatten().tolist())) == 96
     assert set(batches.flatten().tolist()) <= set(range(100))
-    assert not torch.equal(batches, env.draw_batches(100)), "the next tick has another order"
+    assert not torch.equal(batches, env.draw_batches(100).indices), "the next tick has another order"
 
 
 def test_more_batches_than_one_pass_go_over_the_data_again(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, training=HostTraining(batch_size=8, batches=7)).envs[0]
 
-    order = env.draw_batches(samples=20).flatten()
+    order = env.draw_batches(samples=20).indices.flatten()
     assert len(order) == 56
     for begin in (0, 20):
         assert sorted(order[begin : begin + 20].tolist()) == list(range(20))
@@ -99,10 +99,10 @@ def test_the_batches_of_a_tick_depend_on_the_environments_seed(make_pool: Callab
     one, other = make_pool(2).envs
     one.reset(3)
     other.reset(3)
-    assert torch.equal(one.draw_batches(50), other.draw_batches(50))
+    assert torch.equal(one.draw_batches(50).indices, other.draw_batches(50).indices)
     other.reset(4)
     one.reset(3)
-    assert not torch.equal(one.draw_batches(50), other.draw_batches(50))
+    assert not torch.equal(one.draw_batches(50).indices, other.draw_batches(50).indices)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs import Action, HostPool, Masks, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.network import slots_of
@@ -141,6 +141,16 @@ def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Call
         step = pool.step(wanderer.act(pool))
         assert [t.data_ptr() for t in (*step.observation, *step.masks)] == storage
     assert not torch.equal(pool.observation.features, before)
+
+
+def test_what_the_cpu_knows_is_what_is_on_the_device(make_pool: Callable[..., HostPool]) -> None:
+    pool, wanderer = make_pool(2), RandomValid(0)
+    pool.masks = Masks(*(mask.clone() for mask in pool.masks))  # as on a GPU: not the same memory
+    for _ in range(pool.config.horizon):
+        step = pool.step(wanderer.act(pool))
+
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(pool.masks_on_cpu, step.masks, strict=True))
+        assert torch.equal(step.metrics.reward, step.reward)
 
 
 def test_a_step_beyond_the_horizon_raises_until_the_pool_is_reset(make_pool: Callable[..., HostPool]) -> None:

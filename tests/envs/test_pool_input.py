@@ -60,7 +60,7 @@ def test_an_episode_without_ticks_is_refused(horizon: int) -> None:
 def test_a_batch_may_be_as_large_as_the_data(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1, training=HostTraining(batch_size=1597))
 
-    assert pool.envs[0].draw_batches(pool.data.train.samples).shape == (1, 1597)
+    assert pool.envs[0].draw_batches(pool.data.train.samples).indices.shape == (1, 1597)
 
 
 def test_without_a_choice_everything_that_grows_on_images_is_on_offer(make_pool: Callable[..., HostPool]) -> None:

@@ -25,6 +25,7 @@ from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.metrics import skipped_metrics
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate, set_alpha
 from tests.runs import ROOT, differences, fit, load, only_run, tiny_host
@@ -54,6 +55,29 @@ def test_f3_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: P
     rollout, _ = loop.finish_rollout()
 
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+
+
+def test_f4_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
+    """F4: if one gradient of a host or its seeds leaves fp16's range, none of them steps, and that host counts it."""
+    pool = make_pool(2, training=HostTraining(batches=1, precision="fp16"))
+    pool.step(act(germinate(0, 1), germinate(0, 1)))
+    seed = pool.envs[0].slots[0].seed
+    next(seed.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    counted = [env.skipped_steps for env in pool.envs]
+    before = [[p.clone() for p in env.network.parameters()] for env in pool.envs]
+    pool.step(act(WAIT, WAIT))
+
+    stood = [
+        [torch.equal(p, then) for p, then in zip(env.network.parameters(), weights, strict=True)]
+        for env, weights in zip(pool.envs, before, strict=True)
+    ]
+    assert all(stood[0]) and not any(stood[1])
+    assert [env.skipped_steps for env in pool.envs] == [counted[0] + 1, counted[1]]
+    assert skipped_metrics(pool.envs) == {
+        "hosts/skipped_steps": sum(counted) + 1,
+        "skipped_steps/host0": counted[0] + 1,
+        "skipped_steps/host1": counted[1],
+    }
 
 
 def test_f6_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs.execution import make_timer
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth import growing
 from esper_lightning.growth.counterfactual import forward_variants
@@ -24,8 +26,9 @@ from esper_lightning.ppo.gae import gae
 from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits, Split, TaskData
+from tests.envs.execution.fake_cuda import FakeCuda, Stream
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
-from tests.runs import ROOT, differences, tiny_host
+from tests.runs import ROOT, differences, fit, only_run, tiny_host
 
 MakePool = Callable[..., HostPool]
 
@@ -116,7 +119,7 @@ def test_s5_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.
 
 
 def test_s6_devices_are_not_asked_about_in_the_loop() -> None:
-    """S6: no `is_cuda`; what kind a device is decides once, when a pool is made."""
+    """S6: no `is_cuda`; what kind a device is decides once, when a pool is made, and where numbers cross over."""
     asking = []
     for path in (ROOT / "esper_lightning").rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
@@ -127,8 +130,9 @@ def test_s6_devices_are_not_asked_about_in_the_loop() -> None:
                 if asked or any(question.endswith("device.type") for question in questions):
                     asking.append(f"{path.name}: {function.name}")
 
-    # The other one: which blueprints can be offered and built at all.
-    assert set(asking) == {"pool.py: __init__", "registry.py: runs_on"}
+    crossing = {"transfer.py: send", "transfer.py: download"}
+    # registry.py: which blueprints can be offered and built at all.
+    assert set(asking) == {"pool.py: check_fits", "timing.py: make_timer", "registry.py: runs_on"} | crossing
 
 
 def test_s7_variants_share_the_rows_before_they_differ() -> None:
@@ -167,8 +171,8 @@ def test_s9_gradient_statistics_are_tensors_asked_for_once_a_tick(
     """S9: norms are torch's own, stay on the device, and are taken once per host and tick, not per batch."""
     taken: list[Tensor] = []
 
-    def watched(given: Iterable[nn.Parameter]) -> Tensor:
-        stats = gradient_stats(parameters := list(given))
+    def watched(given: Iterable[nn.Parameter], device: torch.device | None = None) -> Tensor:
+        stats = gradient_stats(parameters := list(given), device)
         torch.testing.assert_close(stats[0], nn.utils.get_total_norm([p.grad for p in parameters]))
         taken.append(stats)
         return stats
@@ -228,6 +232,19 @@ def test_s17_a_host_can_compute_activations_again_instead_of_keeping_them(make_p
     assert differences(pools[0].state_dict(), pools[1].state_dict()) == []
     images = pools[0].data.train.inputs[:64]
     assert saved_bytes(frugal, images) < 0.5 * saved_bytes(plain, images)
+
+
+def test_s13_the_clock_fits_the_device_and_telemetry_says_which_it_was(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """S13: events that measure time, in the stream at hand, on CUDA; the processor's clock on the CPU."""
+    fit(tmp_path, "--trainer.max_epochs", "1")
+    clocks = {tag.split("/")[1].split(".")[0] for tag in only_run(tmp_path).scalars() if tag.endswith(".train")}
+    gpu = torch.device("cuda", 0)
+    with torch.cuda.stream(own := Stream(gpu)):
+        mark = make_timer(gpu).mark()
+
+    assert clocks == {"share", "perf_counter"}
+    assert make_timer(gpu).name == "cuda_events"
+    assert mark.enable_timing and mark.stream is own
 
 
 class CountedCalls(TorchFunctionMode):

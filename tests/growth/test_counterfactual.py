@@ -101,6 +101,18 @@ def test_a_seed_that_is_not_blended_never_takes_part(stage: Stage) -> None:
     torch.testing.assert_close(outputs, small_cnn(PLACES).double().eval()(images()))
 
 
+def test_a_watcher_is_told_how_much_longer_the_batch_becomes() -> None:
+    network, told = grown_cnn(3), []
+    network.convs[0].register_forward_hook(lambda *_: told.append("first layer"))
+    network.head.register_forward_hook(lambda *_: told.append("head"))
+    forward_variants(network, family(PLACES), images(), watch=told.append)
+    assert told == [1, "first layer", 2, 4, 8, "head"]
+
+    told.clear()
+    forward_variants(network, [frozenset(PLACES)], images(), watch=told.append)
+    assert told == [1, "first layer", "head"], "where nothing splits the batch it stays as it is"
+
+
 def test_work_before_the_first_difference_is_done_once() -> None:
     network, rows = grown_cnn(3), []
     for convolution in network.convs:

@@ -82,6 +82,10 @@ def test_frozen_parameters_count_nowhere() -> None:
     assert GradientStats(*gradient_stats([frozen, old]).tolist()) == NO_GRADIENT
 
 
+def test_a_group_without_parameters_answers_where_it_is_asked_to() -> None:
+    assert gradient_stats([], torch.device("meta")).device.type == "meta"
+
+
 def test_a_group_without_parameters_is_quiet_and_healthy() -> None:
     assert stats() == NO_GRADIENT == GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
     assert stats().health == 1.0

@@ -54,6 +54,15 @@ def test_measures_are_of_the_outputs_precision() -> None:
     assert measures.loss.dtype == measures.correct.dtype == torch.float64
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_outputs_in_half_precision_are_judged_in_float32(half: torch.dtype) -> None:
+    outputs, targets = drawn(16, 9)
+    measures = TASK.measure(outputs.to(half), targets)
+    assert measures.loss.dtype == measures.correct.dtype == torch.float32
+    for measured, expected in zip(measures, TASK.measure(outputs.to(half).float(), targets), strict=True):
+        assert torch.equal(measured, expected)
+
+
 def test_outputs_in_an_awkward_memory_order_are_measured_alike() -> None:
     outputs, targets = drawn(6, 4)
     turned = outputs.transpose(0, 1).contiguous().transpose(0, 1)
@@ -88,7 +97,7 @@ def test_a_target_beyond_the_classes_is_refused() -> None:
 def test_data_move_to_a_device_as_a_whole() -> None:
     split = Split(torch.zeros(4, 2, 3), torch.zeros(4, dtype=torch.int64))
     data = TaskData(split, split, split, classes=2)
-    moved = data.to(torch.device("meta"))
+    moved = data.spread([torch.device("meta")])
     assert data.input_shape == moved.input_shape == (2, 3)
     assert {tensor.device.type for part in moved[:3] for tensor in part} == {"meta"}
     assert (moved.classes, moved.train.samples) == (2, 4)

@@ -1,9 +1,37 @@
 """How N hosts train and validate."""
 
+from esper_lightning.envs.execution.fused import FusedExecutor
 from esper_lightning.envs.execution.loop import LoopExecutor
+from esper_lightning.envs.execution.streams import StreamsExecutor, other_devices
 from esper_lightning.envs.execution.threads import ThreadsExecutor
-from esper_lightning.envs.execution.timing import PHASES, Phase, PhaseClock
+from esper_lightning.envs.execution.timing import PHASES, Laps, Phase, PhaseClock, make_timer
 
-EXECUTORS: dict[str, type[LoopExecutor]] = {"loop": LoopExecutor, "threads": ThreadsExecutor}
+EXECUTORS: dict[str, type[LoopExecutor]] = {
+    "loop": LoopExecutor,
+    "threads": ThreadsExecutor,
+    "streams": StreamsExecutor,
+    "fused": FusedExecutor,
+}
 
-__all__ = ["EXECUTORS", "PHASES", "LoopExecutor", "Phase", "PhaseClock", "ThreadsExecutor"]
+ONLY_ON: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
+"""Type of device, for executors that run on one alone."""
+
+COMPILED = frozenset({"loop", "streams"})
+"""Executors that run compiled hosts: not those with threads, for torch may compile at any call and no other thread may
+run a network meanwhile, and not those with kernels of their own."""
+
+__all__ = [
+    "COMPILED",
+    "EXECUTORS",
+    "ONLY_ON",
+    "PHASES",
+    "FusedExecutor",
+    "Laps",
+    "LoopExecutor",
+    "Phase",
+    "PhaseClock",
+    "StreamsExecutor",
+    "ThreadsExecutor",
+    "make_timer",
+    "other_devices",
+]

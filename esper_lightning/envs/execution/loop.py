@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.execution.step import HostEpoch
+from esper_lightning.envs.execution.timing import PhaseClock
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.counterfactual import Variant, forward_variants
@@ -14,14 +15,20 @@ from esper_lightning.tasks import Split, Task
 
 
 @contextmanager
-def convolutions(onednn: bool) -> Iterator[None]:
+def convolutions(onednn: bool | None) -> Iterator[None]:
     """Chooses who runs convolutions on the CPU meanwhile; torch keeps one such switch for the whole process."""
     before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = onednn
+    torch.backends.mkldnn.enabled = onednn is not False
     try:
         yield
     finally:
         torch.backends.mkldnn.enabled = before
+
+
+def stack_rows(rows: Sequence[Tensor]) -> Tensor:
+    """One row per environment as one tensor, on the first one's device."""
+    home = rows[0].device
+    return torch.stack([row.to(home, non_blocking=True) for row in rows])
 
 
 class LoopExecutor:
@@ -36,13 +43,24 @@ class LoopExecutor:
         self.task = task
         self.training = training
 
+    def tick(
+        self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
+    ) -> tuple[Tensor, Tensor]:
+        """One host epoch of every environment and the validation that follows: see `train_epoch` and `validate`."""
+        hosts = [env.laps for env in envs]
+        with clock.measure("train", hosts):
+            trained = self.train_epoch(envs, train)
+        with clock.measure("validate", hosts):
+            validated = self.validate(envs, validation)
+        return trained, validated
+
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """One host epoch of every environment: [N, 3 + 4·(1 + K)], a HostEpoch's result each."""
         with convolutions(self.training.onednn):
-            return torch.stack([self._train(env, data) for env in envs])
+            return stack_rows([self._train(env, data) for env in envs])
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # [3 + 4·(1 + K)]
-        epoch = HostEpoch(env, self.task, data)
+        epoch = HostEpoch(env, self.task, data.to(env.device))
         for i in range(len(epoch)):
             epoch.step(i)
         return epoch.result()
@@ -51,7 +69,7 @@ class LoopExecutor:
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Loss and accuracy [N, 2, V] on `data` of every environment's variants (see HostEnv.variants)."""
         with convolutions(self.training.onednn):
-            return torch.stack([self._measure(env, data, env.variants()) for env in envs])
+            return stack_rows([self._measure(env, data, env.variants()) for env in envs])
 
     @torch.inference_mode()
     def measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:
@@ -60,11 +78,22 @@ class LoopExecutor:
             return self._measure(env, data, variants)
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
+        inputs, targets = data.to(env.device)
         env.network.eval()
+        env.laps.start()
+        length = 1  # of the batch, over that of the host as it is: what is beyond that is counterfactual work
+
+        def watch(now: int) -> None:
+            nonlocal length
+            env.laps.lap(validate=1.0 / length, counterfactual=1.0 - 1.0 / length)
+            length = now
+
         with self.training.autocast(env.device):
-            outputs, places = forward_variants(env.network, variants, data.inputs)
+            outputs, places = forward_variants(env.network, variants, inputs, watch=watch)
         distinct = max(places) + 1
-        targets = data.targets.repeat(distinct, *[1] * (data.targets.ndim - 1))
+        targets = targets.repeat(distinct, *[1] * (targets.ndim - 1))
         measures = self.task.measure(outputs, targets)
         means = torch.stack([measures.loss.view(distinct, -1).mean(1), measures.correct.view(distinct, -1).mean(1)])
-        return means[:, places]
+        watch(distinct)
+        # Slice by slice: an index that is a list would be copied to the device, and waited for.
+        return torch.stack([means[:, place] for place in places], 1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.tasks import Split, Task
+from esper_lightning.tasks import Batches, Split, Task, fetch
 
 
 class HostEpoch:
@@ -20,19 +20,27 @@ class HostEpoch:
         self.env = env
         self.task = task
         self.data = data
-        self.batches = env.draw_batches(data.samples)  # [batches, B]
-        self.totals = torch.zeros(3, device=env.device)  # loss, accuracy, steps skipped for gradients out of range
+        self.parts = env.training.micro_batches
+        env.laps.start()
+        self.batches = env.draw_batches(data.samples).in_parts(self.parts)  # [batches · parts, B / parts]
+        env.laps.lap(data=1.0)
+        dtype = next(env.network.parameters()).dtype
+        # Loss, accuracy, steps skipped for gradients out of range.
+        self.totals = torch.zeros(3, device=env.device, dtype=dtype)
         env.network.train()
+        if env.scaler.is_enabled():
+            env.training.begin_momenta(env.optimizer)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batches.indices) // self.parts
 
     def step(self, i: int) -> None:
         """Learns from the i-th minibatch; the last one leaves its gradients' statistics."""
         env = self.env
+        env.laps.start()
         env.optimizer.zero_grad()
-        for part in self.batches[i].chunk(env.training.micro_batches):
-            self._learn(part)
+        for part in range(i * self.parts, (i + 1) * self.parts):
+            self._learn(self.batches.at(part))
         env.scaler.unscale_(env.optimizer)
         if i == len(self) - 1:
             self.gradients = env.growing.gradient_tensors().flatten()
@@ -44,15 +52,19 @@ class HostEpoch:
                 torch.nn.utils.clip_grad_norm_(group["params"], env.training.max_grad_norm)
         env.scaler.step(env.optimizer)
         env.scaler.update()
+        env.laps.lap(train=1.0)
 
-    def _learn(self, indices: Tensor) -> None:
+    def _learn(self, batch: Batches) -> None:
         env = self.env
+        env.laps.lap(train=1.0)
+        inputs, targets = fetch(self.data, batch, env.training.augment)
+        env.laps.lap(data=1.0)
         with env.training.autocast(env.device):
-            measures = self.task.measure(env.network(self.data.inputs[indices]), self.data.targets[indices])
-            loss = measures.loss.mean() / env.training.micro_batches
+            measures = self.task.measure(env.network(inputs), targets)
+            loss = measures.loss.mean() / self.parts
         env.scaler.scale(loss).backward()
         with torch.no_grad():
-            self.totals[:2] += torch.stack([loss, measures.correct.mean() / env.training.micro_batches])
+            self.totals[:2] += torch.stack([loss, measures.correct.mean() / self.parts])
 
     def result(self) -> Tensor:  # [3 + 4·(1 + K)]
         """Mean loss, mean accuracy, skipped steps; then the GradientStats, before clipping, of the host and each slot's

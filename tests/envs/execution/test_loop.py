@@ -35,7 +35,7 @@ def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., Host
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     generator = env.generator.get_state()
     losses, hits = [], []
-    for indices in env.draw_batches(pool.data.train.samples):
+    for indices in env.draw_batches(pool.data.train.samples).indices:
         outputs = network(inputs[indices])
         loss = F.cross_entropy(outputs, targets[indices])
         optimizer.zero_grad()

@@ -68,7 +68,7 @@ def test_a_batch_in_one_part_is_a_plain_training_loop_bit_for_bit(make_pool: Mak
     network, optimizer = deepcopy((env.network, env.optimizer))
     network.train()
     losses, hits = torch.zeros(()), torch.zeros(())
-    for indices in env.draw_batches(pool.data.train.samples):
+    for indices in env.draw_batches(pool.data.train.samples).indices:
         optimizer.zero_grad()
         outputs = network(inputs[indices])
         loss = F.cross_entropy(outputs, targets[indices], reduction="none").mean()

@@ -1,0 +1,153 @@
+"""What executors are compared on: hosts, their data, and the plainest PyTorch program that trains them."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper_lightning.blueprints import build_on, names
+from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from esper_lightning.envs.execution.choice import Choice, candidates
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN, GPT
+from esper_lightning.tasks import Digits, Split, Task, TaskData
+
+BATCHES, BATCH = 8, 32
+"""Minibatches in a tick, and samples in each."""
+
+Seeds = Literal["none", "equal", "different"]
+"""No seeds; the same on every host; on every host others. Those that are there are blended in and never judged."""
+
+SEEDS: tuple[Seeds, ...] = get_args(Seeds)
+
+
+class Noise(Task):
+    """Random inputs and targets: speed does not depend on what is learned.
+
+    Args:
+        shape: Of one input; one axis: tokens below `classes`.
+        classes: Number of outputs.
+    """
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        self.shape = tuple(shape)
+        self.classes = classes
+
+    def load(self) -> TaskData:
+        generator = torch.Generator().manual_seed(0)
+
+        def split(samples: int) -> Split:
+            targets = (samples, *self.shape) if len(self.shape) == 1 else (samples,)
+            words = torch.randint(self.classes, targets, generator=generator)
+            inputs = words if len(self.shape) == 1 else torch.randn(samples, *self.shape, generator=generator)
+            return Split(inputs, words)
+
+        return TaskData(split(BATCHES * BATCH), split(2 * BATCH), split(BATCH), self.classes)
+
+
+class Case(NamedTuple):
+    """A kind of host on a kind of data."""
+
+    task: Task
+    host: HostFactory
+    onednn: bool | None  # None: executors are measured with and without
+
+
+def tiny(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
+    """The host of configs/digits.yaml."""
+    return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
+
+
+def small(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
+    """6,418 parameters."""
+    return CNN(input_shape, outputs, slots=slots)
+
+
+def wide(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
+    """94,762 parameters."""
+    return CNN(input_shape, outputs, base=32, slots=slots)
+
+
+def gpt(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
+    """Four blocks of width 64."""
+    return GPT(input_shape, outputs, width=64, blocks=4, heads=4, context=64, slots=slots)
+
+
+CASES: dict[str, Case] = {
+    "digits": Case(Digits(), tiny, onednn=None),
+    "16": Case(Noise((3, 16, 16), 10), small, onednn=True),
+    "32x8": Case(Noise((3, 32, 32), 10), small, onednn=True),
+    "32x32": Case(Noise((3, 32, 32), 10), wide, onednn=True),
+    "gpt": Case(Noise((32,), 96), gpt, onednn=True),
+}
+
+
+def training(case: Case, precision: str) -> HostTraining:
+    """How hosts of executors learn."""
+    return HostTraining(
+        lr=0.001, batch_size=BATCH, batches=BATCHES, max_grad_norm=None, precision=precision, onednn=case.onednn
+    )
+
+
+class RawLoop:
+    """N hosts without slots, trained one after the other: no seeds, no validation, torch's own defaults."""
+
+    def __init__(self, case: Case, data: TaskData, hosts: int, precision: str = "fp32") -> None:
+        self.case, self.train = case, data.train
+        self.device = data.train.inputs.device
+        self.settings = training(case, precision)
+
+        def build() -> nn.Module:
+            generator = torch.Generator(self.device).manual_seed(0)
+            return build_on(self.device, lambda: case.host(data.input_shape, data.classes, slots=[]), generator)
+
+        self.hosts = [build() for _ in range(hosts)]
+        self.optimizers = [torch.optim.Adam(host.parameters(), lr=0.001) for host in self.hosts]
+        self.scalers = [self.settings.make_scaler(self.device) for _ in self.hosts]
+
+    def __call__(self) -> None:
+        for host, optimizer, scaler in zip(self.hosts, self.optimizers, self.scalers, strict=True):
+            order = torch.randperm(self.train.samples, device=self.device)
+            for batch in order[: BATCHES * BATCH].split(BATCH):
+                optimizer.zero_grad()
+                scaler.scale(self._loss(host, batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    def _loss(self, host: nn.Module, batch: Tensor) -> Tensor:
+        with self.settings.autocast(self.device):
+            return self.case.task.measure(host(self.train.inputs[batch]), self.train.targets[batch]).loss.mean()
+
+    def flops(self) -> float:
+        """Operations for learning from one sample, forward and backward."""
+        with FlopCounterMode(display=False) as counter:
+            self._loss(self.hosts[0], torch.arange(BATCH, device=self.device)).backward()
+        return counter.get_total_flops() / BATCH
+
+
+def choices(case: Case, device: torch.device) -> list[Choice]:
+    """The executors that run on `device`; on digits with and without oneDNN."""
+    return candidates(device, training(case, "fp32"))
+
+
+def make_pool(
+    case: Case, data: TaskData, hosts: int, choice: Choice, seeds: Seeds, precision: str = "fp32"
+) -> HostPool:
+    """A pool for one executor, its hosts with seeds. Raises ValueError if it refuses them."""
+    settings = training(case._replace(onednn=choice.onednn), precision)
+    lifecycle = LifecycleConfig(auto_cull=False)
+    config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
+    pool = HostPool(case.task, data, case.host, config, hosts, data.train.inputs.device)
+    for i, env in enumerate(pool.envs if seeds != "none" else ()):
+        row = 0 if seeds == "equal" else i
+        for k, slot in enumerate(env.slots):
+            blueprints = names(slot.layout, pool.device)
+            if (row + k) % 2 == 0:
+                env.growing.germinate(slot.name, blueprints[(row // 2 + k) % len(blueprints)])
+                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
+                    slot.move_to(stage)
+    return pool

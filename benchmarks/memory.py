@@ -1,0 +1,92 @@
+"""Does a long run need more and more memory? Hosts that grow and are culled at random, rollout after rollout.
+
+    make bench-memory
+    python -m benchmarks.memory --executor threads --rollouts 200 --hosts 4
+
+Prints the resident memory of the process (and on CUDA what tensors hold) after every tenth rollout, and its growth
+since the tenth: by then allocators and caches have what they need, and a run that lasts may add 1 % at most.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.hosts import tiny
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Digits
+
+EVERY = 10
+"""Rollouts between two looks."""
+
+BAR = 0.01
+"""Growth that is allowed."""
+
+
+def resident(peak: bool = False) -> float:
+    """MiB of this process's memory: now, or the most since `forget_peak`. From Linux's own books: `ru_maxrss` of a new
+    process begins with what its parent had."""
+    name = "VmHWM:" if peak else "VmRSS:"
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return float(line.split()[1]) / 1024
+
+
+def forget_peak() -> None:
+    """From now on `resident(peak=True)` starts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
+    """Hosts as in configs/digits.yaml, whose seeds may go through all stages within an episode."""
+    config = EnvConfig(
+        executor=executor,
+        training=HostTraining(batches=8, max_grad_norm=None, onednn=False),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        actions=ActionConfig(tempos={"FAST": 2}),
+    )
+    task = Digits()
+    return HostPool(task, task.load().spread([device]), tiny, config, hosts, device)
+
+
+def held(device: torch.device) -> dict[str, float]:
+    """MiB by whose they are."""
+    gpu = {"tensors on the GPU": torch.cuda.memory_allocated() / 2**20} if device.type == "cuda" else {}
+    return {"process": resident()} | gpu
+
+
+def play(pool: HostPool, controller: RandomValid, rollout: int) -> None:
+    """One episode of every host, on weights that depend on the rollout."""
+    pool.reset(range(rollout * pool.n_envs, (rollout + 1) * pool.n_envs))
+    for _ in range(pool.config.horizon):
+        pool.step(controller.act(pool))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--executor", default="threads", help="who trains the hosts")
+    parser.add_argument("--rollouts", type=int, default=200, help="episodes of all hosts")
+    parser.add_argument("--hosts", type=int, default=4, help="number N of hosts")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pool, controller = make_pool(args.executor, args.hosts, device), RandomValid(0)
+    first: dict[str, float] = {}
+    for rollout in range(1, args.rollouts + 1):
+        play(pool, controller, rollout)
+        if rollout % EVERY == 0:
+            now = held(device)
+            first = first or now
+            shown = ", ".join(
+                f"{what} {mib:.1f} MiB ({mib - first[what]:+.1f}, {mib / first[what] - 1.0:+.2%})"
+                for what, mib in now.items()
+            )
+            print(f"{args.executor}, {args.hosts} hosts, rollout {rollout}: {shown}", flush=True)
+    grown = max(mib / first[what] - 1.0 for what, mib in now.items())
+    print(f"grown by {grown:.2%} since rollout {EVERY}: {'within' if grown <= BAR else 'ABOVE'} the bar of {BAR:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The fused executor: one set of kernels trains and validates all hosts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.execution.fused.optimizer import Group, StackedOptimizer
+from esper_lightning.envs.execution.fused.proof import check_stack
+from esper_lightning.envs.execution.fused.scaling import StackedScaler
+from esper_lightning.envs.execution.fused.stack import HostStack
+from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.transfer import upload
+from esper_lightning.growth.counterfactual import Variant
+from esper_lightning.growth.gradients import NO_GRADIENT, stats_of_norms
+from esper_lightning.growth.optimizer import HOST_GROUP, group_of
+from esper_lightning.tasks import Batches, Split, Task, fetch
+
+MAX_NUMBERS = 2**22
+"""Numbers of stacked input that a validation pass takes at a time: more leaves the caches, and fills the memory."""
+
+
+class FusedExecutor(LoopExecutor):
+    """As LoopExecutor, with N hosts stacked to one network.
+
+    Between epochs weights, optimizer state and loss scales live in the environments, as with every other executor; an
+    epoch begins with collecting them and ends with handing them back.
+    """
+
+    def __init__(self, task: Task, training: HostTraining) -> None:
+        super().__init__(task, training)
+        self.stack: HostStack | None = None
+
+    def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        with convolutions(self.training.onednn):
+            epoch = FusedEpoch(self._stack(envs, data), envs, self.task, data)
+            for i in range(len(epoch)):
+                epoch.step(i)
+            return epoch.result()
+
+    def _stack(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
+        if self.stack is None:
+            with torch.inference_mode(False):
+                check_stack(envs[0], data.inputs)
+            self.stack = HostStack(envs[0].network)
+        return self.stack
+
+    @torch.inference_mode()
+    def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        with convolutions(self.training.onednn):
+            return self._measure_all(envs, data, [env.variants() for env in envs])
+
+    def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
+        return self._measure_all([env], data, [variants])[0]
+
+    def _measure_all(
+        self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[Variant]]
+    ) -> Tensor:  # [N, 2, V]
+        stack = self._stack(envs, data)
+        stack.load([env.network for env in envs]).give(learn=False)
+        rows = max(self.training.batch_size, MAX_NUMBERS // (len(envs) * data.inputs[0].numel()))
+        totals, laps = 0.0, envs[0].laps
+        laps.start()
+
+        def watch(entries: int) -> None:
+            base = len(envs) / entries  # what there would be without combinations of seeds
+            laps.lap(validate=base, counterfactual=1.0 - base)
+
+        stack.views.watch = watch
+        for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
+            with self.training.autocast(inputs.device):
+                outputs = stack.evaluate(inputs, variants)
+            entries = stack.views.count
+            measures = self.task.measure(outputs, targets.repeat(entries, *[1] * (targets.ndim - 1)))
+            sums = [values.view(entries, -1).sum(1) for values in (measures.loss, measures.correct)]
+            totals = totals + torch.stack(sums)  # [2, entries]
+            watch(entries)
+        places = upload([stack.views.places(host) for host in range(len(envs))], data.inputs.device)
+        return (totals / data.samples)[:, places].transpose(0, 1)
+
+
+class FusedEpoch:
+    """One pass of training of N hosts in progress."""
+
+    def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, data: Split) -> None:
+        self.stack, self.envs, self.task, self.data = stack, envs, task, data
+        self.training = envs[0].training
+        self.arena = stack.load([env.network for env in envs])
+        self.arena.give(learn=True)
+        hosts = [Group(i, env, HOST_GROUP) for i, env in enumerate(envs)]
+        seeds = [Group(host, envs[host], group_of(slot)) for members in stack.grown for host, slot in members]
+        self.optimizer = StackedOptimizer(self.arena, hosts + seeds)
+        self.scaler = StackedScaler(envs) if envs[0].scaler.is_enabled() else None
+        # The first host's: for the time that all of them take together.
+        self.laps = envs[0].laps
+        self.laps.start()
+        self.parts = self.training.micro_batches
+        self.batches = Batches.concatenate([env.draw_batches(data.samples).in_parts(self.parts) for env in envs])
+        self.laps.lap(data=1.0)
+        # In the hosts' own precision, at least float32.
+        dtype = torch.promote_types(self.arena.values.dtype, torch.float32)
+        self.totals = torch.zeros(3, len(envs), device=envs[0].device, dtype=dtype)
+
+    def __len__(self) -> int:
+        """Minibatches."""
+        return len(self.batches.indices) // self.parts
+
+    def step(self, i: int) -> None:
+        """All hosts learn from their i-th minibatches; the last one leaves the gradients' statistics."""
+        self.laps.start()
+        self.arena.grads.zero_()
+        for part in range(i * self.parts, (i + 1) * self.parts):
+            self._learn(self.batches.at(part))
+        healthy = None
+        if self.scaler is not None:
+            healthy = self.scaler.unscale(self.optimizer)
+            self.totals[2] += ~healthy
+        if i == len(self) - 1:
+            self.gradients = self._gradient_tensors().flatten(1)
+        self.optimizer.step(healthy)
+        if self.scaler is not None:
+            self.scaler.update(healthy)
+        self.laps.lap(train=1.0)
+
+    def _learn(self, batch: Batches) -> None:
+        self.laps.lap(train=1.0)
+        inputs, targets = fetch(self.data, batch, self.training.augment)
+        self.laps.lap(data=1.0)
+        with self.training.autocast(inputs.device):
+            measures = self.task.measure(self.stack.train(inputs), targets)
+            losses = measures.loss.view(len(self.envs), -1).mean(1) / self.parts  # [N]
+        (losses if self.scaler is None else losses * self.scaler.scales).sum().backward()
+        with torch.no_grad():
+            correct = measures.correct.view(len(self.envs), -1).mean(1) / self.parts
+            self.totals[:2] += torch.stack([losses, correct])
+
+    def result(self) -> Tensor:  # [N, 3 + 4·(1 + K)]
+        """Hands everything back to the environments. Returns what HostEpoch.result does, for all hosts."""
+        self.arena.take_back()
+        self.optimizer.take_back()
+        if self.scaler is not None:
+            self.scaler.take_back()
+        means = self.totals[:2] / len(self)
+        return torch.cat([means.T, self.totals[2:].T, self.gradients], 1)
+
+    def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
+        """As GrowingNetwork.gradient_tensors, for all hosts."""
+        device = self.arena.values.device
+        stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(self.stack.slots), 1)
+        places = {name: k for k, name in enumerate(self.stack.slots, 1)}
+        staff = [[(host, None) for host in range(len(self.envs))], *self.stack.grown]
+        for members, grads in zip(staff, self.arena.views(self.arena.grads), strict=True):
+            rows = [grad.reshape(len(members), -1) for grad in grads]
+            norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
+            hosts = upload([host for host, _ in members], device)
+            of_one = stats_of_norms(norms, sum(row.shape[1] for row in rows))
+            stats[hosts, places.get(members[0][1], 0)] = of_one.to(stats.dtype)
+        return stats

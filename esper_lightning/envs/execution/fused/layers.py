@@ -1,0 +1,258 @@
+"""Layers of many hosts at once: the weights of V hosts are stacked, and one kernel serves them all.
+
+Module code of hosts and seeds runs unchanged on stacked features (see `members`); only the layers that own weights are
+exchanged for these. Weights are plain tensors [rows, …], given from outside.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.blueprints.conv import GroupNorm, group_norm
+from esper_lightning.blueprints.residual import Norm
+from esper_lightning.envs.execution.fused.members import Members, is_image, spread
+from esper_lightning.growth.blend import SampleGate
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.hosts.transformer import Positions, TokenEmbedding
+
+FEW = 4
+"""Up to so many hosts a 1×1 convolution is faster as a batched matrix product than in groups: 50 to 150 instead of 100
+to 260 µs, forward and backward, on small features of 4 to 16 channels (CPU)."""
+
+
+class Stacked(nn.Module):
+    """A layer of many hosts.
+
+    Args:
+        layer: The layer of one host.
+        members: Whose weights are used.
+
+    Attributes:
+        given: The layer's own parameters by name, with one more axis in front: a row for each host. Its buffers are
+            buffers here too, so that whoever looks for buffers finds them. Between epochs there are neither.
+    """
+
+    expects: ClassVar[dict[str, object]] = {}
+    """Settings of the layer that must have these values."""
+
+    def __init__(self, layer: nn.Module, members: Members) -> None:
+        super().__init__()
+        for name, value in self.expects.items():
+            if getattr(layer, name) != value:
+                raise ValueError(f"a {type(layer).__name__} with {name} = {getattr(layer, name)!r}")
+        self.members = members
+        self.parameter_names = [name for name, _ in layer.named_parameters(recurse=False)]
+        self.buffer_names = [name for name, _ in layer.named_buffers(recurse=False)]
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of all weights and buffers."""
+        self.given: dict[str, Tensor] = {}
+        for name in self.buffer_names:
+            self.register_buffer(name, None)
+
+    def rows(self, name: str) -> Tensor | None:  # [V, …]
+        """A tensor of each of the present members; None if the layer has none of this name."""
+        value = self.given.get(name, self._buffers.get(name))
+        return None if value is None else self.members.pick(value)
+
+    def flat(self, name: str) -> Tensor | None:  # [V·C, …]
+        """The same, one behind the other along the first axis of a single one."""
+        value = self.rows(name)
+        return None if value is None else value.flatten(0, 1)
+
+
+class StackedConv2d(Stacked):
+    """[B, V·C, H, W] -> [B, V·D, H', W']: groups of channels are convolved by themselves."""
+
+    expects: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
+
+    def __init__(self, layer: nn.Conv2d, members: Members) -> None:
+        super().__init__(layer, members)
+        self.geometry = (layer.stride, layer.padding, layer.dilation)
+        self.groups = layer.groups
+        self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = self.members.count
+        if self.pointwise and count <= FEW:
+            places = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
+            y = _linear(places, self.rows("weight").flatten(2), self.rows("bias"))
+            return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        return F.conv2d(x, self.flat("weight"), self.flat("bias"), *self.geometry, self.members.count * self.groups)
+
+
+class StackedBatchNorm2d(Stacked):
+    """[B, V·C, H, W], same out: statistics over stacked channels are those of each host."""
+
+    expects: ClassVar[dict[str, object]] = {"track_running_stats": True}
+
+    def __init__(self, layer: nn.BatchNorm2d, members: Members) -> None:
+        super().__init__(layer, members)
+        if layer.momentum is None:
+            raise ValueError("a BatchNorm2d without momentum")
+        self.momentum, self.eps = layer.momentum, layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked += 1
+        mean, variance = self.flat("running_mean"), self.flat("running_var")  # views in training: updated in place
+        weight, bias = self.flat("weight"), self.flat("bias")
+        return F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
+
+
+class StackedGroupNorm(Stacked):
+    """[B, V·C, H, W], same out: V times as many groups."""
+
+    def __init__(self, layer: nn.GroupNorm, members: Members) -> None:
+        super().__init__(layer, members)
+        self.groups, self.eps = layer.num_groups, layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group_norm(x, self.members.count * self.groups, self.flat("weight"), self.flat("bias"), self.eps)
+
+
+class _RowWise(Stacked):
+    """Acts on the last axis alone, of size `features`, of features [V·B, …, C], or of [B, V·C] that an image left."""
+
+    features: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = self.members.count
+        if x.ndim == 2 and count > 1 and x.shape[1] == count * self.features:
+            return self.act(x.unflatten(1, (count, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
+        rows = x.reshape(count, -1, x.shape[-1])
+        return self.act(rows).view(*x.shape[:-1], -1)
+
+    def act(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
+        raise NotImplementedError
+
+
+class StackedLinear(_RowWise):
+    """[V·B, …, C] -> [V·B, …, D], or [B, V·C] -> [B, V·D]."""
+
+    def __init__(self, layer: nn.Linear, members: Members) -> None:
+        super().__init__(layer, members)
+        self.features = layer.in_features
+
+    def act(self, x: Tensor) -> Tensor:
+        return _linear(x, self.rows("weight"), self.rows("bias"))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, rows, C], [V, D, C], [V, D]
+    if bias is None:
+        return torch.bmm(x, weight.transpose(1, 2))
+    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+
+
+class StackedLayerNorm(_RowWise):
+    """[V·B, …, C] or [B, V·C], same out."""
+
+    def __init__(self, layer: nn.LayerNorm, members: Members) -> None:
+        super().__init__(layer, members)
+        if len(layer.normalized_shape) != 1:
+            raise ValueError("a LayerNorm over several axes")
+        self.features, self.eps = layer.normalized_shape[0], layer.eps
+
+    def act(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x, (self.features,), eps=self.eps)
+        weight, bias = self.rows("weight"), self.rows("bias")
+        if weight is None:
+            return y
+        return y * weight[:, None] if bias is None else torch.addcmul(bias[:, None], y, weight[:, None])
+
+
+class StackedEmbedding(Stacked):
+    """[V·B, …] int64 -> [V·B, …, C]: the tables lie one behind the other."""
+
+    expects: ClassVar[dict[str, object]] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
+
+    def __init__(self, layer: nn.Embedding, members: Members) -> None:
+        super().__init__(layer, members)
+        self.size = layer.num_embeddings
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = self.members.count
+        first = torch.arange(0, count * self.size, self.size, device=x.device)  # row of each entry's first word
+        return F.embedding((x.reshape(count, -1) + first[:, None]).view(x.shape), self.flat("weight"))
+
+
+class StackedTokenEmbedding(StackedEmbedding):
+    """The same; its `logits` are [V·B, T, C] -> [V·B, T, words]."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        rows = x.reshape(self.members.count, -1, x.shape[-1])
+        return _linear(rows, self.rows("weight"), None).view(*x.shape[:-1], -1)
+
+
+class StackedPositions(Stacked):
+    """[V·B, T, C], same out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(0, (self.members.count, -1))
+        return (rows + self.rows("weight")[:, None, : x.shape[1]]).flatten(0, 1)
+
+
+class StackedNorm(Stacked):
+    """Any stacked feature, same out."""
+
+    def __init__(self, layer: Norm, members: Members) -> None:
+        super().__init__(layer, members)
+        self.norm = stacked(layer.norm, members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Norm.towards(x, self.norm(x), spread(self.rows("scale"), x))
+
+
+class StackedSampleGate(nn.Module):
+    """[B, V·C, H, W] -> [B, V·C, 1, 1]; [V·B, …, C] -> [V·B, 1, …]."""
+
+    def __init__(self, gate: SampleGate, members: Members) -> None:
+        super().__init__()
+        self.channels = gate.channels
+        self.layers = stacked(gate.layers, members)
+
+    def forward(self, h: Tensor) -> Tensor:
+        gates = SampleGate.forward(self, h)
+        return gates.repeat_interleave(h.shape[1] // gates.shape[1], 1) if is_image(h) else gates
+
+
+STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Conv2d: StackedConv2d,
+    nn.BatchNorm2d: StackedBatchNorm2d,
+    nn.GroupNorm: StackedGroupNorm,
+    GroupNorm: StackedGroupNorm,
+    nn.Linear: StackedLinear,
+    nn.LayerNorm: StackedLayerNorm,
+    nn.Embedding: StackedEmbedding,
+    TokenEmbedding: StackedTokenEmbedding,
+    Positions: StackedPositions,
+    Norm: StackedNorm,
+    SampleGate: StackedSampleGate,
+}
+"""By exact type: a subclass may compute something else."""
+
+
+def stacked(module: nn.Module, members: Members) -> nn.Module:
+    """`module`, changed in place (or replaced), with all layers that own weights exchanged.
+
+    Raises ValueError naming what cannot be stacked.
+    """
+    if (kind := STACKED.get(type(module))) is not None:
+        return kind(module, members)
+    if isinstance(module, Stacked | SeedSlot):
+        return module
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own:
+        raise ValueError(f"a {type(module).__name__} with weights of its own")
+    for name, child in module.named_children():
+        setattr(module, name, stacked(child, members))
+    return module
+
+
+def stacked_layers(module: nn.Module) -> dict[str, Stacked]:
+    """The layers that want weights, by their path, which is that of the layer in a single host."""
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, Stacked)}

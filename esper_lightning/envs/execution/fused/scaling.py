@@ -1,0 +1,52 @@
+"""Loss scaling of N hosts at once, with the rule and the state of each host's own torch.amp.GradScaler."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.execution.fused.optimizer import StackedOptimizer
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.transfer import upload
+
+
+class StackedScaler:
+    """Scales for the coming epoch.
+
+    The hosts' scalers hand out their growth counters as Python numbers only: they are read when an epoch begins, which
+    on CUDA waits for the device.
+
+    Args:
+        envs: N environments whose scalers are enabled.
+    """
+
+    def __init__(self, envs: Sequence[HostEnv]) -> None:
+        self.envs = envs
+        self.states = [env.scaler.state_dict() for env in envs]
+        self.scales = upload([state["scale"] for state in self.states], envs[0].device)
+        self.good = upload([float(state["_growth_tracker"]) for state in self.states], envs[0].device)
+
+    @torch.no_grad()
+    def unscale(self, optimizer: StackedOptimizer) -> Tensor:  # [N] bool
+        """Divides the gradients by the scales. Returns the hosts whose gradients, seeds' included, are all finite."""
+        bad = torch.zeros_like(self.scales)
+        grads = optimizer.arena.grads
+        grads /= optimizer.spread(self.scales[optimizer.hosts])
+        bad.index_add_(0, optimizer.hosts, optimizer.sums((~grads.isfinite()).float()))
+        return bad == 0
+
+    def update(self, healthy: Tensor) -> None:
+        """Lowers the scale of hosts that skipped the step, and raises it after enough steps that were not skipped."""
+        rule = self.states[0]
+        self.good = torch.where(healthy, self.good + 1.0, 0.0)
+        grown = self.good >= rule["growth_interval"]
+        raised = torch.where(grown, self.scales * rule["growth_factor"], self.scales)
+        self.scales = torch.where(healthy, raised, self.scales * rule["backoff_factor"])
+        self.good = torch.where(grown, 0.0, self.good)
+
+    def take_back(self) -> None:
+        """Writes the state back to the environments' scalers."""
+        for env, state, scale, good in zip(
+            self.envs, self.states, self.scales.tolist(), self.good.tolist(), strict=True
+        ):
+            env.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(good)})

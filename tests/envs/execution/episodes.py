@@ -1,0 +1,26 @@
+"""An episode under random decisions, to compare executors by."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.baselines import RandomValid
+
+
+def episode(pool: HostPool, stages: set[Stage] | None = None) -> list[Tensor]:
+    """All that can be known of it; stages that were reached are added to `stages`."""
+    wanderer = RandomValid(3)
+    seen = [pool.reset(range(pool.n_envs)).features.clone()]
+    for _ in range(pool.config.horizon):
+        step = pool.step(wanderer.act(pool))
+        seen += [part.clone() for part in (*step.observation, step.reward, *step.metrics)]
+        if stages is not None:
+            stages |= {event.seed.after for event in step.events}
+    return seen + [weights for env in pool.envs for weights in env.network.state_dict().values()]
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,166 @@
+"""CUDA's streams and events without CUDA: work runs at once, and vector clocks know what would have waited for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Moment = dict["Stream", int]
+"""For each stream, how much of its work is known to be done."""
+
+
+class Stream:
+    """A queue of work."""
+
+    made: int = 0
+
+    def __init__(self, device: torch.device) -> None:
+        Stream.made += 1
+        self.device = device
+        self.known: Moment = {self: 0}
+        self.log: list[Any] = []
+
+    def work(self) -> int:
+        """One more piece of work; its number."""
+        self.known[self] += 1
+        return self.known[self]
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(event)
+        for stream, done in event.passed.items():
+            self.known[stream] = max(self.known.get(stream, 0), done)
+
+
+class Event:
+    """What its stream knew to be done when it was recorded."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+        self.passed = dict(stream.known)
+
+
+class FakeCuda:
+    """Takes the place of `torch.cuda` where streams and events are concerned."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        Stream.made = 0
+        self.default: dict[torch.device, Stream] = {}
+        self.entered: list[Stream] = []
+        self.recorded: list[Stream] = []  # by Tensor.record_stream
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", self.stream)
+        patch.setattr(torch.cuda, "current_stream", self.current)
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.recorded.append(stream))
+
+    def current(self, device: torch.device) -> Stream:
+        if self.entered and self.entered[-1].device == device:
+            return self.entered[-1]
+        if device not in self.default:
+            self.default[device] = Stream(device)
+            Stream.made -= 1  # it is there from the start
+        return self.default[device]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.entered.append(stream)
+        try:
+            yield
+        finally:
+            self.entered.pop()
+
+    def working(self, device: torch.device) -> Stream:
+        """Where an operation goes now."""
+        return self.entered[-1] if self.entered else self.current(device)
+
+
+class Block:
+    """One tensor's memory."""
+
+    def __init__(self, storage: torch.UntypedStorage, maker: Stream) -> None:
+        self.weak = StorageWeakRef(storage)
+        self.maker = maker
+        self.written: tuple[Stream, int] | None = None  # last
+        self.used: dict[Stream, int] = {}  # last by each stream
+
+    def earlier(self, changed: bool) -> list[tuple[Stream, int]]:
+        """What must be done before it is changed, or else read."""
+        return list(self.used.items()) if changed else [self.written] if self.written else []
+
+
+class Races(TorchDispatchMode):
+    """Finds operations on the same memory that nothing puts in order, those of backward passes included; and memory
+    that torch would give to its stream again while another one still works on it."""
+
+    def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
+        super().__init__()
+        self.cuda, self.device = cuda, device
+        self.blocks: dict[int, Block] = {}  # by address
+        self.shared: dict[Stream, set[Block]] = {}  # by the stream that they were made for: used by others, too
+        self.operations = 0
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stream = self.cuda.working(self.device)
+        now = stream.work()
+        self.operations += 1
+        given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+        for argument in function._schema.arguments:
+            changed = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(given.get(argument.name)):
+                self._touch(tensor, stream, now, changed, str(function))
+        result = function(*args, **kwargs)
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors_in([args, kwargs])}
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage().data_ptr() not in inputs:
+                self._touch(tensor, stream, now, True, str(function))
+        return result
+
+    def _touch(self, tensor: Tensor, stream: Stream, now: int, changed: bool, what: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return
+        block = self.blocks.get(storage.data_ptr())
+        if block is None or block.weak.expired():
+            self._check_freed(stream)
+            block = self.blocks[storage.data_ptr()] = Block(storage, stream)
+        if stream is not block.maker:
+            self.shared.setdefault(block.maker, set()).add(block)
+        if any(stream.known.get(other, 0) < then for other, then in block.earlier(changed)):
+            self.found.add(what)
+        if changed:
+            block.written, block.used = (stream, now), {}
+        block.used[stream] = now
+
+    def _check_freed(self, stream: Stream) -> None:
+        for block in list(self.shared.get(stream, ())):
+            if block.weak.expired():
+                self.shared[stream].remove(block)
+                if any(stream.known.get(other, 0) < then for other, then in block.used.items()):
+                    self.found.add("memory")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)

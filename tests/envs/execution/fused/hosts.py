@@ -1,0 +1,146 @@
+"""Pools in float64, to compare executors to the last digits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN, GPT, MLP
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Digits, Split, Task, TaskData
+
+LIVELY = EnvConfig(
+    horizon=20,
+    training=HostTraining(batches=2, batch_size=16),
+    # Within twenty ticks seeds reach every stage, and slots are grown in again and again.
+    lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
+    actions=ActionConfig(tempos={"FAST": 2}, styles=["linear_add", "cosine_multiply", "linear_gate"]),
+)
+
+CPU = torch.device("cpu")
+
+
+class Shuffled(nn.Module):
+    """A host with a shortcut around one slot, and layers that no host of ours has."""
+
+    def __init__(self, input_shape: Sequence[int], outputs: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(input_shape[0], 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.aside = SeedSlot("aside", "image", 8, trunk=False)
+        self.last = SeedSlot("last", "image", 8)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 12), nn.LayerNorm(12), nn.ReLU())
+        self.tail = SeedSlot("tail", "vector", 12)
+        self.out = nn.Linear(12, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        return self.out(self.tail(self.head(self.last(x + self.aside(x)))))
+
+
+HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
+    "cnn": partial(CNN, base=4, pools=2, slots=["block1", "block2.pool", "block3"]),
+    "cnn, gradients through seeds": partial(CNN, base=4, pools=1, slots=["block1.pool", "block2"], isolate=False),
+    "cnn, recomputed": partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True),
+    "gpt": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"]),
+    "mlp": partial(MLP, width=16),
+    "residual": Shuffled,
+}
+"""By name."""
+
+
+class Words(Task):
+    """Sequences in which every token is a function of the one before, so that there is something to learn."""
+
+    def load(self) -> TaskData:
+        generator = torch.Generator().manual_seed(0)
+
+        def split(samples: int) -> Split:
+            first = torch.randint(9, (samples, 1), generator=generator)
+            line = (first + torch.arange(9) * (1 + first % 3)) % 9
+            return Split(line[:, :-1], line[:, 1:])
+
+        return TaskData(split(64), split(24), split(24), 9)
+
+
+class DigitsIn(Digits):
+    """A few digits, as numbers of the default type, with some noise.
+
+    Without it neighbouring pixels are often equal, and so are features: then rounding decides where the gradient of a
+    max-pool goes, and what a seed before the pool learns.
+    """
+
+    def load(self) -> TaskData:
+        data = super().load()
+
+        noise = torch.Generator().manual_seed(0)
+
+        def some(split: Split, samples: int) -> Split:
+            inputs = split.inputs[:samples] + 0.1 * torch.randn(samples, 1, 8, 8, generator=noise, dtype=torch.float32)
+            return Split(inputs.to(torch.get_default_dtype()), split.targets[:samples])
+
+        return TaskData(some(data.train, 200), some(data.validation, 50), some(data.test, 20), data.classes)
+
+
+@contextmanager
+def precision(dtype: torch.dtype) -> Iterator[None]:
+    """Networks are made so meanwhile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.float64, **changes: Any) -> HostPool:
+    """A pool of one of HOSTS; `changes` are made to LIVELY."""
+    task = Words() if host == "gpt" else DigitsIn()
+    with precision(dtype):
+        config = replace(LIVELY, executor=executor, **changes)
+        return HostPool(task, task.load(), HOSTS[host], config, n_envs, CPU)
+
+
+class Seen:
+    """What there was to see of an episode."""
+
+    def __init__(self) -> None:
+        self.numbers: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.stages: set[Stage] = set()
+
+
+def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, reset: bool = True) -> Seen:
+    """An episode of random decisions: the same for pools in which the same is possible."""
+    seen, wanderer = Seen(), RandomValid(5)
+    dtype = next(pool.envs[0].network.parameters()).dtype
+    with precision(dtype):
+        if reset:
+            pool.reset(seeds or range(pool.n_envs))
+        for _ in range(ticks):
+            step = pool.step(wanderer.act(pool))
+            seen.numbers += [part.clone() for part in (step.reward, *step.metrics, pool.observation.features)]
+            seen.losses.append(step.metrics.loss)
+            seen.stages |= {event.seed.after for event in step.events}
+    return seen
+
+
+def distance(ours: HostPool, theirs: HostPool) -> float:
+    """The largest difference of any weight or running statistic, relative to the host's largest weight."""
+    worst = 0.0
+    for one, other in zip(ours.envs, theirs.envs, strict=True):
+        assert one.network.state_dict().keys() == other.network.state_dict().keys(), "the same has grown"
+        scale = max(p.abs().max().item() for p in other.network.parameters())
+        for a, b in zip(one.network.state_dict().values(), other.network.state_dict().values(), strict=True):
+            worst = max(worst, ((a - b).abs().max() / scale).item())
+    return worst

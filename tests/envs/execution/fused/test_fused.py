@@ -1,0 +1,217 @@
+"""Many hosts as one network do what each does by itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.stages import Stage
+from tests.envs.execution.fused.hosts import HOSTS, LIVELY, Seen, distance, make, play
+
+EXACT = 1e-9
+"""In float64, relative."""
+
+FLOAT32 = 1e-2
+"""Of losses and weights in float32, relative, after twenty ticks: rounding differs, and training makes more of it."""
+
+
+def assert_same(ours: Seen, theirs: Seen, tolerance: float) -> None:
+    for a, b in zip(ours.numbers, theirs.numbers, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
+    fused, loop = make("fused", host), make("loop", host)
+    ours, theirs = play(fused), play(loop)
+
+    assert_same(ours, theirs, EXACT)
+    assert distance(fused, loop) < EXACT
+    assert ours.stages >= {Stage.GERMINATED, Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adamw", "weight_decay": 0.1},
+        {"weight_decay": 0.1},
+        {"optimizer": "sgd", "weight_decay": 0.01},
+        {"optimizer": "sgd", "momentum": 0.0},
+        {"max_grad_norm": 0.05},
+        {"max_grad_norm": None, "seed_lr_factor": 3.0},
+        {"micro_batches": 4},
+        {"carry_over": False},
+    ],
+    ids=str,
+)
+def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> None:
+    training = replace(LIVELY.training, **changes)
+    fused, loop = (make(name, "cnn", 3, training=training) for name in ("fused", "loop"))
+
+    assert_same(play(fused, 10), play(loop, 10), EXACT)
+    assert distance(fused, loop) < EXACT
+
+
+@pytest.mark.parametrize("host", ["cnn", "gpt", "mlp"])
+def test_in_float32_it_equals_the_loop_to_a_tolerance(host: str) -> None:
+    fused, loop = (make(name, host, dtype=torch.float32) for name in ("fused", "loop"))
+
+    ours, theirs = play(fused), play(loop)
+
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=FLOAT32, atol=0.0)
+    assert distance(fused, loop) < FLOAT32
+
+
+@pytest.mark.parametrize("host", ["cnn", "gpt"])
+def test_a_trajectory_depends_neither_on_neighbours_nor_on_their_number(host: str) -> None:
+    alone, among = make("fused", host, 1), make("fused", host, 5)
+    for pool, seeds in ((alone, [2]), (among, range(5))):
+        pool.reset(list(seeds))
+    grown = ((among.envs[2], 0), (alone.envs[0], 0), (among.envs[0], 1), (among.envs[4], 0))
+    for env, slot in grown:
+        env.growing.germinate(env.slots[slot].name, env.space.blueprint[slot + 1])
+    among.envs[3].optimizer.param_groups[0]["lr"] = 1e3  # one that goes wrong
+    for pool in (alone, among):
+        pool.carry_on(4)
+
+    own, shared = (env.network.state_dict() for env in (alone.envs[0], among.envs[2]))
+    assert own.keys() == shared.keys()
+    for name, value in own.items():
+        torch.testing.assert_close(shared[name], value, rtol=EXACT, atol=EXACT)
+    assert alone.envs[0].history.loss == pytest.approx(among.envs[2].history.loss, rel=EXACT)
+
+
+def test_a_host_that_is_not_a_number_leaves_the_others_alone() -> None:
+    fused, loop = make("fused", "cnn", 3), make("loop", "cnn", 3)
+    for pool in (fused, loop):
+        pool.reset([0, 1, 2])
+        with torch.no_grad():
+            pool.envs[1].network.head.weight.fill_(float("nan"))
+        pool.carry_on(2)
+
+    for mine, its in zip(fused.envs, loop.envs, strict=True):
+        assert mine.history.loss == pytest.approx(its.history.loss, rel=EXACT, nan_ok=True)
+    assert fused.envs[1].history.loss[-1] != fused.envs[1].history.loss[-1]
+
+
+def test_between_ticks_everything_lives_in_the_environments_so_executors_may_take_turns() -> None:
+    turns, loop = make("fused", "cnn"), make("loop", "cnn")
+    other = loop.executor
+    for pool in (turns, loop):
+        pool.reset(range(4))
+    for tick in range(6):
+        if tick == 3:
+            turns.executor = other
+        for pool in (turns, loop):
+            if tick == 1:
+                for i, env in enumerate(pool.envs[:3]):
+                    env.growing.germinate(env.slots[i].name, "conv_light")
+            pool.carry_on(1)
+
+    assert distance(turns, loop) < EXACT
+    for one, two in zip(turns.envs, loop.envs, strict=True):
+        ours, theirs = one.optimizer.state_dict()["state"], two.optimizer.state_dict()["state"]
+        assert ours.keys() == theirs.keys()
+        for key, state in theirs.items():
+            assert ours[key]["step"] == state["step"]
+            torch.testing.assert_close(ours[key]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=EXACT)
+
+
+def test_each_group_has_its_own_learning_rate() -> None:
+    fused, loop = make("fused", "mlp"), make("loop", "mlp")
+    for pool in (fused, loop):
+        pool.reset(range(4))
+        for i, env in enumerate(pool.envs):
+            env.growing.germinate("layer1", "lora")
+            env.optimizer.param_groups[0]["lr"] *= 0.5**i
+            env.optimizer.param_groups[1]["lr"] *= 0.1 * i
+        pool.carry_on(2)
+
+    assert distance(fused, loop) < EXACT
+
+
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+    whole, resumed = make("fused", "cnn"), make("fused", "cnn")
+    play(whole, 6)
+    state = whole.state_dict()
+    play(resumed, 2, seeds=[9, 8, 7, 6])
+    resumed.load_state_dict(state)
+
+    ours, theirs = play(resumed, 5, reset=False), play(whole, 5, reset=False)
+
+    assert all(torch.equal(a, b) for a, b in zip(ours.numbers, theirs.numbers, strict=True))
+    assert distance(resumed, whole) == 0.0
+
+
+def test_one_host_of_the_stack_can_be_taken_back_without_the_others() -> None:
+    back, straight = make("fused", "cnn", 3), make("fused", "cnn", 3)
+    for pool in (back, straight):
+        pool.reset(range(3))
+        pool.envs[1].growing.germinate("block1", "norm")
+        pool.carry_on(2)
+    kept = back.envs[1].state_dict()
+    for pool in (back, straight):
+        pool.carry_on(2)
+    back.envs[1].load_state_dict(kept)
+    before = [back.envs[i].network.state_dict()["head.weight"].clone() for i in range(3)]
+    for i in (0, 2):
+        assert torch.equal(before[i], straight.envs[i].network.state_dict()["head.weight"])
+    back.carry_on(2)
+    straight.carry_on(2)
+
+    # The tick is another, and so are the seeds' stages; the hosts that were left alone are as they would have been.
+    for i in (0, 2):
+        for a, b in zip(back.envs[i].network.parameters(), straight.envs[i].network.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
+
+
+def test_what_has_been_grown_before_is_grown_by_the_same_program() -> None:
+    pool = make("fused", "cnn", 2)
+    pool.reset([0, 1])
+    pool.envs[0].growing.germinate("block1", "norm")
+    pool.carry_on(1)
+    stack = pool.executor.stack
+    banks = dict(stack.slots["block1"].kept)
+    pool.envs[1].growing.germinate("block1", "norm")
+    pool.carry_on(1)
+    pool.envs[0].growing.remove("block1")
+    pool.carry_on(1)
+
+    assert pool.executor.stack is stack
+    assert stack.slots["block1"].kept == banks
+
+
+def test_gradient_statistics_are_those_of_the_loop() -> None:
+    rows = []
+    for name in ("fused", "loop"):
+        pool = make(name, "gpt", 3, training=HostTraining(batches=2, batch_size=16, max_grad_norm=0.01))
+        pool.reset(range(3))
+        pool.envs[0].growing.germinate("layer1", "mlp_small")
+        pool.envs[2].growing.germinate("layer2", "norm", style="gate")
+        rows.append(pool.executor.train_epoch(pool.envs, pool.data.train))
+
+    torch.testing.assert_close(*rows, rtol=EXACT, atol=EXACT)
+    assert rows[0].shape == (3, 3 + 4 * 3)
+    assert [bool(row.any()) for row in rows[0][:, 7:11]] == [True, False, False], "seeds in the first slot"
+
+
+def test_test_accuracy_and_single_hosts_are_measured_as_by_the_loop() -> None:
+    fused, loop = make("fused", "residual"), make("loop", "residual")
+    for pool in (fused, loop):
+        play(pool, 9)
+    name = fused.envs[0].slots[0].name
+
+    torch.testing.assert_close(fused.test(), loop.test())
+    torch.testing.assert_close(fused.test(committed=False), loop.test(committed=False))
+    family = [frozenset(), frozenset({name}), frozenset({"last", "tail"})]
+    torch.testing.assert_close(fused.accuracy_of(1, family), loop.accuracy_of(1, family))
+
+
+def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make("fused", "cnn", 3)
+    play(pool, 5)
+    whole = pool.executor.validate(pool.envs, pool.data.validation)
+    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.MAX_NUMBERS", 1)  # 16 samples, 50 in all
+
+    torch.testing.assert_close(pool.executor.validate(pool.envs, pool.data.validation), whole, rtol=EXACT, atol=0.0)

@@ -1,0 +1,47 @@
+"""Rollout after rollout of growth and culling holds no more than the first one."""
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution import EXECUTORS, ONLY_ON
+from esper_lightning.tamiyo.baselines import RandomValid
+
+HERE = [name for name in EXECUTORS if ONLY_ON.get(name) in (None, "cpu")]
+
+
+def tensors_alive() -> tuple[int, int]:
+    """How many, and the bytes of their memory."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return len(tensors), sum(memory.values())
+
+
+@pytest.mark.parametrize("executor", HERE)
+def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[..., HostPool], executor: str) -> None:
+    pool, wanderer = make_pool(3, executor=executor, horizon=8), RandomValid(0)
+    seeds: WeakSet[nn.Module] = WeakSet()
+    grown = 0
+    held = []
+    for rollout in range(4):
+        pool.reset(range(rollout, rollout + pool.n_envs))
+        for _ in range(pool.config.horizon):
+            pool.step(wanderer.act(pool))
+            fresh = {slot.seed for env in pool.envs for slot in env.slots if slot.occupied} - set(seeds)
+            grown += len(fresh)
+            seeds.update(fresh)
+        del fresh
+        pool.reset(range(pool.n_envs))
+        held.append(tensors_alive())
+
+    assert grown > 10
+    assert len(seeds) == 0, "culled seeds and those of earlier episodes are gone"
+    # Other tests may have left something behind that goes away meanwhile.
+    assert all(later <= earlier for earlier, later in pairwise(held)), held

@@ -1,0 +1,184 @@
+"""Where time goes, by timers that only seem to pass."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution import PHASES, Laps, PhaseClock, make_timer, step
+from esper_lightning.envs.execution.timing import EventTimer, ProcessorTimer
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
+from esper_lightning.tasks import Batches, Split, fetch
+from tests.envs.execution.fake_cuda import Event, FakeCuda, Stream
+
+MakePool = Callable[..., HostPool]
+
+
+class Counting:
+    """A second passes at every mark; `arrived` is how far the device has come."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.now, self.arrived = 0.0, float("inf")
+
+    def mark(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.arrived
+
+    def seconds(self, begin: float, end: float) -> float:
+        assert max(begin, end) <= self.arrived, "nobody may wait for it"
+        return end - begin
+
+
+def spent(clock: PhaseClock) -> dict[str, float]:
+    """Phases that took any time."""
+    return {phase: seconds for phase, seconds in clock.take().items() if seconds}
+
+
+def test_time_is_of_the_phase_that_is_measured() -> None:
+    timer = Counting()
+    clock = PhaseClock(timer)
+    for seconds, phase in ((2.0, "policy"), (4.0, "update"), (0.0, "policy")):
+        with clock.measure(phase):
+            timer.now += seconds
+
+    assert spent(clock) == {"policy": 3.0 + 1.0, "update": 5.0}
+    assert clock.take() == dict.fromkeys(PHASES, 0.0)
+
+
+def test_time_with_several_hosts_is_divided_as_their_laps_say() -> None:
+    """Three hosts worked for 30 seconds of ten that went by: two at a time, say, and one of them with others' time."""
+    timer, own = Counting(), [Counting() for _ in range(2)]
+    clock, hosts = PhaseClock(timer), [Laps(each) for each in own]
+    hosts[0].start()
+    hosts[0].lap(update=1.0)  # before: not counted
+    with clock.measure("train", hosts):
+        timer.now += 9.0
+        for laps, data, train in zip(hosts, (3.0, 5.0), (12.0, 4.0), strict=True):
+            laps.start()
+            laps.timer.now += data - 1.0
+            laps.lap(data=1.0)
+            laps.timer.now += train - 1.0
+            laps.lap(train=0.75, counterfactual=0.25)
+
+    assert spent(clock) == pytest.approx({"data": 10 * 8 / 24, "train": 10 * 12 / 24, "counterfactual": 10 * 4 / 24})
+
+
+def test_hosts_that_say_nothing_leave_the_time_to_the_phase() -> None:
+    clock = PhaseClock(Counting())
+    with clock.measure("train", [Laps(Counting())]):
+        pass
+
+    assert spent(clock) == {"train": 1.0}
+
+
+def test_what_the_device_has_not_reached_is_added_later() -> None:
+    timer = Counting()
+    clock, laps = PhaseClock(timer), Laps(timer)
+    timer.arrived = 2.0
+    with clock.measure("policy"):  # from 1 to 2
+        pass
+    with clock.measure("train", [laps]):  # from 3 to 6
+        laps.start()
+        laps.lap(train=1.0)
+
+    assert spent(clock) == {"policy": 1.0}
+    assert spent(clock) == {}
+    timer.arrived = 6.0
+    assert spent(clock) == {"train": 3.0}
+
+
+def test_events_are_recorded_on_the_current_stream_and_measured_in_seconds(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 1)
+    timer = make_timer(gpu)
+    monkeypatch.setattr(Event, "elapsed_time", lambda begin, end: 1500.0, raising=False)
+    monkeypatch.setattr(Event, "query", lambda event: event is begin, raising=False)
+    begin = timer.mark()
+    with torch.cuda.stream(Stream(gpu)) as _:
+        end = timer.mark()
+
+    assert isinstance(timer, EventTimer) and begin.enable_timing
+    assert begin.stream is fake_cuda.default[gpu] and end.stream is not begin.stream
+    assert timer.seconds(begin, end) == 1.5  # an event counts in milliseconds
+    assert timer.passed(begin) and not timer.passed(end)
+
+
+def test_the_clock_is_named_after_what_it_reads(make_pool: MakePool) -> None:
+    assert make_pool(1).clock.timer.name == ProcessorTimer.name == "perf_counter"
+    assert make_timer(torch.device("cuda")).name == "cuda_events"
+
+
+def laps_of(pool: HostPool, work: Callable[[], object]) -> dict[str, float]:
+    """Seconds by phase that the first environment's laps say, a second from mark to mark."""
+    laps = pool.envs[0].laps
+    laps.take()
+    laps.timer = Counting()
+    work()
+    seconds: dict[str, float] = {}
+    for lap in laps.take():
+        for phase, share in lap.shares.items():
+            seconds[phase] = seconds.get(phase, 0.0) + share * (lap.end - lap.begin)
+    return seconds
+
+
+def test_what_is_beyond_the_host_as_it_is_counts_as_counterfactual(make_pool: MakePool) -> None:
+    pool = make_pool(1)
+    env, wait = pool.envs[0], WaitOnly()
+    alone = laps_of(pool, lambda: pool.executor.validate(pool.envs, pool.data.validation))
+    for slot in env.slots:
+        env.growing.germinate(slot.name, "conv_small")
+    for _ in range(2):
+        pool.step(wait.act(pool))
+    assert all(slot.blended for slot in env.slots)
+    grown = laps_of(pool, lambda: pool.executor.validate(pool.envs, pool.data.validation))
+
+    assert alone == {"validate": 2.0, "counterfactual": 0.0}  # from the beginning to the end, nothing in between
+    # Five combinations: all seeds, without each in turn, and none. Behind the first slot there are two, then four.
+    lengths = [1, 1, 2, 4, 5]
+    assert grown["validate"] == pytest.approx(sum(1 / length for length in lengths))
+    assert grown["counterfactual"] == pytest.approx(sum(1 - 1 / length for length in lengths))
+
+
+def test_fetching_a_minibatch_is_no_training(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(1, training=HostTraining(batches=2, micro_batches=2))
+    train = pool.data.train
+    plain = laps_of(pool, lambda: pool.executor.train_epoch(pool.envs, train))
+
+    def slowly(data: Split, batch: Batches, config: object) -> Split:
+        pool.envs[0].laps.timer.now += 10.0
+        return fetch(data, batch, config)
+
+    monkeypatch.setattr(step, "fetch", slowly)
+    slow = laps_of(pool, lambda: pool.executor.train_epoch(pool.envs, train))
+
+    assert plain["data"] == 1 + 2 * 2  # drawing, and every part of every batch
+    assert slow == {"data": plain["data"] + 40.0, "train": plain["train"]}
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_a_ticks_phases_add_up_to_the_tick(make_pool: MakePool, executor: str) -> None:
+    pool, wanderer = make_pool(4, executor=executor), RandomValid(0)
+    stages = set()
+    for _ in range(pool.config.horizon):
+        timer = pool.clock.timer
+        pool.clock.take()
+        action = wanderer.act(pool)
+        begin = timer.mark()
+        pool.step(action)
+        whole = timer.seconds(begin, timer.mark())
+        seconds = pool.clock.take()
+        stages |= {slot.stage for env in pool.envs for slot in env.slots}
+
+        assert 0.5 * whole < sum(seconds.values()) <= whole
+        assert all(seconds[phase] > 0.0 for phase in ("data", "train", "validate", "bookkeeping"))
+    assert Stage.PROBATIONARY in stages and seconds["counterfactual"] > 0.0
+    assert seconds["data"] < seconds["train"]

@@ -1,0 +1,147 @@
+"""Hosts that learn from varied images: what they see depends on their own seed alone, however they are run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.hosts import MLP
+from esper_lightning.tasks import AugmentConfig, Digits, Split, TaskData
+from tests.conftest import SMALL
+from tests.decisions import CPU, WAIT, act, germinate
+
+MakePool = Callable[..., HostPool]
+
+AUGMENT = AugmentConfig(pad=1, flip=True, cutout=3)
+TRAINING = HostTraining(batch_size=16, batches=3, augment=AUGMENT)
+
+
+def life(pool: HostPool, seeds: Sequence[int]) -> list[list[Tensor]]:
+    """What became of each host's weights in three ticks."""
+    pool.reset(seeds)
+    for row in (germinate(0, 1), WAIT, WAIT):
+        pool.step(act(*[row] * pool.n_envs))
+    return [list(env.network.state_dict().values()) for env in pool.envs]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def seen(pool: HostPool, data: Split) -> list[Tensor]:
+    """Inputs of the first host in a host epoch on `data`."""
+    inputs: list[Tensor] = []
+    pool.envs[0].network.register_forward_pre_hook(lambda network, args: inputs.append(args[0].clone()))
+    pool.executor.train_epoch(pool.envs[:1], data)
+    return inputs
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_a_host_learns_the_same_alone_and_among_others(make_pool: MakePool, executor: str) -> None:
+    (alone,) = life(make_pool(1, training=TRAINING), [5])
+    first, *_ = life(make_pool(3, training=TRAINING, executor=executor), [5, 1, 2])
+    *_, last = life(make_pool(3, training=TRAINING, executor=executor), [8, 9, 5])
+    (plain,) = life(make_pool(1, training=replace(TRAINING, augment=AugmentConfig())), [5])
+
+    assert same(alone, first) and same(alone, last)
+    assert not same(alone, plain), "it learned from other images"
+
+
+def test_hosts_of_other_seeds_see_other_images(make_pool: MakePool) -> None:
+    pool = make_pool(2, training=TRAINING)
+    pool.reset([1, 2])
+
+    one, other = (env.draw_batches(100) for env in pool.envs)
+    pool.reset([2, 1])
+
+    assert not any(torch.equal(a, b) for a, b in zip(one.choices, other.choices, strict=True))
+    again = pool.envs[1].draw_batches(100)
+    assert torch.equal(again.indices, one.indices)
+    assert all(torch.equal(a, b) for a, b in zip(again.choices, one.choices, strict=True))
+
+
+def test_every_tick_varies_the_images_anew(make_pool: MakePool) -> None:
+    env = make_pool(1, training=TRAINING).envs[0]
+
+    first, second = env.draw_batches(100), env.draw_batches(100)
+
+    assert [tuple(part.shape) for part in first.choices] == [(3, 16, 2), (3, 16), (3, 16, 2)]
+    assert not any(torch.equal(a, b) for a, b in zip(first.choices, second.choices, strict=True))
+
+
+def test_without_augmentation_the_order_of_the_data_is_all_that_is_drawn(make_pool: MakePool) -> None:
+    env = make_pool(1, training=replace(TRAINING, augment=AugmentConfig())).envs[0]
+    expected = torch.Generator()
+    expected.set_state(env.generator.get_state())
+
+    batches = env.draw_batches(100)
+
+    assert torch.equal(batches.indices, torch.randperm(100, generator=expected)[:48].view(3, 16))
+    assert torch.equal(env.generator.get_state(), expected.get_state())
+
+
+def test_parts_of_a_batch_show_the_images_of_the_whole(make_pool: MakePool) -> None:
+    pools = [make_pool(1, training=replace(TRAINING, micro_batches=parts)) for parts in (1, 4)]
+
+    whole, parts = (seen(pool, pool.data.train) for pool in pools)
+
+    assert (len(whole), len(parts)) == (3, 12)
+    assert torch.equal(torch.cat(parts), torch.cat(whole))
+
+
+def test_what_the_host_sees_is_what_was_drawn_for_it(make_pool: MakePool) -> None:
+    pool = make_pool(1, training=HostTraining(batch_size=8, batches=4, augment=AugmentConfig(flip=True)))
+    state = pool.envs[0].generator.get_state()
+    drawn = pool.envs[0].draw_batches(pool.data.train.samples)
+    pool.envs[0].generator.set_state(state)
+
+    inputs = torch.cat(seen(pool, pool.data.train))
+
+    for image, i, flip in zip(inputs, drawn.indices.flatten(), drawn.choices.flip.flatten(), strict=True):
+        original = pool.data.train.inputs[i]
+        assert torch.equal(image, original.flip(2) if flip else original)
+
+
+def test_hosts_are_judged_on_images_as_they_are(make_pool: MakePool) -> None:
+    pool = make_pool(1, training=TRAINING)
+    inputs: list[Tensor] = []
+    pool.envs[0].network.register_forward_pre_hook(lambda network, args: inputs.append(args[0]))
+
+    pool.reset([3])
+
+    assert inputs
+    assert all(torch.equal(images, pool.data.validation.inputs) for images in inputs)
+
+
+def test_a_continued_host_goes_on_with_the_images_it_would_have_seen(make_pool: MakePool) -> None:
+    pool, other = make_pool(1, training=TRAINING), make_pool(1, training=TRAINING)
+    life(pool, [4])
+    other.load_state_dict(pool.state_dict())
+    for one in (pool, other):
+        one.step(act(WAIT))
+
+    ours, theirs = (list(one.envs[0].network.state_dict().values()) for one in (pool, other))
+    assert same(ours, theirs)
+
+
+def test_a_pool_whose_inputs_are_no_images_is_refused() -> None:
+    task = Digits()
+    images = task.load()
+    data = TaskData(*(Split(split.inputs.flatten(1), split.targets) for split in images[:3]), images.classes)
+
+    def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
+        return MLP(input_shape, outputs, width=8, layers=2)
+
+    message = r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"
+    with pytest.raises(ValueError, match=message):
+        HostPool(task, data, mlp, replace(SMALL, training=TRAINING), 1, CPU)
+
+
+@pytest.mark.parametrize("name", ["pad", "cutout"])
+def test_a_pool_that_would_wipe_its_images_out_is_refused(make_pool: MakePool, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^training\.augment\.{name} must be less than the image's 8 pixels, got 9;"):
+        make_pool(1, training=replace(TRAINING, augment=AugmentConfig(**{name: 9})))

@@ -1,0 +1,247 @@
+"""Rows F and S of the findings that are about CUDA streams: in full on a GPU, their logic everywhere."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution import StreamsExecutor
+from esper_lightning.envs.execution.step import HostEpoch
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Digits
+from tests.conftest import SMALL, small_host
+from tests.decisions import CPU
+from tests.envs.execution.fake_cuda import Event, FakeCuda, Races, Stream
+from tests.runs import differences
+
+MakePool = Callable[..., HostPool]
+
+GPU = torch.device("cuda", 0)
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs where there is a GPU."""
+    return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+
+
+def gpu_pool(n_envs: int, executor: str = "streams", **changes: Any) -> HostPool:
+    task = Digits(validation=100, test=100)
+    return HostPool(task, task.load(), small_host, replace(SMALL, executor=executor, **changes), n_envs, GPU)
+
+
+def on_streams(pool: HostPool) -> HostPool:
+    """A pool on the processor whose hosts are trained on streams that only seem to be there."""
+    pool.executor = StreamsExecutor(pool.task, pool.config.training)
+    return pool
+
+
+def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
+    """One random episode, all that is measured of it."""
+    wanderer = RandomValid(seed)
+    pool.reset([seed + i for i in range(pool.n_envs)])
+    seen = [part for _ in range(pool.config.horizon) for part in pool.step(wanderer.act(pool)).metrics]
+    return [*seen, pool.test()]
+
+
+@contextmanager
+def reproducible_kernels() -> Iterator[None]:
+    """As far as cuDNN goes; torch gives cuBLAS a workspace for every stream, which makes it so."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def watch(fake: FakeCuda, patch: pytest.MonkeyPatch, pool: HostPool) -> list[tuple[int, str, Stream]]:
+    """Notes environment, work and stream of what is done from now on."""
+    notes: list[tuple[int, str, Stream]] = []
+    begin, step, measure = HostEpoch.__init__, HostEpoch.step, StreamsExecutor._measure
+
+    def note(env: HostEnv, what: str) -> None:
+        stream = fake.current(env.device)
+        stream.log.append(what)
+        notes.append((pool.envs.index(env), what, stream))
+
+    def watched_begin(epoch: HostEpoch, env: HostEnv, *args: Any) -> None:
+        note(env, "begin")
+        begin(epoch, env, *args)
+
+    def watched_step(epoch: HostEpoch, i: int) -> None:
+        note(epoch.env, f"batch {i}")
+        step(epoch, i)
+
+    def watched_measure(executor: StreamsExecutor, env: HostEnv, *args: Any) -> Tensor:
+        note(env, "validate")
+        return measure(executor, env, *args)
+
+    patch.setattr(HostEpoch, "__init__", watched_begin)
+    patch.setattr(HostEpoch, "step", watched_step)
+    patch.setattr(StreamsExecutor, "_measure", watched_measure)
+    return notes
+
+
+def test_f1_nothing_races(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """F1: events order any two operations on the same memory that are on different streams, forward and backward, and
+    no memory is given away while another stream works on it."""
+    pool = on_streams(make_pool(3, training=HostTraining(batches=2, micro_batches=2)))
+    with Races(fake_cuda, CPU) as races:
+        play(pool)
+
+    assert races.found == set()
+    assert races.operations > 10_000
+
+
+def test_f1_without_events_there_would_be_races(
+    make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1: what the test above is worth."""
+    pool = on_streams(make_pool(2))
+    monkeypatch.setattr(StreamsExecutor, "_apart", lambda executor, envs: nullcontext())
+    with Races(fake_cuda, CPU) as races:
+        play(pool)
+
+    assert any("stack" in operation for operation in races.found)  # of the results
+    assert any("adam" in operation for operation in races.found)  # on weights that were reset
+    assert "memory" in races.found
+
+
+@on_gpu
+def test_f1_streams_do_what_the_loop_does_bit_for_bit_on_a_gpu() -> None:
+    """F1: 200 batches × 8 environments in fp32, while seeds of all kinds come and go: measurements and weights."""
+    with reproducible_kernels():
+        pools = [gpu_pool(8, name, training=HostTraining(batches=200)) for name in ("loop", "loop", "streams")]
+        loop, again, streams = ([pool, play(pool)] for pool in pools)
+
+    for other, what in ((again, "kernels on this GPU are not reproducible"), (streams, "a race")):
+        assert all(torch.equal(a, b) for a, b in zip(loop[1], other[1], strict=True)), what
+        for ours, theirs in zip(loop[0].envs, other[0].envs, strict=True):
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(ours.network.state_dict().values(), theirs.network.state_dict().values(), strict=True)
+            ), what
+
+
+def test_f2_one_context_covers_a_batch_from_the_data_to_the_sums(
+    make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F2: fetching, forward, backward, step and accumulation of a batch are on the environment's stream, and nothing of
+    any batch is elsewhere; batches are outside and environments inside."""
+    pool = on_streams(make_pool(3, training=HostTraining(batches=2)))
+    notes = watch(fake_cuda, monkeypatch, pool)
+    pool.step(RandomValid(0).act(pool))
+
+    order = [(0, "begin"), (1, "begin"), (2, "begin"), (0, "batch 0"), (1, "batch 0"), (2, "batch 0")]
+    for env in range(3):
+        order += [(env, "batch 1"), (env, "validate")]
+    assert [(env, what) for env, what, _ in notes] == order
+    streams = {env: {stream for other, _, stream in notes if other == env} for env in range(3)}
+    assert all(len(own) == 1 for own in streams.values())
+    assert len(set.union(*streams.values())) == 3
+    assert fake_cuda.default[CPU] not in set.union(*streams.values())
+
+
+def test_f5_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """F5: in fp16, where every step reads and writes the scaler, nothing races, and no two share anything."""
+    pool = on_streams(make_pool(3, training=HostTraining(batches=2, precision="fp16")))
+    with Races(fake_cuda, CPU) as races:
+        play(pool)
+
+    assert races.found == set()
+    scales = [env.scaler.scale(torch.ones(())) for env in pool.envs]
+    assert len({scale.data_ptr() for scale in scales}) == 3 and all(scale > 1.0 for scale in scales)
+
+
+@on_gpu
+@pytest.mark.parametrize("executor", ["loop", "streams"])
+def test_f5_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
+    """F5: among eight, a host's scaler and weights come out as if it were alone."""
+    training = HostTraining(batches=20, precision="fp16")
+    with reproducible_kernels():
+        pools = [gpu_pool(n, executor, training=training) for n in (8, 1)]
+        for pool in pools:
+            pool.reset([50 + i for i in range(pool.n_envs)])
+            pool.carry_on(3)
+
+    among, alone = (pool.envs[0].state_dict() for pool in pools)
+    assert among["scaler"] == alone["scaler"] and among["skipped_steps"] == alone["skipped_steps"]
+    cpu = [{name: value.cpu() for name, value in state["growing"]["network"].items()} for state in (among, alone)]
+    assert differences(*cpu) == []
+
+
+def test_s1_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """S1: over episodes, one stream per environment."""
+    pool = on_streams(make_pool(3))
+    for seed in range(2):
+        play(pool, seed)
+
+    assert Stream.made == 3
+
+
+@on_gpu
+@pytest.mark.parametrize("executor", ["loop", "streams"])
+def test_s1_memory_is_flat_over_50_rollouts(executor: str) -> None:
+    """S1: what 50 equal rollouts leave in memory is what a few leave, and they need no more of it."""
+    pool = gpu_pool(4, executor)
+
+    def memory() -> dict[str, int]:
+        gc.collect()
+        stats = torch.cuda.memory_stats(GPU)
+        return {kind: stats[f"{kind}.all.current"] for kind in ("allocated_bytes", "reserved_bytes", "segment")}
+
+    for rollout in range(50):
+        play(pool)
+        if rollout == 4:
+            early = memory()
+    late = memory()
+    assert late["allocated_bytes"] == early["allocated_bytes"]
+    assert late["reserved_bytes"] <= early["reserved_bytes"] and late["segment"] <= early["segment"]
+
+
+def test_s2_validation_waits_for_nobody_elses_training(
+    make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S2: a host's validation is behind its own last batch; only the stack of all results waits for all."""
+    pool = on_streams(make_pool(2, training=HostTraining(batches=2)))
+    watch(fake_cuda, monkeypatch, pool)
+    pool.step(RandomValid(0).act(pool))
+
+    for env in pool.envs:
+        first, *rest = pool.executor._stream(env).log
+        assert isinstance(first, Event) and first.stream is fake_cuda.default[CPU]
+        assert rest == ["begin", "batch 0", "batch 1", "validate"], "no wait in between"
+    waited_for = [event.stream for event in fake_cuda.default[CPU].log]
+    assert waited_for == [pool.executor._stream(env) for env in pool.envs]
+    assert set(fake_cuda.recorded) == {fake_cuda.default[CPU]}, "what streams made is known to be used on this one"
+
+
+@on_gpu
+def test_s2_one_host_is_validated_while_another_trains() -> None:
+    """S2: by the events of the laps, the first host's validation begins before the last host's training ends."""
+    pool = gpu_pool(8)
+    pool.carry_on(1)
+    first, last = pool.envs[0].laps, pool.envs[-1].laps
+    before = first.timer.mark()
+    done: dict[int, list[Any]] = {}
+    for laps in (first, last):
+        real = laps.take
+
+        def take(laps: Any = laps, real: Any = real) -> list[Any]:
+            done[id(laps)] = real()
+            return done[id(laps)]
+
+        laps.take = take
+    pool.carry_on(1)
+
+    validated = next(lap for lap in done[id(first)] if "validate" in lap.shares)
+    trained = [lap for lap in done[id(last)] if "train" in lap.shares][-1]
+    assert before.elapsed_time(validated.begin) < before.elapsed_time(trained.end)

@@ -1,0 +1,134 @@
+"""Row S3 of the findings: what crosses between the device and Python in a tick."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from esper_lightning.envs import HostPool, Masks
+from esper_lightning.envs.transfer import download
+from esper_lightning.growth.nested import tensors
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.metrics import growth_metrics, tick_metrics
+from tests.conftest import SMALL, small_host
+
+READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
+
+
+class Reads(TorchFunctionMode):
+    """Notes reads of tensors that would lie on the device: all but those that were made of numbers in Python, or
+    downloaded, or computed from such alone."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, pool: HostPool) -> None:
+        super().__init__()
+        self.known: dict[int, Tensor] = {}  # by id, and kept: no other tensor gets it
+        self.reads: list[str] = []
+        self.downloads: list[tuple[int, ...]] = []  # shapes
+        # On a processor they are one and the same.
+        pool.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
+        self.know(list(pool.masks_on_cpu))
+        patch.setattr("esper_lightning.envs.pool.download", self.download)
+        for place in ("pool", "observation"):
+            patch.setattr(f"esper_lightning.envs.{place}.send", self.send)
+
+    def know(self, value: Any) -> None:
+        self.known |= {id(tensor): tensor for tensor in tensors(value)}
+
+    def download(self, tensor: Tensor) -> Tensor:
+        self.downloads.append(tuple(tensor.shape))
+        self.know(copy := tensor.clone())
+        return copy
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        sent = tensor.clone()
+        self.known.pop(id(sent), None)
+        return sent
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = [*tensors(args), *tensors(kwargs or {})]
+        name = getattr(function, "__name__", str(function))
+        if all(id(tensor) in self.known for tensor in given):
+            if given or function is torch.tensor:
+                self.know(result)
+        elif name in READING:
+            self.reads.append(name)
+        return result
+
+
+def test_s3_a_tick_reads_the_device_twice(
+    make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: the decisions in one transfer, all that was measured in another, and nothing else is read by whoever decides,
+    trains, validates, records or watches: from one call of RolloutLoop.tick to the next."""
+    loop = make_loop(3)
+    pool = loop.pool
+    loop.begin_rollout()
+    reads = Reads(monkeypatch, pool)
+    with reads:
+        for _ in range(pool.config.horizon):
+            tick_metrics(loop.tick())
+            growth_metrics(pool.envs)
+
+    heads, slots = len(loop.buffer.action), len(pool.space.slot)
+    measured = 3 + 4 * (1 + slots) + 2 * (slots + 2)
+    assert reads.downloads == [(heads, 3), (3, measured)] * pool.config.horizon
+    assert reads.reads == []
+    assert loop.buffer.action.op.any(), "something was done"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("executor", ["loop", "streams"])
+def test_s3_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
+    monkeypatch: pytest.MonkeyPatch, make_policy: Callable[..., Policy], executor: str
+) -> None:
+    """S3: torch itself calls every other synchronisation an error, copies to the GPU from ordinary memory too."""
+    gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
+    pool = HostPool(task, task.load(), small_host, replace(SMALL, executor=executor), 3, gpu)
+    norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
+    loop = RolloutLoop(pool, make_policy(pool).to(gpu), *norms, PPOConfig(), run_seed=7)
+    loop.begin_rollout()
+    loop.tick()  # what is made once and kept
+    shapes = []
+
+    def read(tensor: Tensor) -> Tensor:
+        torch.cuda.set_sync_debug_mode("default")
+        shapes.append(tuple(tensor.shape))
+        numbers = download(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return numbers
+
+    monkeypatch.setattr("esper_lightning.envs.pool.download", read)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(pool.config.horizon - 1):
+            tick_metrics(loop.tick())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert [len(shape) for shape in shapes] == [2, 2] * (pool.config.horizon - 1)
+    assert loop.buffer.action.op.any(), "something was done"
+
+
+def test_s3_a_read_would_be_noticed(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3: what the test above is worth."""
+    loop = make_loop(2)
+    loop.begin_rollout()
+    with Reads(monkeypatch, loop.pool) as reads:
+        step = loop.tick()
+        assert reads.reads == []
+        step.reward.mean().item()
+        step.masks.slot.tolist()
+        step.metrics.reward.tolist()
+        assert not step.truncated.any()
+
+    assert reads.reads == ["item", "tolist", "__bool__"]

@@ -1,0 +1,249 @@
+"""Varied images against torchvision, one image after the other; and what must hold whatever is drawn."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torchvision.transforms import functional as vision
+
+from esper_lightning.tasks.augment import AugmentConfig, Choices, augment, draw_choices
+
+ALL = AugmentConfig(pad=2, flip=True, cutout=3)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(count: int, *shape: int) -> Tensor:
+    """Pixels are 1, 2, 3 …: no two in a batch are alike and none is zero."""
+    size = (count, *shape)
+    return torch.arange(1.0, 1.0 + torch.Size(size).numel()).view(size)
+
+
+def by_torchvision(images: Tensor, choices: Choices, config: AugmentConfig) -> Tensor:
+    """As the papers say, image by image."""
+    varied = []
+    for i, image in enumerate(images):
+        _, height, width = image.shape
+        if choices.shift is not None:
+            down, right = (config.pad + choices.shift[i]).tolist()
+            image = vision.crop(vision.pad(image, [config.pad] * 4, fill=0), down, right, height, width)
+        if choices.flip is not None and choices.flip[i]:
+            image = vision.hflip(image)
+        if choices.hole is not None:
+            sides = zip(choices.hole[i].tolist(), (height, width), strict=True)
+            first = [int(share * length) - config.cutout // 2 for share, length in sides]
+            top, left = (max(0, begin) for begin in first)
+            bottom, right = (min(begin + config.cutout, end) for begin, end in zip(first, (height, width), strict=True))
+            image = vision.erase(image, top, left, bottom - top, right - left, torch.zeros((), dtype=image.dtype))
+        varied.append(image)
+    return torch.stack(varied)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Choices, AugmentConfig]:
+    shape = tuple(draw(st.integers(1, 3)) if axis == 0 else draw(st.integers(2, 9)) for axis in range(3))
+    below = st.integers(0, min(shape[1:]) - 1)
+    config = AugmentConfig(pad=draw(below), flip=draw(st.booleans()), cutout=draw(below))
+    config.check(shape)
+    count = draw(st.integers(1, 6))
+    return pictures(count, *shape), draw_choices(config, (count,), generator(draw(st.integers(0, 999)))), config
+
+
+@given(cases())
+def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor, Choices, AugmentConfig]) -> None:
+    images, choices, config = case
+    before = images.clone()
+
+    assert torch.equal(augment(images, choices, config), by_torchvision(images, choices, config))
+    assert torch.equal(images, before), "the images that came in are left alone"
+
+
+@given(cases())
+def test_what_happens_to_an_image_does_not_depend_on_the_others(case: tuple[Tensor, Choices, AugmentConfig]) -> None:
+    images, choices, config = case
+
+    alone = [
+        augment(images[i : i + 1], choices.map(lambda part, i=i: part[i : i + 1]), config) for i in range(len(images))
+    ]
+
+    assert torch.equal(torch.cat(alone), augment(images, choices, config))
+
+
+@given(st.integers(1, 4), st.integers(0, 999))
+def test_a_shifted_image_keeps_its_pixels_or_loses_them_at_the_border(pad: int, seed: int) -> None:
+    images = pictures(4, 2, 5, 6)
+    choices = draw_choices(AugmentConfig(pad=pad), (4,), generator(seed))
+
+    shifted = augment(images, choices, AugmentConfig(pad=pad))
+
+    for image, after, (down, right) in zip(images, shifted, choices.shift.tolist(), strict=True):
+        kept = Counter(after[after != 0].tolist())
+        assert kept <= Counter(image.flatten().tolist()), "none twice, none of another image"
+        assert kept.total() == 2 * (5 - abs(down)) * (6 - abs(right))
+
+
+def test_an_image_that_is_mirrored_twice_is_as_it_was() -> None:
+    config = AugmentConfig(flip=True)
+    images, choices = pictures(16, 3, 4, 5), draw_choices(config, (16,), generator())
+
+    once = augment(images, choices, config)
+
+    assert torch.equal(augment(once, choices, config), images)
+    same = [torch.equal(before, after) for before, after in zip(images, once, strict=True)]
+    assert same == (~choices.flip).tolist()
+    assert 0 < sum(same) < 16
+
+
+def test_a_hole_is_a_square_around_its_centre_cut_at_the_border() -> None:
+    config = AugmentConfig(cutout=3)
+    shares = torch.tensor([[2.5, 1.5], [0.0, 3.9]]) / torch.tensor([5.0, 4.0])  # pixels (2, 1) and (0, 3)
+
+    holes = augment(torch.ones(2, 1, 5, 4), Choices(hole=shares), config).squeeze(1) == 0
+
+    assert holes[0].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    assert holes[1].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_hole_wipes_out_what_is_no_number_too() -> None:
+    nothing, upper_right = torch.full((1, 1, 2, 2), float("nan")), torch.tensor([[0.0, 0.6]])
+
+    varied = augment(nothing, Choices(hole=upper_right), AugmentConfig(cutout=1))
+
+    assert varied.nan_to_num(7.0).squeeze().tolist() == [[7.0, 0.0], [7.0, 7.0]]
+
+
+def test_every_choice_is_as_likely_as_it_should_be() -> None:
+    shifts, flips, holes = draw_choices(ALL, (5, 2000), generator())
+
+    for axis in shifts.flatten(0, 1).unbind(1):
+        shares = torch.bincount(axis + 2, minlength=5) / 10_000
+        assert len(shares) == 5  # -2 … 2
+        assert (shares - 0.2).abs().max() < 0.02
+    assert flips.float().mean().item() == pytest.approx(0.5, abs=0.02)
+    for axis in holes.flatten(0, 1).unbind(1):
+        shares = torch.bincount((axis * 7).long(), minlength=7) / 10_000
+        assert len(shares) == 7
+        assert (shares - 1 / 7).abs().max() < 0.02
+    correlations = torch.corrcoef(torch.cat([shifts, flips[..., None], holes], -1).flatten(0, 1).T) - torch.eye(5)
+    assert correlations.abs().max() < 0.05, "one choice says nothing of the others"
+
+
+def test_choices_follow_from_the_generator_alone() -> None:
+    one, again = (draw_choices(ALL, (3, 8), generator(5)) for _ in range(2))
+    torch.manual_seed(1)
+    other = draw_choices(ALL, (3, 8), generator(6))
+
+    assert [tuple(part.shape) for part in one] == [(3, 8, 2), (3, 8), (3, 8, 2)]
+    assert [part.dtype for part in one] == [torch.int64, torch.bool, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
+    source = generator()
+    before = source.get_state()
+
+    choices = draw_choices(AugmentConfig(), (4, 8), source)
+
+    assert choices == (None, None, None)
+    assert torch.equal(source.get_state(), before)
+    tokens = torch.arange(6).view(2, 3)
+    assert augment(tokens, choices, AugmentConfig()) is tokens
+
+
+@pytest.mark.parametrize("name", ["pad", "flip", "cutout"])
+def test_each_works_by_itself(name: str) -> None:
+    config = AugmentConfig(**{name: True if name == "flip" else 2})
+    images, choices = pictures(8, 3, 6, 5), draw_choices(config, (8,), generator())
+
+    assert sum(part is not None for part in choices) == 1
+    varied = augment(images, choices, config)
+    assert torch.equal(varied, by_torchvision(images, choices, config))
+    assert not torch.equal(varied, images)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_the_type_is_kept_and_every_pixel_exact(dtype: torch.dtype) -> None:
+    images = torch.randint(1, 256, (6, 3, 5, 4), generator=generator()).to(dtype)
+    images = images / 3 if dtype.is_floating_point else images
+    choices = draw_choices(ALL, (6,), generator(1))
+
+    varied = augment(images, choices, ALL)
+
+    assert varied.dtype == dtype
+    assert torch.equal(varied, by_torchvision(images, choices, ALL))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("config", [ALL, AugmentConfig(flip=True), AugmentConfig(cutout=1)], ids=str)
+def test_the_memory_format_is_kept(channels: int, memory: torch.memory_format, config: AugmentConfig) -> None:
+    images = pictures(4, channels, 6, 5).clone(memory_format=memory)
+    choices = draw_choices(config, (4,), generator())
+
+    varied = augment(images, choices, config)
+
+    assert varied.stride() == images.stride()
+    assert varied.is_contiguous(memory_format=memory)
+    assert torch.equal(varied, by_torchvision(images, choices, config))
+
+
+def test_images_that_lie_apart_in_memory_are_varied_alike() -> None:
+    images = pictures(8, 3, 6, 10)[::2, ..., ::2]
+    choices = draw_choices(ALL, (4,), generator())
+
+    assert torch.equal(augment(images, choices, ALL), augment(images.contiguous(), choices, ALL))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_varies_images_as_the_cpu_does() -> None:
+    cuda = torch.device("cuda")
+    images = pictures(64, 3, 9, 7)
+    choices = draw_choices(ALL, (64,), torch.Generator(cuda).manual_seed(0))
+
+    varied = augment(images.to(cuda), choices, ALL)
+
+    assert {part.device.type for part in (*choices, varied)} == {"cuda"}
+    assert torch.equal(varied.cpu(), augment(images, choices.map(Tensor.cpu), ALL))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pad": -1}, r"^training\.augment\.pad must not be negative, got -1; 0 switches it off$"),
+        ({"cutout": -4}, r"^training\.augment\.cutout must not be negative, got -4; 0 switches it off$"),
+    ],
+)
+def test_less_than_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AugmentConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "message"),
+    [
+        ({"pad": 8}, (1, 8, 8), r"^training\.augment\.pad must be less than the image's 8 pixels, got 8; an eighth "),
+        ({"pad": 6}, (3, 9, 6), r"^training\.augment\.pad must be less than the image's 6 pixels, got 6; "),
+        ({"cutout": 8}, (1, 8, 9), r"^training\.augment\.cutout must be less than the image's 8 pixels, got 8; a quar"),
+        ({"flip": True}, (64,), r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave"),
+        ({"pad": 1}, (8, 8), r"needs images of shape \(C, H, W\), the task gives \(8, 8\)"),
+        ({"cutout": 1}, (3, 4, 8, 8), r"needs images of shape \(C, H, W\), the task gives \(3, 4, 8, 8\)"),
+    ],
+)
+def test_inputs_that_cannot_be_varied_so_are_refused(
+    settings: dict[str, Any], shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AugmentConfig(**settings).check(shape)
+
+
+@pytest.mark.parametrize(("settings", "shape"), [({}, (64,)), ({"pad": 7, "cutout": 7}, (1, 8, 8))], ids=str)
+def test_what_can_be_done_is_not_refused(settings: dict[str, Any], shape: tuple[int, ...]) -> None:
+    AugmentConfig(**settings).check(shape)
