@@ -1,9 +1,10 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
 from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.masks import Masks
 from esper_lightning.envs.observation import Observation
-from esper_lightning.envs.pool import EnvConfig, HostEvent, HostFactory, HostPool, PoolMetrics, StepResult
+from esper_lightning.envs.pool import HostEvent, HostPool, PoolMetrics, StepResult
 
 __all__ = [
     "HEADS",

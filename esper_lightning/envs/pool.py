@@ -1,70 +1,29 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.envs.actions import HEADS, Action, ActionConfig
+from esper_lightning.envs.actions import HEADS, Action
 from esper_lightning.envs.compiling import compile_hosts
-from esper_lightning.envs.execution import COMPILED, ONLY_ON, Laps, LoopExecutor, PhaseClock, make_timer
+from esper_lightning.envs.config import EnvConfig, HostFactory, check_fits
+from esper_lightning.envs.execution import Laps, LoopExecutor, PhaseClock, make_timer
 from esper_lightning.envs.execution.auto import Selection, select
 from esper_lightning.envs.execution.choice import Choice, candidates, go_on
 from esper_lightning.envs.host_env import HostEnv, Measured
 from esper_lightning.envs.masks import Legal, Masks, legal, make_masks
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.envs.offer import describe_host, offer
-from esper_lightning.envs.training import HostTraining
 from esper_lightning.envs.transfer import download, send
 from esper_lightning.growth.counterfactual import Variant
-from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import SeedEvent
-from esper_lightning.rewards import ObjectiveConfig, objective
+from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split, Task, TaskData
-
-HostFactory = Callable[[Sequence[int], int], nn.Module]
-"""Shape of one input and number of outputs -> a host with slots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvConfig:
-    """What an environment is: how its host learns, how its seeds live, what can be done and what it is worth."""
-
-    horizon: int = 12
-    """Ticks T in an episode."""
-
-    executor: Literal["loop", "threads", "streams", "fused", "auto"] = "loop"
-    """How the hosts are trained: one after the other; threads (on the CPU): one per core; streams (on CUDA): one per
-    stream, dealt out to all GPUs that are visible. The results are the same. auto: whatever is fastest on these hosts,
-    measured at the start, remembered on this machine, and kept by a run that goes on."""
-
-    training: HostTraining = field(default_factory=HostTraining)
-    """How hosts learn."""
-
-    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
-    """How seeds live."""
-
-    actions: ActionConfig = field(default_factory=ActionConfig)
-    """What a controller can do."""
-
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What a grown network is worth."""
-
-    def __post_init__(self) -> None:
-        if self.horizon < 1:
-            raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
-        by_itself = self.lifecycle.auto_blend and self.lifecycle.auto_probation
-        if by_itself and self.actions.advance:
-            raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
-        if not by_itself and not self.actions.advance:
-            raise ValueError(
-                "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
-            )
 
 
 class HostEvent(NamedTuple):
@@ -95,27 +54,6 @@ class StepResult(NamedTuple):
     masks: Masks
     events: list[HostEvent]
     metrics: PoolMetrics
-
-
-def check_fits(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
-    """Raises ValueError if settings fit neither each other nor the task nor the device."""
-    if n_envs < 1:
-        raise ValueError(f"n_envs must be at least 1, got {n_envs}")
-    if config.training.batch_size > data.train.samples:
-        raise ValueError(
-            f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "
-            f"training samples"
-        )
-    config.training.augment.check(data.input_shape)
-    if config.training.compile is not None and config.executor not in (*COMPILED, "auto"):
-        raise ValueError(
-            f"executor {config.executor!r} cannot run compiled hosts; use env.executor loop, or leave training.compile "
-            f"out"
-        )
-    only = ONLY_ON.get(config.executor, device.type)
-    if device.type != only:
-        there = {"cpu": "the CPU", "cuda": "CUDA"}[only]
-        raise ValueError(f"executor {config.executor!r} runs on {there}, not on {device}; use env.executor loop")
 
 
 class HostPool:
