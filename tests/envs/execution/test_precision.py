@@ -12,17 +12,15 @@ from torch.nn import functional as F
 from esper_lightning.blueprints import names
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.training import INITIAL_SCALE, HostTraining
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.blend import GatedSeed, Style
-from esper_lightning.growth.network import germinate as germinate_in
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.blend import Style
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import STRAIGHT_THROUGH, Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, germinate
 from tests.envs.execution.episodes import episode, same
-from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of, host_of, seeded
+from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
+from tests.growth.test_every_seed import newborn
 from tests.runs import differences
 
 MakePool = Callable[..., HostPool]
@@ -121,16 +119,6 @@ def test_a_host_learns(make_pool: MakePool, precision: str) -> None:
     assert losses[precision][-1] == pytest.approx(losses["fp32"][-1], rel=0.5)
 
 
-def newborn(layout: Layout, blueprint: str, style: Style, stage: Stage) -> tuple[nn.Module, nn.Module]:
-    """A host, and the seed in its first slot as it was born, brought to `stage`; alpha is 1 once it is blended."""
-    host = host_of(layout).train()
-    slot = next(iter(slots_of(host).values()))
-    germinate_in(slot, blueprint, FULL, seeded(1), style)
-    for step in LIFE[1 : LIFE.index(stage) + 1]:
-        slot.move_to(step)
-    return host, slot.seed
-
-
 def learn(
     host: nn.Module, learning: nn.Module, layout: Layout, precision: str, seeds: Iterable[int]
 ) -> Iterator[tuple[float, set[nn.Parameter]]]:
@@ -158,10 +146,10 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
     layout: Layout, blueprint: str, style: Style, precision: str
 ) -> None:
     for stage in LIFE:
-        host, seed = newborn(layout, blueprint, style, stage)
+        host, slot = newborn(layout, blueprint, style, "identity", stage)
         reached = set().union(*(found for _, found in learn(host, host, layout, precision, seeds=range(2))))
         # A gate learns only when it is used: see test_every_seed.
-        part = seed.seed if isinstance(seed, GatedSeed) and stage in STRAIGHT_THROUGH else seed
+        part = slot.seed.seed if style == "gate" and stage in STRAIGHT_THROUGH else slot.seed
         assert set(part.parameters()) <= reached, stage
 
 
@@ -170,10 +158,10 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
 def test_the_loss_falls_while_the_seed_alone_learns(
     layout: Layout, blueprint: str, style: Style, precision: str
 ) -> None:
-    host, seed = newborn(layout, blueprint, style, Stage.PROBATIONARY)
+    host, slot = newborn(layout, blueprint, style, "identity", Stage.PROBATIONARY)
     host.requires_grad_(False)
-    seed.requires_grad_()
-    losses = (loss for loss, _ in learn(host, seed, layout, precision, seeds=[7] * 50))
+    slot.seed.requires_grad_()
+    losses = (loss for loss, _ in learn(host, slot.seed, layout, precision, seeds=[7] * 50))
     first = next(losses)
     assert any(loss < 0.99 * first for loss in losses)
 

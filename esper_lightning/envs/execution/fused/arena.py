@@ -4,8 +4,8 @@ A *program* is a host or a bank of seeds; its *owners* are the hosts or seeds th
 """
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -21,44 +21,46 @@ class Program:
         self.module = module
         self.layers = stacked_layers(module)
 
-    def singles(self, owner: nn.Module) -> list[nn.Module]:
+    def find(self, owner: nn.Module) -> list[nn.Module]:
         """The layers of one host or seed, in the order of `layers`."""
         return [owner.get_submodule(path) for path in self.layers]
-
-    def parameters(self, owner: nn.Module) -> list[nn.Parameter]:
-        """Of one host or seed, in the order in which an arena holds them."""
-        rows = zip(self.layers.values(), self.singles(owner), strict=True)
-        return [getattr(single, name) for layer, single in rows for name in layer.parameter_names]
 
     def release(self) -> None:
         """Lets go of all weights and running statistics."""
         for layer in self.layers.values():
             layer.release()
 
-    def gather_buffers(self, owners: Sequence[nn.Module]) -> None:
+
+class Staffed(NamedTuple):
+    """A program and, for each of its owners in the coming epoch, the owner's layers."""
+
+    program: Program
+    owners: Sequence[Sequence[nn.Module]]
+
+    def parameters(self) -> list[tuple[nn.Parameter, ...]]:  # [tensor][owner]
+        """In the order in which an arena holds them."""
+        return [
+            tuple(getattr(single, name) for single in singles)
+            for layer, singles in self._by_layer()
+            for name in layer.parameter_names
+        ]
+
+    def gather_buffers(self) -> None:
         """Takes the owners' running statistics in."""
-        for layer, singles in self._by_layer(owners):
+        for layer, singles in self._by_layer():
             for name in layer.buffer_names:
                 layer.register_buffer(name, torch.stack([getattr(single, name) for single in singles]))
 
     @torch.no_grad()
-    def scatter_buffers(self, owners: Sequence[nn.Module]) -> None:
+    def scatter_buffers(self) -> None:
         """Gives them back."""
-        for layer, singles in self._by_layer(owners):
+        for layer, singles in self._by_layer():
             for name in layer.buffer_names:
                 for single, value in zip(singles, getattr(layer, name).unbind(), strict=True):
                     getattr(single, name).copy_(value)
 
-    def _by_layer(self, owners: Sequence[nn.Module]) -> list[tuple[Stacked, list[nn.Module]]]:
-        singles = zip(*(self.singles(owner) for owner in owners), strict=True)
-        return [(layer, list(same)) for layer, same in zip(self.layers.values(), singles, strict=True)]
-
-
-class Staffed(NamedTuple):
-    """A program and its owners for the coming epoch."""
-
-    program: Program
-    owners: Sequence[nn.Module]
+    def _by_layer(self) -> Iterator[tuple[Stacked, tuple[nn.Module, ...]]]:
+        return zip(self.program.layers.values(), zip(*self.owners, strict=True), strict=True)
 
 
 class Arena:
@@ -66,13 +68,17 @@ class Arena:
 
     Args:
         staff: The hosts' program first, then the banks'.
+
+    Attributes:
+        values: All weights, one after the other.
+        grads: Their gradients; only where there is something to learn.
     """
 
     @torch.no_grad()
     def __init__(self, staff: Sequence[Staffed]) -> None:
         self.staff = staff
         # [program][tensor][owner]
-        parameters = [list(zip(*map(program.parameters, owners), strict=True)) for program, owners in staff]
+        parameters = [staffed.parameters() for staffed in staff]
         self.shapes = [[(len(same), *same[0].shape) for same in tensors] for tensors in parameters]
         self.parameters = [p for tensors in parameters for same in tensors for p in same]
         self.sizes = [p.numel() for p in self.parameters]
@@ -101,16 +107,21 @@ class Arena:
 
     def give(self, learn: bool) -> None:
         """Hands weights and running statistics to the stacked layers. To learn: what backward finds goes to `grads`."""
-        for (program, owners), values in zip(self.staff, self.views(self.values), strict=True):
-            program.gather_buffers(owners)
-            places = [(layer, name) for layer in program.layers.values() for name in layer.parameter_names]
+        leaves = []
+        for staffed, values in zip(self.staff, self.views(self.values), strict=True):
+            staffed.gather_buffers()
+            places = [(layer, name) for layer in staffed.program.layers.values() for name in layer.parameter_names]
             for (layer, name), value in zip(places, values, strict=True):
-                layer.given[name] = value.detach().requires_grad_(learn)
-                leaves.append
+                layer.given[name] = leaf = value.detach().requires_grad_(learn)
+                leaves.append(leaf)
+        if learn:
+            self.grads = torch.zeros_like(self.values)
+            for leaf, grad in zip(leaves, chain.from_iterable(self.views(self.grads)), strict=True):
+                leaf.grad = grad
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Writes weights and running statistics back to hosts and seeds."""
         self.scatter(self.values, self.parameters)
-        for program, owners in self.staff:
-            program.scatter_buffers(owners)
+        for staffed in self.staff:
+            staffed.scatter_buffers()

@@ -42,8 +42,7 @@ class FusedExecutor(LoopExecutor):
 
     def _stack(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
         if self.stack is None:
-            with torch.inference_mode(False):
-                check_stack(envs[0], data.inputs)
+            check_stack(envs[0], data.inputs)
             self.stack = HostStack(envs[0].network)
         return self.stack
 
@@ -77,7 +76,8 @@ class FusedExecutor(LoopExecutor):
             sums = [values.view(entries, -1).sum(1) for values in (measures.loss, measures.correct)]
             totals = totals + torch.stack(sums)  # [2, entries]
             watch(entries)
-        places = upload([stack.views.places(host) for host in range(len(envs))], data.inputs.device)
+        stack.release()
+        places = upload(stack.views.places(), data.inputs.device)
         return (totals / data.samples)[:, places].transpose(0, 1)
 
 
@@ -142,6 +142,7 @@ class FusedEpoch:
         self.optimizer.take_back()
         if self.scaler is not None:
             self.scaler.take_back()
+        self.stack.release()
         means = self.totals[:2] / len(self)
         return torch.cat([means.T, self.totals[2:].T, self.gradients], 1)
 

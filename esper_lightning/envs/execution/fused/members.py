@@ -62,9 +62,9 @@ def columns_to_rows(x: Tensor, count: int) -> Tensor:  # [B, V·C] -> [V·B, C]
     return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def rows_to_columns(x: Tensor, members: Members) -> Tensor:  # [V·B, C] -> [B, V·C]
-    """The inverse; `members` may be others by now."""
-    return x.unflatten(0, (members.count, -1)).transpose(0, 1).flatten(1)
+def rows_to_columns(x: Tensor, count: int) -> Tensor:  # [V·B, C] -> [B, V·C]
+    """The inverse."""
+    return x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
 
 
 def unstack_outputs(x: Tensor, count: int, samples: int) -> Tensor:  # -> [V·B, …], entry by entry
@@ -89,6 +89,21 @@ def select(x: Tensor, count: int, entries: Tensor) -> Tensor:
     return _closed(opened.index_select(axis, entries), axis)
 
 
+def divide(x: Tensor, sizes: Sequence[int], entries: Tensor | None = None) -> list[Tensor]:
+    """A stacked feature as several: each gets the next so many of its entries, or of those that `entries` names."""
+    opened, axis = _opened(x, sum(sizes))
+    opened = opened if entries is None else opened.index_select(axis, entries)
+    return [_closed(part, axis) for part in opened.split(sizes, axis)]
+
+
+def unite(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None = None) -> Tensor:
+    """Several stacked features as one: with all their entries, or those that `entries` names."""
+    opened = [_opened(part, size) for part, size in zip(parts, sizes, strict=True)]
+    axis = opened[0][1]
+    whole = torch.cat([part for part, _ in opened], axis)
+    return _closed(whole if entries is None else whole.index_select(axis, entries), axis)
+
+
 class Deal:
     """How the entries of a stacked feature are dealt out to parts, each entry to one.
 
@@ -105,13 +120,8 @@ class Deal:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The parts, as stacked features."""
-        opened, axis = _opened(x, len(self.order))
-        parts = opened.index_select(axis, self.order).split(self.sizes, axis)
-        return [_closed(part, axis) for part in parts]
+        return divide(x, self.sizes, self.order)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse."""
-        opened = [_opened(part, size) for part, size in zip(parts, self.sizes, strict=True)]
-        axis = opened[0][1]
-        whole = torch.cat([part for part, _ in opened], axis)
-        return _closed(whole.index_select(axis, self.back), axis)
+        return unite(parts, self.sizes, self.back)

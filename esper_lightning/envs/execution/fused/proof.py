@@ -2,103 +2,219 @@
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import names
 from esper_lightning.envs.actions import STYLES
+from esper_lightning.envs.execution.fused.arena import Arena
 from esper_lightning.envs.execution.fused.stack import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.blend import Style
 from esper_lightning.growth.counterfactual import forward_variants
 from esper_lightning.growth.network import germinate, slots_of
+from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
 
-SAMPLES = 3
-"""Of the data, for each host: more than one, so that hosts and samples cannot be taken for each other."""
+HOSTS, SAMPLES = 3, 4
+"""In the stack, and for each of them: different numbers, so that hosts and samples cannot be taken for each other; and
+three hosts, of which the first and the last have seeds of one kind, so that their order changes on the way to them."""
 
-TOLERANCE = 1e-7
-"""Largest difference relative to the largest number, in float64: rounding stays far below, a wrong number far above."""
+TOLERANCE, LOOSE = 1e-7, 1e-2
+"""Largest difference of a tensor's numbers relative to the largest of them. In float64 rounding stays far below and a
+wrong number far above; the loose one is for hosts and seeds that do not run in float64."""
+
+CANCELLED = 1e-3
+"""A tensor whose numbers are so small beside those of others may hold what cancels out: nothing but rounding."""
+
+NOISE = 0.1
+"""Added to weights and inputs: no two hosts are equal then, no weight is zero, and no two pixels are equal, for there
+rounding would decide which of them a max-pool takes, and so where its gradient goes."""
 
 ALPHA = 0.5
 """Of the seeds: both the host's part and the seed's part count."""
 
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""How a host's own code, or torch below it, may fail at the shapes of a stack."""
+
+Finding = tuple[str, Sequence[Tensor], Sequence[Tensor]]
+"""What was computed; by the stack; by the hosts."""
+
+
+class Trial(NamedTuple):
+    """Hosts and data to compare on."""
+
+    hosts: list[nn.Module]
+    inputs: Tensor  # [HOSTS·SAMPLES, …], host by host
+    growable: set[tuple[str, str]]  # slots and blueprints
+    generator: torch.Generator
+    tolerance: float
+
 
 def check_stack(env: HostEnv, inputs: Tensor) -> None:
-    """Compares two stacked hosts with the same two by themselves, with every kind of seed that can grow on them.
+    """Compares a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
 
     Args:
-        env: A fresh environment; it is not touched.
+        env: Whose host it is; it is not touched.
         inputs: Some of its data.
 
     Raises ValueError if the host cannot be stacked: a layer is unknown, or the results differ.
     """
-    inputs = inputs[:SAMPLES]
-    if inputs.is_floating_point():
-        inputs = inputs.double()
-    hosts = [deepcopy(env.network).double() for _ in range(2)]
-    generator = torch.Generator(env.device).manual_seed(0)
+    gpus = [env.device] if env.device.type == "cuda" else []
     try:
-        stack = HostStack(hosts[0])
-        for blueprints, style in _kinds(env):
-            _grow(hosts, blueprints, style, generator)
-            for what, ours, theirs in _compare(stack, hosts, inputs):
-                off = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("inf")
-                if not off <= TOLERANCE * max(1.0, theirs.abs().max().item()):
-                    raise ValueError(f"{what} with {style} seeds {blueprints[0]} are off by {off:.1g}")
-    except (ValueError, RuntimeError) as problem:  # torch's shape errors are RuntimeErrors
+        with torch.inference_mode(False), torch.random.fork_rng(gpus):
+            _check(env, inputs)
+    except FAILURES as problem:
+        first, *_ = str(problem).splitlines() or [type(problem).__name__]
         raise ValueError(
-            f"executor fused cannot stack this host: {problem}; use env.executor loop, threads or streams"
+            f"executor fused cannot stack this host: {first}; use env.executor loop, threads or streams"
         ) from problem
 
 
+def _check(env: HostEnv, inputs: Tensor) -> None:
+    trial = _best_trial(env, inputs)
+    stack = HostStack(trial.hosts[0])
+    for blueprints, style in _kinds(env):
+        _grow(trial, blueprints, style)
+        _check_weights(trial.hosts[-1])
+        random = _random_state(env.device)
+        for what, ours, theirs in _compare(stack, trial):
+            if not torch.equal(_random_state(env.device), random):
+                raise ValueError("it draws random numbers (Dropout?), and a stack would draw others")
+            off = _difference(ours, theirs)
+            if not off <= trial.tolerance:
+                grown = f"{style} seeds {blueprints[0]}" if blueprints else "no seeds"
+                raise ValueError(f"{what} with {grown} are off by {off:.1g} of the largest number")
+
+
+def _best_trial(env: HostEnv, inputs: Tensor) -> Trial:
+    """In float64 if all that can grow runs in it."""
+    loose = _trial(env, inputs, next(env.network.parameters()).dtype, LOOSE)
+    try:
+        exact = _trial(env, inputs, torch.float64, TOLERANCE)
+    except RuntimeError:  # it asks for its own precision
+        return loose
+    return exact if exact.growable == loose.growable else loose
+
+
+def _trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -> Trial:
+    generator = torch.Generator(env.device).manual_seed(0)
+    some = inputs[torch.arange(HOSTS * SAMPLES, device=inputs.device) % len(inputs)]
+    if some.is_floating_point():
+        some = (some + NOISE * torch.randn(some.shape, generator=generator, device=some.device)).to(dtype)
+    hosts = [deepcopy(env.network).to(dtype) for _ in range(HOSTS)]
+    for host in hosts:
+        for slot in slots_of(host).values():
+            slot.empty()
+        _stir(host, generator)
+    against = probe_seeds(deepcopy(hosts[0]), env.space.blueprint, lambda host: host(some).square().mean(), "random")
+    return Trial(hosts, some, {place for place, reasons in against.items() if not reasons}, generator, tolerance)
+
+
+@torch.no_grad()
+def _stir(network: nn.Module, generator: torch.Generator) -> None:
+    """Moves all weights, and running statistics: upwards, for variances must stay positive."""
+    for weight in network.parameters():
+        weight += NOISE * torch.randn(weight.shape, generator=generator, device=weight.device)
+    for number in network.buffers():
+        if number.is_floating_point():
+            number += NOISE * torch.rand(number.shape, generator=generator, device=number.device)
+
+
 def _kinds(env: HostEnv) -> Iterator[tuple[list[str], Style]]:
-    """All blueprints, in turn another one first, and each style."""
+    """No blueprint; then all of them, in turn another one first; and each style."""
     blueprints = list(env.space.blueprint)
     styles = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
+    yield [], styles[0]
     for i in range(len(blueprints)):
         for style in styles if i == 0 else styles[:1]:
             yield blueprints[i:] + blueprints[:i], style
 
 
-def _grow(hosts: Sequence[nn.Module], blueprints: Sequence[str], style: Style, generator: torch.Generator) -> None:
-    """Every second slot of one host and every slot of the other get a seed, the first two that fit by turns."""
-    for i, host in enumerate(hosts):
-        for k, slot in enumerate(slots_of(host).values()):
+def _grow(trial: Trial, blueprints: Sequence[str], style: Style) -> None:
+    """Every second slot of one host and every slot of the others get a seed, the first two that can grow by turns; one
+    of them only learns, and all others are blended."""
+    for i, host in enumerate(trial.hosts):
+        slots = slots_of(host).values()
+        for k, slot in enumerate(slots):
             slot.empty()
-            fitting = [name for name in blueprints if name in names(slot.layout)]
+            fitting = [name for name in blueprints if (slot.name, name) in trial.growable]
             if fitting and (i or k % 2 == 0):
                 blueprint = fitting[(i + k) % min(2, len(fitting))]
-                germinate(slot, blueprint, Ramp(0.0, ALPHA, 1, "linear"), generator, style, "random")
-                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if i and k == 0 else 3]:
+                germinate(slot, blueprint, Ramp(0.0, ALPHA, 1, "linear"), trial.generator, style, "random")
+                _stir(slot.seed, trial.generator)
+                learns = i == 1 and k == len(slots) - 1
+                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if learns else 3]:
                     slot.move_to(stage)
 
 
-def _compare(stack: HostStack, hosts: Sequence[nn.Module], inputs: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What the stack says, and what the hosts say."""
+def _check_weights(host: nn.Module) -> None:
+    """Raises ValueError for what stacked weights cannot be: those of two layers, or kept as they are."""
+    names: dict[nn.Parameter, str] = {}
+    for name, weight in host.named_parameters(remove_duplicate=False):
+        if names.setdefault(weight, name) != name:
+            raise ValueError(f"{names[weight]} and {name} are one weight")
+        if not weight.requires_grad:
+            raise ValueError(f"{name} does not learn (its requires_grad is off)")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of torch's own generators."""
+    states = [torch.get_rng_state()]
+    return torch.cat([*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states)
+
+
+def _compare(stack: HostStack, trial: Trial) -> Iterator[Finding]:
+    hosts, inputs = trial.hosts, trial.inputs
     arena = stack.load(hosts)
     arena.give(learn=True)
-    both = inputs.repeat(2, *[1] * (inputs.ndim - 1))
-    ours = stack.train(both)
+    ours = stack.train(inputs)
     ours.square().mean().backward()
-    outputs = [host.train()(inputs) for host in hosts]
     for host in hosts:
-        host.zero_grad()
-    torch.cat(outputs).square().mean().backward()
-    yield "outputs in training", ours, torch.cat(outputs)
-    yield "gradients", arena.grads, arena.gather([_gradient(p) for p in arena.parameters])
+        host.train().zero_grad()
+    theirs = torch.cat([host(own) for host, own in zip(hosts, inputs.chunk(HOSTS), strict=True)])
+    theirs.square().mean().backward()
+    yield "outputs in training", [ours], [theirs]
+    for name, weight in chain.from_iterable(host.named_parameters() for host in hosts):
+        if weight.grad is None:
+            raise ValueError(f"{name} is not used in training")
+    alone = arena.gather([weight.grad for weight in arena.parameters])
+    yield "gradients", *(list(chain.from_iterable(arena.views(grads))) for grads in (arena.grads, alone))
+    counted = _statistics(arena)
+    for staffed in arena.staff:
+        staffed.gather_buffers()
+    yield "running statistics", counted, _statistics(arena)
     with torch.inference_mode():
-        stack.load(hosts).give(learn=False)
-        names = list(slots_of(hosts[0]))
-        variants = [frozenset(names), *(frozenset(names) - {name} for name in names)]
-        entries = stack.evaluate(inputs, [variants, variants]).unflatten(0, (-1, len(inputs)))
-        for i, host in enumerate(hosts):
-            parts, places = forward_variants(host.eval(), variants, inputs)
-            alone = parts.unflatten(0, (-1, len(inputs)))[places]
-            yield "outputs in evaluation", entries[stack.views.places(i)], alone
+        yield from _compare_evaluation(stack, hosts, inputs[:SAMPLES])
 
 
-def _gradient(p: nn.Parameter) -> Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad
+def _statistics(arena: Arena) -> list[Tensor]:
+    """Running statistics that the stack holds."""
+    layers = chain.from_iterable(program.layers.values() for program, _ in arena.staff)
+    return [getattr(layer, name) for layer in layers for name in layer.buffer_names]
+
+
+def _compare_evaluation(stack: HostStack, hosts: Sequence[nn.Module], inputs: Tensor) -> Iterator[Finding]:
+    stack.load(hosts).give(learn=False)
+    names = list(slots_of(hosts[0]))
+    variants = [frozenset(names), *(frozenset(names) - {name} for name in names)]
+    entries = stack.evaluate(inputs, [variants] * HOSTS).unflatten(0, (-1, len(inputs)))
+    for host, places in zip(hosts, stack.views.places(), strict=True):
+        parts, own_places = forward_variants(host.eval(), variants, inputs)
+        yield "outputs in evaluation", [entries[places]], [parts.unflatten(0, (-1, len(inputs)))[own_places]]
+        # Validation data may be taken in pieces.
+        yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
+
+
+def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest of any tensor, relative to its largest number."""
+    if any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
+        return float("inf")
+    sizes = [b.abs().max().item() for b in theirs]
+    floor = CANCELLED * max(sizes, default=0.0)
+    pairs = zip(ours, theirs, sizes, strict=True)
+    differences = [(a - b).abs().max().item() / (max(size, floor) or 1.0) for a, b, size in pairs]
+    return torch.tensor(differences or [0.0]).max().item()  # not a number, if one is

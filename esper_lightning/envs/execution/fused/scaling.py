@@ -7,14 +7,14 @@ from torch import Tensor
 
 from esper_lightning.envs.execution.fused.optimizer import StackedOptimizer
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.transfer import upload
+from esper_lightning.envs.transfer import download, upload
 
 
 class StackedScaler:
     """Scales for the coming epoch.
 
-    The hosts' scalers hand out their growth counters as Python numbers only: they are read when an epoch begins, which
-    on CUDA waits for the device.
+    The hosts' scalers give and take their growth counters as Python numbers only: an epoch begins with reading and ends
+    with writing them, and on CUDA both wait for the device.
 
     Args:
         envs: N environments whose scalers are enabled.
@@ -23,8 +23,9 @@ class StackedScaler:
     def __init__(self, envs: Sequence[HostEnv]) -> None:
         self.envs = envs
         self.states = [env.scaler.state_dict() for env in envs]
-        self.scales = upload([state["scale"] for state in self.states], envs[0].device)
-        self.good = upload([float(state["_growth_tracker"]) for state in self.states], envs[0].device)
+        device = envs[0].device
+        self.scales = upload([state["scale"] for state in self.states], device, torch.float32)
+        self.good = upload([state["_growth_tracker"] for state in self.states], device, torch.float32)
 
     @torch.no_grad()
     def unscale(self, optimizer: StackedOptimizer) -> Tensor:  # [N] bool
@@ -38,15 +39,15 @@ class StackedScaler:
     def update(self, healthy: Tensor) -> None:
         """Lowers the scale of hosts that skipped the step, and raises it after enough steps that were not skipped."""
         rule = self.states[0]
-        self.good = torch.where(healthy, self.good + 1.0, 0.0)
-        grown = self.good >= rule["growth_interval"]
-        raised = torch.where(grown, self.scales * rule["growth_factor"], self.scales)
+        good = torch.where(healthy, self.good + 1.0, 0.0)
+        due = good == rule["growth_interval"]
+        higher = self.scales * rule["growth_factor"]
+        raised = torch.where(due & higher.isfinite(), higher, self.scales)
         self.scales = torch.where(healthy, raised, self.scales * rule["backoff_factor"])
-        self.good = torch.where(grown, 0.0, self.good)
+        self.good = torch.where(due, 0.0, good)
 
     def take_back(self) -> None:
         """Writes the state back to the environments' scalers."""
-        for env, state, scale, good in zip(
-            self.envs, self.states, self.scales.tolist(), self.good.tolist(), strict=True
-        ):
+        numbers = download(torch.stack([self.scales, self.good], 1)).tolist()
+        for env, state, (scale, good) in zip(self.envs, self.states, numbers, strict=True):
             env.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(good)})

@@ -11,6 +11,8 @@ from esper_lightning.envs.execution.fused.bank import Bank, StackedSlot
 from esper_lightning.envs.execution.fused.layers import stacked
 from esper_lightning.envs.execution.fused.members import Members, stack_inputs, unstack_outputs
 from esper_lightning.envs.execution.fused.views import Views
+from esper_lightning.envs.transfer import upload
+from esper_lightning.growth.attach import attach_known, attachments, detach_slots
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.slot import SeedSlot
@@ -20,7 +22,7 @@ class HostStack:
     """Many hosts of one architecture.
 
     Args:
-        host: One of them; its slots are empty.
+        host: One of them; what grows on it does not matter.
 
     Raises ValueError if a layer cannot be stacked.
     """
@@ -28,50 +30,68 @@ class HostStack:
     def __init__(self, host: nn.Module) -> None:
         self.members = Members()
         self.views = Views()
-        network = deepcopy(host)
-        self.slots = {name: StackedSlot(slot, self.members, self.views) for name, slot in slots_of(network).items()}
-        for parent in list(network.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, SeedSlot):
-                    setattr(parent, name, self.slots[child.name])
-        self.network = stacked(network, self.members)
+        self.slots: dict[str, StackedSlot] = {}
+        with torch.inference_mode(False):
+            network = deepcopy(host)
+        known = attachments(network)
+        if known:
+            detach_slots(network)  # from layers that are about to be exchanged
+        self.network = stacked(network, self.members).eval()
+        attach_known(self.network, known)
         self.program = Program(self.network)
+        for name, slot in slots_of(self.network).items():
+            slot.empty()
+            self.slots[name] = slot.branch = StackedSlot(self.members, self.views)
+            slot.seed, slot.folded = slot.branch.seeds, None
         self.programs: dict[Bank, Program] = {}
+        self.staff: list[Staffed] = []
+        self.known: list[nn.Module] = []  # hosts; of each of them the layers and the slots
+        self.layers: list[list[nn.Module]] = []
         self.found: list[dict[str, SeedSlot]] = []
 
     def load(self, hosts: Sequence[nn.Module]) -> Arena:
         """Takes in the weights of N hosts and their seeds, and who has grown what; learning goes on in the arena."""
-        self.hosts = hosts
-        if len(self.found) != len(hosts) or any(host is not known for host, known in zip(hosts, self._of, strict=True)):
-            self.found, self._of = [slots_of(host) for host in hosts], list(hosts)
-        self.staff = staff = [Staffed(self.program, hosts)]
+        self.release()
+        if len(self.known) != len(hosts) or any(a is not b for a, b in zip(hosts, self.known, strict=True)):
+            self.known, self.found = list(hosts), [slots_of(host) for host in hosts]
+            self.layers = [self.program.find(host) for host in hosts]
+        self.count = len(hosts)
+        self.staff = [Staffed(self.program, self.layers)]
         self.grown: list[list[tuple[int, str]]] = []  # for each bank, its members: host and slot
         for name, slot in self.slots.items():
             slot.fill([slots[name] for slots in self.found])
-            for bank in slot.banks.values():
+            for bank in slot.banks:
                 if bank not in self.programs:
                     self.programs[bank] = Program(bank.seed)
-                staff.append(Staffed(self.programs[bank], [self.found[host][name].seed for host in bank.row]))
+                program = self.programs[bank]
+                self.staff.append(Staffed(program, [program.find(self.found[host][name].seed) for host in bank.row]))
                 self.grown.append([(host, name) for host in bank.row])
-        return Arena(staff)
+        return Arena(self.staff)
+
+    def release(self) -> None:
+        """Lets go of all weights, and of seeds: what is not there keeps no memory."""
+        for program, _ in self.staff:
+            program.release()
+        for slot in self.slots.values():
+            slot.release()
+        self.members.all(0)
+        self.staff = []
 
     def train(self, inputs: Tensor) -> Tensor:  # [N·B, …], host by host -> [N·B, …]
         """One pass in training mode."""
         self._mode(True)
-        self.members.all(len(self.hosts))
-        return self._run(inputs, len(self.hosts))
+        self.members.all(self.count)
+        return self._run(inputs, self.count)
 
     def evaluate(self, inputs: Tensor, variants: Sequence[Sequence[Variant]]) -> Tensor:  # [B, …] -> [G·B, …]
         """One pass of the same inputs through every host with each of its combinations of seeds: see `views`."""
         self._mode(False)
-        off_trunk = [
-            (name, slot.blended) for name, slot in self.slots.items() if slot.blended and not self.found[0][name].trunk
-        ]
+        off_trunk = {name: slot.blended for name, slot in self.slots.items() if not self.found[0][name].trunk}
         self.views.begin(variants, off_trunk)
-        if off_trunk:
-            self.members.some(torch.tensor(self.views.hosts, device=inputs.device))
+        if self.views.hosts == list(range(self.count)):
+            self.members.all(self.count)
         else:
-            self.members.all(len(self.hosts))
+            self.members.some(upload(self.views.hosts, inputs.device))
         return self._run(inputs.repeat(self.views.count, *[1] * (inputs.ndim - 1)), self.views.count)
 
     def _mode(self, training: bool) -> None:

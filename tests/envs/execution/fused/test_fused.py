@@ -13,7 +13,8 @@ EXACT = 1e-9
 """In float64, relative."""
 
 FLOAT32 = 1e-2
-"""Of losses and weights in float32, relative, after twenty ticks: rounding differs, and training makes more of it."""
+"""Of losses and weights in float32, relative, after six ticks: rounding differs, and training makes more of it. If the
+loop's own weights are moved by 1e-7, the losses of GPT are off by 1e-4 after six ticks, and by 1e-1 after fifteen."""
 
 
 def assert_same(ours: Seen, theirs: Seen, tolerance: float) -> None:
@@ -57,7 +58,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
 def test_in_float32_it_equals_the_loop_to_a_tolerance(host: str) -> None:
     fused, loop = (make(name, host, dtype=torch.float32) for name in ("fused", "loop"))
 
-    ours, theirs = play(fused), play(loop)
+    ours, theirs = play(fused, 6), play(loop, 6)
 
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=FLOAT32, atol=0.0)
     assert distance(fused, loop) < FLOAT32

@@ -1,0 +1,175 @@
+"""Each stacked layer, against as many layers by themselves."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import build_on
+from esper_lightning.blueprints.conv import GroupNorm
+from esper_lightning.blueprints.residual import Norm
+from esper_lightning.envs.execution.fused.arena import Arena, Program, Staffed
+from esper_lightning.envs.execution.fused.layers import FEW, STACKED, stacked
+from esper_lightning.envs.execution.fused.members import (
+    Members,
+    columns_to_rows,
+    rows_to_columns,
+    stack_inputs,
+    unstack_outputs,
+)
+from esper_lightning.growth.blend import SampleGate
+from esper_lightning.hosts.transformer import Positions, TokenEmbedding
+from tests.growth.grown import CPU, seeded, stir
+
+SAMPLES = 3
+
+IMAGE, SEQUENCE, VECTOR = (4, 5, 5), (6, 4), (4,)
+"""One sample of four channels."""
+
+WORDS = (6,)
+"""One sample of indices."""
+
+Make = Callable[[], nn.Module]
+
+
+class Gated(nn.Module):
+    """A gate is read where it meets its feature."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gate = SampleGate(4, channels)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * self.gate(h)
+
+
+def and_linear(make: Make) -> nn.Module:
+    """Where there are no weights, those of a layer behind show the gradient."""
+    return nn.Sequential(make(), nn.Linear(4, 2) if make.func is nn.LayerNorm else nn.Conv2d(4, 2, 1))
+
+
+LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "3x3": (partial(nn.Conv2d, 4, 6, 3, padding=1), IMAGE),
+    "3x3, no bias": (partial(nn.Conv2d, 4, 6, 3, bias=False), IMAGE),
+    "3x3, groups": (partial(nn.Conv2d, 4, 6, 3, groups=2), IMAGE),
+    "3x3, strided and dilated": (partial(nn.Conv2d, 4, 6, 3, stride=2, padding=2, dilation=2), IMAGE),
+    "same": (partial(nn.Conv2d, 4, 6, 3, padding="same"), IMAGE),
+    "1x1": (partial(nn.Conv2d, 4, 6, 1), IMAGE),
+    "1x1, no bias": (partial(nn.Conv2d, 4, 6, 1, bias=False), IMAGE),
+    "1x1, strided": (partial(nn.Conv2d, 4, 6, 1, stride=2), IMAGE),
+    "1x1, depthwise": (partial(nn.Conv2d, 4, 4, 1, groups=4), IMAGE),
+    "batch norm": (partial(nn.BatchNorm2d, 4), IMAGE),
+    "batch norm, no weights": (partial(and_linear, partial(nn.BatchNorm2d, 4, affine=False)), IMAGE),
+    "group norm": (partial(nn.GroupNorm, 2, 4), IMAGE),
+    "our group norm": (partial(GroupNorm, 2, 4), IMAGE),
+    "group norm, no weights": (partial(and_linear, partial(nn.GroupNorm, 2, 4, affine=False)), IMAGE),
+    "linear, sequence": (partial(nn.Linear, 4, 6), SEQUENCE),
+    "linear, vector": (partial(nn.Linear, 4, 6), VECTOR),
+    "linear, vector, no bias": (partial(nn.Linear, 4, 6, bias=False), VECTOR),
+    "layer norm, sequence": (partial(nn.LayerNorm, 4), SEQUENCE),
+    "layer norm, vector, no bias": (partial(nn.LayerNorm, 4, bias=False), VECTOR),
+    "layer norm, no weights": (partial(and_linear, partial(nn.LayerNorm, 4, elementwise_affine=False)), SEQUENCE),
+    "embedding": (partial(nn.Embedding, 9, 4), WORDS),
+    "token embedding": (partial(TokenEmbedding, 9, 4), WORDS),
+    "positions": (partial(Positions, 8, 4), SEQUENCE),
+    "towards group norm": (lambda: Norm(GroupNorm(1, 4)), IMAGE),
+    "towards layer norm": (lambda: Norm(nn.LayerNorm(4)), SEQUENCE),
+    "gate, image": (partial(Gated, 1), IMAGE),
+    "gate, sequence": (partial(Gated, -1), SEQUENCE),
+    "gate, vector": (partial(Gated, 1), VECTOR),
+}
+
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+
+class Pair:
+    """The same layers in a stack and by themselves, with weights of their own and features to try them on."""
+
+    def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
+        self.layers = [build_on(CPU, make, seeded(i)).double() for i in range(count)]
+        for i, layer in enumerate(self.layers):
+            stir(layer, seed=i)
+            for number, buffer in enumerate(layer.buffers()):
+                buffer.add_(i + number)
+        self.members = Members()
+        self.stack = stacked(make(), self.members)
+        program = Program(self.stack)
+        self.arena = Arena([Staffed(program, [program.find(layer) for layer in self.layers])])
+        self.entries = list(range(count)) if entries is None else entries
+        rows = (len(self.entries) * SAMPLES, *shape)
+        if shape == WORDS:
+            self.x = torch.randint(9, rows, generator=seeded(7))
+        else:
+            self.x = torch.randn(rows, generator=seeded(7), dtype=torch.float64, requires_grad=True)
+
+    def ours(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
+        """By the stack; `columns`: from features as an image leaves them."""
+        count = len(self.entries)
+        x = rows_to_columns(self.x, count) if columns else stack_inputs(self.x, count)
+        y = self.stack(x)
+        return columns_to_rows(y, count) if columns else unstack_outputs(y, count, SAMPLES)
+
+    def theirs(self) -> Tensor:
+        parts = self.x.chunk(len(self.entries))
+        return torch.cat([self.layers[i](part) for i, part in zip(self.entries, parts, strict=True)])
+
+
+def assert_same_in_training(pair: Pair, columns: bool = False) -> None:
+    pair.members.all(len(pair.layers))
+    pair.arena.give(learn=True)
+    found = []
+    for answer in (lambda: pair.ours(columns), pair.theirs):
+        y = answer()
+        y.square().sum().backward()
+        found.append((y, pair.x.grad))
+        pair.x.grad = None
+    alone = [p.grad for p in pair.arena.parameters]
+
+    close(*found)
+    if alone:
+        close(pair.arena.grads, pair.arena.gather(alone))
+
+
+@pytest.mark.parametrize("count", [1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
+    pair = Pair(*LAYERS[layer], count)
+    assert_same_in_training(pair)
+    buffers = [[buffer.clone() for buffer in layer.buffers()] for layer in pair.layers]
+    for staffed in pair.arena.staff:
+        staffed.scatter_buffers()
+
+    close([list(layer.buffers()) for layer in pair.layers], buffers)
+
+
+@pytest.mark.parametrize("layer", ["linear, vector", "linear, vector, no bias", "layer norm, vector, no bias"])
+def test_what_an_image_left_side_by_side_stays_so(layer: str) -> None:
+    assert_same_in_training(Pair(*LAYERS[layer], 3), columns=True)
+
+
+@pytest.mark.parametrize("entries", [[2, 0, 2], [1, 1, 0, 2, 2, 0, 1], [1]], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_in_evaluation_a_host_may_be_there_several_times(layer: str, entries: list[int]) -> None:
+    pair = Pair(*LAYERS[layer], 3, entries)
+    for module in (pair.stack, *pair.layers):
+        module.eval()
+    with torch.inference_mode():
+        pair.arena.give(learn=False)
+        pair.members.some(torch.tensor(entries))
+        close(pair.ours(), pair.theirs())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_words_are_judged_by_each_hosts_own_vectors(count: int) -> None:
+    pair = Pair(partial(TokenEmbedding, 9, 4), SEQUENCE, count)
+    pair.members.all(count)
+    pair.arena.give(learn=True)
+    alone = torch.cat([layer.logits(part) for layer, part in zip(pair.layers, pair.x.chunk(count), strict=True)])
+
+    close(pair.stack.logits(pair.x), alone)
+
+
+def test_all_kinds_of_layers_were_tried() -> None:
+    assert {type(module) for make, _ in LAYERS.values() for module in make().modules()} >= set(STACKED)

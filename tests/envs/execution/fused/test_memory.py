@@ -1,0 +1,62 @@
+"""Nothing of an epoch is left when it is over."""
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution.fused.arena import Arena
+from esper_lightning.envs.execution.fused.executor import FusedEpoch
+from esper_lightning.envs.execution.fused.layers import Stacked
+from esper_lightning.envs.execution.fused.optimizer import StackedOptimizer
+from esper_lightning.tamiyo.baselines import RandomValid
+from tests.envs.execution.fused.hosts import make, precision
+
+
+def alive(*kinds: type) -> list[Any]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def owned(pool: HostPool) -> list[Tensor]:
+    """Weights, buffers and optimizer state of the environments."""
+    states = [state for env in pool.envs for state in env.optimizer.state.values()]
+    modules = [tensor for env in pool.envs for tensor in env.network.state_dict(keep_vars=True).values()]
+    return [*modules, *(value for state in states for value in state.values())]
+
+
+def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() -> None:
+    pool, wanderer = make("fused", "cnn", 4), RandomValid(1)
+    unrelated = set(map(id, alive(torch.Tensor)))
+    with precision(torch.float64):
+        for _ in range(30):
+            if pool.envs[0].tick == pool.config.horizon:
+                pool.reset(range(4))
+            pool.step(wanderer.act(pool))
+
+    stack = pool.executor.stack
+    layers = [m for m in stack.network.modules() if isinstance(m, Stacked)]
+    assert len({kind for slot in stack.slots.values() for kind in slot.kept}) > 8, "many kinds of seeds were met"
+    assert not any(layer.given or any(b is not None for b in layer.buffers()) for layer in layers)
+    assert alive(Arena, FusedEpoch, StackedOptimizer) == []
+    own = {id(tensor) for tensor in owned(pool)}
+    rest = [t for t in alive(torch.Tensor) if id(t) not in own | unrelated]
+    assert bytes_of(rest) < 0.1 * bytes_of(owned(pool))
+
+
+def test_the_states_of_optimizers_are_each_others_neighbours_no_longer() -> None:
+    """A host's state that is kept alone, in a snapshot, must not keep the others'."""
+    pool = make("fused", "cnn", 4)
+    pool.reset(range(4))
+    pool.carry_on(1)
+    state = pool.envs[0].optimizer.state
+
+    for tensors in state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert tensors[name].untyped_storage().nbytes() == tensors[name].nbytes

@@ -1,0 +1,280 @@
+"""A host is trained in a stack exactly as by itself, or refused in one line: nothing in between."""
+
+import random
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution.fused.proof import check_stack
+from esper_lightning.growth.attach import attach_known
+from esper_lightning.growth.fold import fold
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from tests.envs.execution.fused.hosts import HOSTS, LIVELY, distance, make
+from tests.growth.grown import grow
+from tests.runs import differences
+
+Make = Callable[[], nn.Module]
+
+IN_THREADS = r"; use env\.executor loop, threads or streams$"
+
+
+class Around(nn.Module):
+    """A convolution, whatever stands in the `middle` of the host, a slot; on images, or on what is left of them."""
+
+    def __init__(self, input_shape: Sequence[int], outputs: int, layout: str, middle: Make) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(input_shape[0], 8, 3, padding=1)
+        self.middle = middle()
+        self.slot = SeedSlot("here", layout, 8)
+        self.head = nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        x = self.slot(self.middle(x.mean((2, 3)) if self.slot.layout == "vector" else x))
+        return self.head(x.square().mean((2, 3)) if x.ndim == 4 else x)
+
+
+class Computed(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Holding(nn.Module):
+    """Layers, and how they are used."""
+
+    def __init__(self, use: Callable[["Holding", Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.use = use
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Whatever its layers could not do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+class InitialisedLSTM(nn.LSTM):
+    """It can be a part of a host."""
+
+    def initialise(self, generator: torch.Generator) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+
+def layer() -> nn.Module:
+    return nn.Conv2d(8, 8, 1)
+
+
+def two_names() -> nn.Module:
+    one = layer()
+    return Holding(lambda self, x: self.second(torch.tanh(self.first(x))), first=one, second=one)
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(layer().requires_grad_(False), layer())
+
+
+def listed() -> nn.Module:
+    """Outside of what nn.Module knows, though its weights learn."""
+    module = Holding(lambda self, x: self.layers[0](x), layer=nn.Linear(8, 8))
+    module.layers = [module.layer]
+    return module
+
+
+def attached(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """A network that knows nothing of growth; its slot hangs on a hook, and a shortcut leads around it."""
+    block = Holding(lambda self, x: F.relu(self.norm(self.conv(x)) + x), conv=layer(), norm=nn.BatchNorm2d(8))
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 9, outputs))
+    place = {"slot": "inside", "module": "2.norm", "path": [], "channels_last": False}
+    attach_known(network, [place | {"layout": "image", "width": 8, "isolate": True, "trunk": False}])
+    return network
+
+
+def of_bytes(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """It asks for float32 itself."""
+    return Around(input_shape, outputs, "image", lambda: Computed(lambda x: x.float()))
+
+
+EQUAL: dict[str, tuple[str, Make]] = {
+    "nothing": ("image", nn.Identity),
+    "dropout of nothing": ("image", partial(nn.Dropout, 0.0)),
+    "batch norm": ("image", partial(nn.BatchNorm2d, 8)),
+    "batch norm, no weights": ("image", partial(nn.BatchNorm2d, 8, affine=False)),
+    "instance norm": ("image", lambda: Computed(F.instance_norm)),
+    "group norm": ("image", partial(nn.GroupNorm, 2, 8)),
+    "group norm of a vector": ("vector", partial(nn.GroupNorm, 2, 8)),
+    "layer norm": ("vector", partial(nn.LayerNorm, 8)),
+    "depthwise": ("image", partial(nn.Conv2d, 8, 8, 3, padding="same", groups=8)),
+    "smaller images": ("image", partial(nn.Conv2d, 8, 8, 1, stride=2)),
+    "pooled": ("image", partial(nn.AvgPool2d, 2)),
+    "shuffled pixels": ("image", lambda: nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2))),
+    "flattened and back": ("image", lambda: Computed(lambda x: x.reshape(x.shape[0], -1).view(x.shape))),
+    "halves of the batch": ("image", lambda: Computed(lambda x: torch.cat([x[:1], x[1:]]))),
+    "one layer, twice": (
+        "image",
+        lambda: Holding(lambda self, x: self.n(self.c(self.n(self.c(x)))), c=layer(), n=nn.BatchNorm2d(8)),
+    ),
+    "in place": ("image", lambda: nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(inplace=True))),
+}
+
+REFUSED: dict[str, tuple[str, Make, str]] = {
+    "dropout": ("image", partial(nn.Dropout, 0.5), "draws random numbers"),
+    "dropout of whole channels": ("image", partial(nn.Dropout2d, 0.5), "draws random numbers"),
+    "dropout that hardly ever happens": ("image", partial(nn.Dropout, 1e-9), "draws random numbers"),
+    "python's random numbers": ("image", lambda: Computed(lambda x: x * random.random()), "outputs in training"),
+    "minus the batch": ("image", lambda: Computed(lambda x: x - x.mean(0)), "outputs for a sample by itself"),
+    "over the batch's size": ("vector", lambda: Computed(lambda x: x / len(x)), "outputs for a sample by itself"),
+    "sorted": ("vector", lambda: Computed(lambda x: x.sort(0).values), "outputs for a sample by itself"),
+    "side by side": (
+        "image",
+        lambda: Holding(
+            lambda self, x: torch.cat([self.a(x), self.b(x)], 1), a=nn.Conv2d(8, 4, 1), b=nn.Conv2d(8, 4, 1)
+        ),
+        "outputs in training",
+    ),
+    "halves of the channels": ("image", lambda: Computed(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)), "outputs in tr"),
+    "softmax over channels": ("image", partial(nn.Softmax2d), "outputs in training"),
+    "local response norm": ("image", partial(nn.LocalResponseNorm, 3), "outputs in training"),
+    "shuffled channels": ("image", partial(nn.ChannelShuffle, 2), "outputs in training"),
+    "layer norm of rows": ("image", partial(nn.LayerNorm, 8), "outputs in training"),
+    "linear on rows": ("image", partial(nn.Linear, 8, 8), "outputs in training"),
+    "layer norm of images": ("image", partial(nn.LayerNorm, [8, 8, 8]), "a LayerNorm over several axes"),
+    "batch norm of all batches": ("image", partial(nn.BatchNorm2d, 8, momentum=None), "a BatchNorm2d without momentum"),
+    "batch norm of one": (
+        "image",
+        partial(nn.BatchNorm2d, 8, track_running_stats=False),
+        "track_running_stats = False",
+    ),
+    "affine instance norm": (
+        "image",
+        partial(nn.InstanceNorm2d, 8, affine=True),
+        "a InstanceNorm2d with weights",
+    ),
+    "mirrored": ("image", partial(nn.Conv2d, 8, 8, 3, padding=1, padding_mode="reflect"), "padding_mode = 'reflect'"),
+    "transposed": ("image", partial(nn.ConvTranspose2d, 8, 8, 1), "a ConvTranspose2d with weights"),
+    "PReLU": ("image", nn.PReLU, "a PReLU with weights"),
+    "batch norm of vectors": ("vector", partial(nn.BatchNorm1d, 8), "a BatchNorm1d with weights"),
+    "LSTM": (
+        "vector",
+        lambda: Holding(lambda self, x: self.lstm(x)[0], lstm=InitialisedLSTM(8, 8)),
+        "a InitialisedLSTM with weights",
+    ),
+    "attention": (
+        "vector",
+        lambda: Holding(lambda self, x: self.attend(x, x, x)[0], attend=nn.MultiheadAttention(8, 2)),
+        "a MultiheadAttention with weights",
+    ),
+    "convolution of lines": (
+        "vector",
+        lambda: Holding(lambda self, x: self.line(x[:, :, None])[:, :, 0], line=nn.Conv1d(8, 8, 1)),
+        "a Conv1d with weights",
+    ),
+    "one layer, two names": ("image", two_names, r"middle\.first\.weight and middle\.second\.weight are one weight"),
+    "frozen": ("image", frozen, r"middle\.0\.weight does not learn"),
+    "unused": ("image", lambda: Holding(lambda self, x: x, idle=layer()), r"middle\.idle\.weight is not used"),
+    "layers in a list": ("vector", listed, "shapes cannot be multiplied"),
+    "viewed": (
+        "image",
+        lambda: Computed(lambda x: x.view(x.shape[0], -1).view(x.shape)),
+        "view size is not compatible",
+    ),
+}
+
+
+@pytest.fixture
+def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
+    """`pool_of(executor, host)`: three hosts. Plain SGD: Adam would make much of the rounding in gradients of zero."""
+
+    def pool(
+        executor: str, host: Callable[[Sequence[int], int], nn.Module], dtype: torch.dtype = torch.float64
+    ) -> HostPool:
+        monkeypatch.setitem(HOSTS, "this", host)
+        return make(executor, "this", 3, dtype, training=replace(LIVELY.training, optimizer="sgd", lr=0.05))
+
+    return pool
+
+
+def live(pool: HostPool) -> None:
+    """Two ticks, with seeds of two kinds."""
+    pool.reset(range(3))
+    name, blueprints = pool.envs[0].slots[0].name, pool.space.blueprint
+    for i, env in enumerate(pool.envs[:2]):
+        env.growing.germinate(name, blueprints[i + 1], style=["add", "gate"][i])
+        pool.carry_on(2)
+
+
+def assert_equal(pool_of: Callable[..., HostPool], host: Callable[..., nn.Module]) -> None:
+    fused, loop = (pool_of(name, host) for name in ("fused", "loop"))
+    for pool in (fused, loop):
+        live(pool)
+    assert distance(fused, loop) < 1e-9
+
+
+@pytest.mark.parametrize("middle", EQUAL)
+def test_it_is_trained_as_by_itself(pool_of: Callable[..., HostPool], middle: str) -> None:
+    layout, what = EQUAL[middle]
+    assert_equal(pool_of, partial(Around, layout=layout, middle=what))
+
+
+def test_slots_may_hang_on_any_network(pool_of: Callable[..., HostPool]) -> None:
+    assert_equal(pool_of, attached)
+
+
+def test_a_host_that_runs_in_one_precision_alone_is_shown_to_be_right_in_it(pool_of: Callable[..., HostPool]) -> None:
+    fused, loop = (pool_of(name, of_bytes, torch.float32) for name in ("fused", "loop"))
+    for pool in (fused, loop):
+        live(pool)
+    assert distance(fused, loop) < 1e-4
+
+
+@pytest.mark.parametrize("middle", REFUSED)
+def test_it_is_refused_in_one_line_with_the_way_out(pool_of: Callable[..., HostPool], middle: str) -> None:
+    layout, what, reason = REFUSED[middle]
+    host = partial(Around, layout=layout, middle=what)
+    pool_of("loop", host)
+    with pytest.raises(ValueError, match=rf"^executor fused cannot stack this host: .*{reason}.*{IN_THREADS}") as error:
+        pool_of("fused", host)
+
+    assert "\n" not in str(error.value)
+
+
+def test_the_proof_leaves_everything_as_it_was(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("loop", partial(Around, layout="image", middle=partial(nn.BatchNorm2d, 8)))
+    live(pool)
+    env = pool.envs[0]
+    before, torch_state = deepcopy(env.state_dict()), torch.get_rng_state()
+    check_stack(env, pool.data.train.inputs)
+
+    assert differences(before, env.state_dict()) == []
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert all(parameter.grad is not None for parameter in env.network.parameters()), "those of the last minibatch"
+
+
+def test_a_folded_seed_is_refused(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("fused", partial(Around, layout="image", middle=nn.Tanh))
+    pool.reset(range(3))
+    network, slot = pool.envs[1].network, pool.envs[1].slots[0]
+    grow(slot, Stage.FOSSILIZED, "conv_light")
+    fold(network.double(), pool.data.train.inputs[:2])
+
+    assert slot.folded is not None
+    with pytest.raises(
+        ValueError, match=r"^slot 'here': executor fused cannot run a folded seed; use env\.executor loop$"
+    ):
+        pool.carry_on(1)

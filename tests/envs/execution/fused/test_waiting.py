@@ -1,0 +1,55 @@
+"""A GPU works by itself: nothing in an epoch may be of a kind for which the program would wait for it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.envs.execution.fused.hosts import make, play
+
+READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
+
+INDEXING = {"__getitem__", "__setitem__", "masked_select"}
+
+
+def from_python(index: Any) -> bool:
+    """Would be copied to the device, or counted there."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool) for part in parts)
+
+
+class Waits(TorchFunctionMode):
+    """Notes what would wait: reading numbers, and sending them to the device otherwise than by `upload`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
+        sent = function is torch.tensor and kwargs.get("device") is not None
+        if name in READING or sent or (name in INDEXING and from_python(args[1])):
+            self.found.append(name)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("host", ["cnn", "gpt", "residual"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
+    pool = make("fused", host, 4)
+    play(pool, 7)
+    with Waits() as waits:
+        pool.executor.train_epoch(pool.envs, pool.data.train)
+        pool.executor.validate(pool.envs, pool.data.validation)
+
+    assert waits.found == []
+
+
+def test_the_watch_sees_what_would_wait() -> None:
+    with Waits() as waits:
+        numbers = torch.tensor([1.0, 2.0], device="cpu")
+        numbers[numbers > 1.0], numbers[[0]], numbers[0].item()
+
+    assert waits.found == ["tensor", "__getitem__", "__getitem__", "item"]
