@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.blueprints import names
 from esper_lightning.envs.actions import STYLES
 from esper_lightning.envs.execution.fused.arena import Arena
 from esper_lightning.envs.execution.fused.stack import HostStack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.blend import Style
-from esper_lightning.growth.counterfactual import forward_variants
+from esper_lightning.growth.counterfactual import forward_variants, leave_one_out
 from esper_lightning.growth.network import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
@@ -92,12 +93,16 @@ def _check(env: HostEnv, inputs: Tensor) -> None:
 
 def _best_trial(env: HostEnv, inputs: Tensor) -> Trial:
     """In float64 if all that can grow runs in it."""
-    loose = _trial(env, inputs, next(env.network.parameters()).dtype, LOOSE)
+    slots = slots_of(env.network).values()
+    fitting = {(slot.name, name) for slot in slots for name in env.space.blueprint if name in names(slot.layout)}
     try:
         exact = _trial(env, inputs, torch.float64, TOLERANCE)
     except RuntimeError:  # it asks for its own precision
-        return loose
-    return exact if exact.growable == loose.growable else loose
+        exact = None
+    if exact is not None and exact.growable == fitting:
+        return exact
+    loose = _trial(env, inputs, next(env.network.parameters()).dtype, LOOSE)
+    return exact if exact is not None and exact.growable == loose.growable else loose
 
 
 def _trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -> Trial:
@@ -153,10 +158,10 @@ def _grow(trial: Trial, blueprints: Sequence[str], style: Style) -> None:
 
 def _check_weights(host: nn.Module) -> None:
     """Raises ValueError for what stacked weights cannot be: those of two layers, or kept as they are."""
-    names: dict[nn.Parameter, str] = {}
+    first: dict[nn.Parameter, str] = {}
     for name, weight in host.named_parameters(remove_duplicate=False):
-        if names.setdefault(weight, name) != name:
-            raise ValueError(f"{names[weight]} and {name} are one weight")
+        if first.setdefault(weight, name) != name:
+            raise ValueError(f"{first[weight]} and {name} are one weight")
         if not weight.requires_grad:
             raise ValueError(f"{name} does not learn (its requires_grad is off)")
 
@@ -199,8 +204,7 @@ def _statistics(arena: Arena) -> list[Tensor]:
 
 def _compare_evaluation(stack: HostStack, hosts: Sequence[nn.Module], inputs: Tensor) -> Iterator[Finding]:
     stack.load(hosts).give(learn=False)
-    names = list(slots_of(hosts[0]))
-    variants = [frozenset(names), *(frozenset(names) - {name} for name in names)]
+    variants = leave_one_out(slots_of(hosts[0]))
     entries = stack.evaluate(inputs, [variants] * HOSTS).unflatten(0, (-1, len(inputs)))
     for host, places in zip(hosts, stack.views.places(), strict=True):
         parts, own_places = forward_variants(host.eval(), variants, inputs)

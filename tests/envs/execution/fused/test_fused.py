@@ -50,7 +50,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
     training = replace(LIVELY.training, **changes)
     fused, loop = (make(name, "cnn", 3, training=training) for name in ("fused", "loop"))
 
-    assert_same(play(fused, 10), play(loop, 10), EXACT)
+    assert_same(play(fused, 6), play(loop, 6), EXACT)
     assert distance(fused, loop) < EXACT
 
 

@@ -205,17 +205,17 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
         executor: str, host: Callable[[Sequence[int], int], nn.Module], dtype: torch.dtype = torch.float64
     ) -> HostPool:
         monkeypatch.setitem(HOSTS, "this", host)
-        return make(executor, "this", 3, dtype, training=replace(LIVELY.training, optimizer="sgd", lr=0.05))
+        training = replace(LIVELY.training, optimizer="sgd", lr=0.05)
+        return make(executor, "this", 3, dtype, training=training, actions=replace(LIVELY.actions, blueprints=["norm"]))
 
     return pool
 
 
 def live(pool: HostPool) -> None:
-    """Two ticks, with seeds of two kinds."""
+    """Some ticks, with seeds of two kinds."""
     pool.reset(range(3))
-    name, blueprints = pool.envs[0].slots[0].name, pool.space.blueprint
-    for i, env in enumerate(pool.envs[:2]):
-        env.growing.germinate(name, blueprints[i + 1], style=["add", "gate"][i])
+    for env, style in zip(pool.envs, ("gate", "add"), strict=False):
+        env.growing.germinate(env.slots[0].name, "norm", style=style)
         pool.carry_on(2)
 
 
