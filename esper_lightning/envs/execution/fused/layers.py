@@ -4,6 +4,7 @@ Module code of hosts and seeds runs unchanged on stacked features (see `members`
 exchanged for these. Weights are plain tensors [rows, …], given from outside.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -127,8 +128,9 @@ class _RowWise(Stacked):
         rows = x.reshape(count, -1, x.shape[-1])
         return self.act(rows).view(*x.shape[:-1], -1)
 
+    @abstractmethod
     def act(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
-        raise NotImplementedError
+        """On rows of each entry."""
 
 
 class StackedLinear(_RowWise):
