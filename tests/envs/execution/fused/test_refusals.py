@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution.fused.proof import check_stack
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.attach import attach_known
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.slot import SeedSlot
@@ -230,6 +231,11 @@ def assert_equal(pool_of: Callable[..., HostPool], host: Callable[..., nn.Module
 def test_it_is_trained_as_by_itself(pool_of: Callable[..., HostPool], middle: str) -> None:
     layout, what = EQUAL[middle]
     assert_equal(pool_of, partial(Around, layout=layout, middle=what))
+
+
+def test_pixels_that_are_equal_are_no_reason_to_refuse(make_pool: Callable[..., HostPool]) -> None:
+    """Rounding then decides which of them a max-pool takes."""
+    make_pool(1, executor="fused", actions=ActionConfig(), training=HostTraining(onednn=False))
 
 
 def test_slots_may_hang_on_any_network(pool_of: Callable[..., HostPool]) -> None:

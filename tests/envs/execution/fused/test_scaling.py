@@ -41,7 +41,7 @@ def step(scaler: torch.amp.GradScaler, healthy: bool) -> None:
     scaler.update()
 
 
-@given(pattern=patterns, epochs=st.integers(1, 4), power=st.sampled_from([-126, 0, 12, 126]))
+@given(pattern=patterns, epochs=st.integers(1, 4), power=st.sampled_from([-126, 12, 127]))
 def test_whatever_overflows_scales_are_those_of_torch(pattern: list[tuple[bool, ...]], epochs: int, power: int) -> None:
     envs = [Scaled(scaler(2.0**power)) for _ in range(3)]
     alone = [scaler(2.0**power) for _ in envs]

@@ -90,3 +90,17 @@ def test_what_nobody_can_tell_apart_is_computed_once() -> None:
 
     assert sorted(stack.views.hosts) == [0, 1, 2, 2]
     assert [len(set(places)) for places in stack.views.places()] == [1, 1, 2]
+
+
+def test_hosts_that_change_places_at_the_input_keep_their_own_weights() -> None:
+    """Those whose seed takes part beside a shortcut come first."""
+    networks = [build_on(CPU, lambda: Chain([True, False, True]), seeded(i)).eval() for i in range(2)]
+    grow(slots_of(networks[1])["b"], Stage.BLENDING, "norm")
+    x, everything = torch.randn(SAMPLES, 3, generator=seeded()), frozenset(SLOTS)
+    stack = HostStack(networks[0])
+    with torch.inference_mode():
+        stack.load(networks).give(learn=False)
+        ours = stack.evaluate(x, [[everything]] * 2).unflatten(0, (-1, SAMPLES))
+
+    assert stack.views.places() == [[1], [0]]
+    torch.testing.assert_close(ours[[1, 0]], torch.stack([network(x) for network in networks]))
