@@ -6,6 +6,7 @@ A *program* is a host or a bank of seeds; its *owners* are the hosts or seeds th
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Program:
 
     def find(self, owner: nn.Module) -> list[nn.Module]:
         """The layers of one host or seed, in the order of `layers`."""
-        return [owner.get_submodule(path) for path in self.layers]
+        return [attrgetter(path)(owner) if path else owner for path in self.layers]
 
     def release(self) -> None:
         """Lets go of all weights and running statistics."""
@@ -97,8 +98,9 @@ class Arena:
 
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
         """The inverse of `gather`."""
-        for target, part in zip(targets, numbers.split(self.sizes), strict=True):
-            target.copy_(part.view(target.shape))
+        parts = chain.from_iterable(tensor.unbind() for tensor in chain.from_iterable(self.views(numbers)))
+        for target, part in zip(targets, parts, strict=True):
+            target.copy_(part)
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [program][tensor] [owners, …]
         """By programs and tensors."""

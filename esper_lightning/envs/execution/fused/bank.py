@@ -82,7 +82,7 @@ class Bank:
         self.blended = [host for host, slot in slots.items() if slot.blended]
         alpha = next(iter(slots.values())).alpha
         learns = [_learns(slot) for slot in slots.values()]
-        shut = [_learns(slot) or (slot.live and slot.isolate) for slot in slots.values()]
+        shut = [one or (slot.live and slot.isolate) for one, slot in zip(learns, slots.values(), strict=True)]
         self.learns, self.shut = _flags(learns, alpha.device), _flags(shut, alpha.device)
         if self.style != "add":
             self.alphas = upload([_alpha(slot) for slot in slots.values()], alpha.device, alpha.dtype)
