@@ -18,20 +18,13 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.memory import resident
 
 EVERY = 10
 """Rollouts between two looks."""
 
 BAR = 0.01
 """Growth that is allowed."""
-
-
-def resident(peak: bool = False) -> float:
-    """MiB of this process's memory: now, or the most since `forget_peak`. From Linux's own books: `ru_maxrss` of a new
-    process begins with what its parent had."""
-    name = "VmHWM:" if peak else "VmRSS:"
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return float(line.split()[1]) / 1024
 
 
 def forget_peak() -> None:

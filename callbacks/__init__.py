@@ -1,8 +1,9 @@
 """When things happen in a run: thin Lightning hooks, one job each."""
 
 from callbacks.evaluation import Evaluation
+from callbacks.governor import Governor
 from callbacks.preemption import Preemption
 from callbacks.rollout_state import RolloutState
 from callbacks.telemetry import Telemetry
 
-__all__ = ["Evaluation", "Preemption", "RolloutState", "Telemetry"]
+__all__ = ["Evaluation", "Governor", "Preemption", "RolloutState", "Telemetry"]

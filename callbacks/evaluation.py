@@ -55,15 +55,11 @@ class Evaluation(Callback):
             "wait": WaitOnly(),
             "heuristic": Heuristic(self.heuristic),
         }
-        try:
-            self.outcomes = [play(pool, "tamiyo", pl_module.controller(), seeds)]
-            if self.credit.hosts:
-                pairs_pool = trainer.datamodule.make_pool(2 * self.credit.repetitions, pool.device)
-                self.seeds = credit_seeds(pool, pairs_pool, self.credit)
-            self.outcomes += [play(pool, name, controller, seeds) for name, controller in rules.items()]
-        except KeyboardInterrupt:
-            print("trained, but not compared; for the table resume from the run's latest.ckpt", flush=True)
-            raise SystemExit(130) from None
+        self.outcomes = [play(pool, "tamiyo", pl_module.controller(), seeds)]
+        if self.credit.hosts:
+            pairs_pool = trainer.datamodule.make_pool(2 * self.credit.repetitions, pool.device)
+            self.seeds = credit_seeds(pool, pairs_pool, self.credit)
+        self.outcomes += [play(pool, name, controller, seeds) for name, controller in rules.items()]
         if trainer.is_global_zero:
             folder = Path(trainer.log_dir or trainer.default_root_dir)
             write(self.outcomes, folder)

@@ -30,10 +30,13 @@ class Preemption(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Here and not earlier: Lightning has installed its own handlers by now, and ours must win.
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        if trainer.received_sigterm:  # by Lightning's handler, while the run was made ready
+            self._receive(signal.SIGTERM, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
-        signal.signal(number, signal.SIG_DFL)
+        for either in SIGNALS:
+            signal.signal(either, signal.SIG_DFL)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if not trainer.is_last_batch:  # on the last tick the epoch's end is the right place: see below

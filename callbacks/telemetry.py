@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from esper_lightning.module import TamiyoModule
+from esper_lightning.telemetry.memory import memory_metrics
 from esper_lightning.telemetry.metrics import growth_metrics, phase_seconds, phase_shares, skipped_metrics, tick_metrics
 
 
@@ -66,6 +67,7 @@ class Telemetry(Callback):
             "time/ticks_per_second": speed,
             "time/env_steps_per_second": speed * loop.pool.n_envs,
         }
+        metrics |= memory_metrics(loop.pool.device)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
         metrics |= {f"rollout/op.{op}": share for op, share in loop.buffer.op_frequency().items()}
         shares = phase_shares(self._in_rollout, now - then)

@@ -2,11 +2,7 @@
 
 import importlib
 import os
-import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
+from math import isnan
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,17 +10,21 @@ import torch
 from jsonargparse import ArgumentError, Namespace, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from esper_lightning.checkpoint import AtomicCheckpointIO, check_checkpoint, check_identity
-from esper_lightning.data import HostPoolData
+from esper_lightning.checkpoint import IDENTITY_KEY, check_checkpoint, check_identity
+from esper_lightning.data import HostPoolData, say
+from esper_lightning.disk import AtomicCheckpointIO
+from esper_lightning.endings import fail, one_line_errors
 from esper_lightning.module import TamiyoModule, identity
+from esper_lightning.provenance import RunRecord
+from esper_lightning.trainer import EsperTrainer
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
     "telemetry": "callbacks.Telemetry",
+    "governor": "callbacks.Governor",
     "evaluation": "callbacks.Evaluation",
     # In this order: what `latest` and `preemption` save must know what `best` has just seen.
     "best": "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -59,6 +59,12 @@ REFUSED = {
 }
 """Trainer settings that would break a run, and why."""
 
+MOST_THREADS = 1024
+"""No machine has more cores to gain by."""
+
+LIGHTNINGS_NAMES = frozenset({"last", "best", "hpc", "registry"})
+"""Of checkpoints; with some of them Lightning silently starts anew."""
+
 
 THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
@@ -71,25 +77,6 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
         fail(message)
-
-
-class RunConfig(SaveConfigCallback):
-    """Saves the settings of a run in its folder, so that it can be repeated: without the checkpoint it went on from.
-
-    What an earlier start of the same run had saved is kept as `config.1.yaml` and so on.
-    """
-
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
-        config = config.clone()
-        config.ckpt_path = None
-        super().__init__(parser, config, **kwargs)
-
-    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
-        folder = Path(trainer.log_dir)
-        present = folder / self.config_filename
-        if present.exists() and not self.already_saved:
-            present.rename(next(path for n in count(1) if not (path := folder / f"config.{n}.yaml").exists()))
-        super().setup(trainer, pl_module, stage)
 
 
 class EsperCLI(LightningCLI):
@@ -115,6 +102,9 @@ class EsperCLI(LightningCLI):
     def _check_settings(self) -> None:
         config = self.config[self.subcommand]
         defaults = self._parser(self.subcommand).get_defaults()
+        for name, group in vars(defaults).items():
+            if isinstance(group, Namespace) and not isinstance(config[name], Namespace):
+                raise ValueError(f"{name} must be a group of settings, got {config[name]!r:.50}")
         for name, reason in REFUSED.items():
             if config.trainer[name] != defaults.trainer[name]:
                 raise ValueError(f"trainer.{name} cannot be set: {reason}")
@@ -124,28 +114,54 @@ class EsperCLI(LightningCLI):
             raise ValueError(
                 f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
             )
+        if config.threads_per_operator > MOST_THREADS:
+            raise ValueError(f"threads_per_operator must be at most {MOST_THREADS}, got {config.threads_per_operator}")
         if config.latest.monitor is not None:
             raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
+        for name, value in vars(config.as_flat()).items():
+            if isinstance(value, float) and isnan(value):
+                raise ValueError(f"{name} is not a number; give one, or leave it out for its default")
         if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
             raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
-        config = self.config[self.config.subcommand]
         with one_line_errors():  # before Lightning uses them, which would end in a traceback
+            super().parse_arguments(parser, args)
+            config = self.config[self.config.subcommand]
             if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
                 raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
-            self.resumed = check_checkpoint(config.ckpt_path) if config.ckpt_path is not None else None
+            if config.weights_only is False:
+                raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
+            self.resumed: dict[str, Any] | None = None
+            if config.ckpt_path is not None:
+                config.ckpt_path = find_checkpoint(str(config.ckpt_path), root_of(config.trainer.default_root_dir))
+                self.resumed = check_checkpoint(config.ckpt_path)[IDENTITY_KEY]
 
     def instantiate_classes(self) -> None:
         with one_line_errors():
-            super().instantiate_classes()
+            try:
+                super().instantiate_classes()
+            except TypeError as error:
+                if "must be a mapping" not in str(error):
+                    raise
+                empty = self._empty_groups(self.config[self.subcommand], self._parser(self.subcommand).get_defaults())
+                raise ValueError(f"null stands where settings belong; leave out what is null of {empty}") from error
+
+    def _empty_groups(self, config: Namespace, defaults: Namespace, prefix: str = "") -> list[str]:
+        """Names of groups of settings that are null."""
+        names = []
+        for name, group in vars(defaults).items():
+            if isinstance(group, Namespace) and isinstance(config[name], Namespace):
+                names += self._empty_groups(config[name], group, f"{prefix}{name}.")
+            elif isinstance(group, Namespace) and config[name] is None:
+                names.append(f"{prefix}{name}")
+        return names
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         checkpoint = self._get(self.config_init, "ckpt_path")
         if config["logger"] in (None, True):
-            config["logger"] = make_logger(Path(config["default_root_dir"] or "runs"), checkpoint)
+            config["logger"] = make_logger(root_of(config["default_root_dir"]), checkpoint)
         plugins = config["plugins"] or []
         config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
@@ -157,7 +173,28 @@ class EsperCLI(LightningCLI):
             self.datamodule.build(self.trainer.strategy.root_device)
             if self.resumed is not None:
                 check_identity(self.resumed, identity(self.model, self.datamodule))
-            Path(self.trainer.log_dir).mkdir(parents=True, exist_ok=True)
+
+
+def root_of(default_root_dir: str | Path | None) -> Path:
+    """Where runs have their folders."""
+    return Path(default_root_dir or "runs")
+
+
+def find_checkpoint(named: str, root: Path) -> str:
+    """The path of the checkpoint that is `named`; `latest`: the latest.ckpt below `root` that was written last.
+
+    Raises ValueError if there is none, or if it has a name that means something else to Lightning.
+    """
+    if named != "latest":
+        if named in LIGHTNINGS_NAMES or named.startswith("registry:"):
+            raise ValueError(f"ckpt_path {named!r} is not known here; give latest, or the path of a .ckpt file")
+        return named
+    found = [path for path in root.rglob("checkpoints/latest.ckpt") if path.is_file()]
+    if not found:
+        raise ValueError(f"ckpt_path latest: there is no run with a latest.ckpt below {str(root)!r}; name a checkpoint")
+    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path))
+    say(f"going on from {newest}")
+    return str(newest)
 
 
 def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
@@ -166,22 +203,6 @@ def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
         run = Path(checkpoint).resolve().parent.parent
         return TensorBoardLogger(run.parent, name="", version=run.name)
     return TensorBoardLogger(root, name="")
-
-
-def fail(message: str) -> NoReturn:
-    """Ends with one line on stderr and exit code 2."""
-    line = re.sub(r"\s+", " ", message).strip()
-    print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Around what a user's settings can make fail before the run begins; a run's own errors keep their traceback."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
-        fail(str(error))
 
 
 def run(args: list[str] | None) -> None:
@@ -197,7 +218,8 @@ def run(args: list[str] | None) -> None:
         parser_class=Parser,
         seed_everything_default=0,
         trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
-        save_config_callback=RunConfig,
+        save_config_callback=RunRecord,
+        trainer_class=EsperTrainer,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,  # settings come from the command line alone, never from a checkpoint
     )

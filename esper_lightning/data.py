@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.execution import other_devices
-from esper_lightning.tasks import Task, TaskData
+from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
 class TickLoader:
@@ -84,7 +84,10 @@ class HostPoolData(LightningDataModule):
         """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
         if self.pool is None:
             self.others = other_devices(self.env.executor, device)
-            self.dataset: TaskData = self.task.load().spread([device, *self.others])  # one copy each for every pool
+            data = self.task.load()
+            check_data(data, type(self.task).__name__)
+            self.fingerprint = fingerprint(data)
+            self.dataset: TaskData = data.spread([device, *self.others])  # one copy each for every pool
             self.pool = HostPool(self.task, self.dataset, self.host, self.env, self.n_envs, device, self.others)
             if self.pool.selection is not None:
                 say(*self.pool.selection.report())
@@ -102,5 +105,7 @@ class HostPoolData(LightningDataModule):
         return {"pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["pool"]["envs"]) != self.n_envs:
+            return  # the next rollout begins with hosts of its own
         if (note := self.pool.load_state_dict(state["pool"])) is not None:
             say(note)

@@ -8,11 +8,12 @@ from lightning import LightningModule
 from torch import nn
 
 from esper_lightning.checkpoint import check_schema, stamp
-from esper_lightning.data import HostPoolData
+from esper_lightning.data import HostPoolData, say
 from esper_lightning.envs import HEADS
 from esper_lightning.ppo.buffer import Rollout
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.resuming import begin_rollout_with, saved_environments
 from esper_lightning.rollout import RolloutLoop, RolloutSummary
 from esper_lightning.tamiyo.controller import LearnedController
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig
@@ -166,19 +167,24 @@ class TamiyoModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_schema(checkpoint)
+        saved, here = saved_environments(checkpoint), self.trainer.datamodule.n_envs
+        if saved != here:
+            begin_rollout_with(checkpoint, here)
+            say(f"{here} environments, the run so far had {saved}: it goes on with the next rollout, not bit for bit")
 
 
 def identity(module: TamiyoModule, data: HostPoolData) -> dict[str, Any]:
     """What two runs must have in common for one to continue the other, by the names of the settings."""
     pool = data.pool
     return {
-        "data.n_envs": pool.n_envs,
         "data.env.horizon": pool.config.horizon,
         "data.env.training.optimizer": pool.config.training.optimizer,
         **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
         "observed features": pool.feature_names,
         "host": pool.host_kind,
+        "data set": data.fingerprint,
         "model.policy.width": module.policy_config.width,
         "model.policy.blueprint_embedding": module.policy_config.blueprint_embedding,
         "model.normalize.observations": module.normalize.observations,
+        "model.normalize.momentum": module.normalize.momentum,
     }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, Observation, StepResult
+from esper_lightning.growth.restoring import check_below, check_count, check_finite, check_like, check_parts
 from esper_lightning.ppo.buffer import Rollout, RolloutBuffer
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
@@ -80,10 +81,12 @@ class RolloutLoop:
             distribution, values, self.state = self.policy.step(seen, self.state, self.pool.masks, self.starts)
             action = distribution.sample(self.generator)
             self.raw[self.buffer.length].copy_(self.pool.observation.features)
-            self.buffer.add_decision(seen, self.pool.masks, action, distribution.log_prob(action), values, self.starts)
+            self.buffer.add_sight(seen, self.pool.masks, values, self.starts)
         with torch.enable_grad():
             step = self.pool.step(action)
         with self.pool.clock.measure("policy"):
+            # What counts is what was done: the Governor may have refused a part of it.
+            self.buffer.add_decision(step.action, distribution.log_prob(step.action))
             # Where an episode was cut the recurrent state must not leak into what follows.
             self.starts.copy_(step.terminated)
             self.buffer.add_outcome(step.reward, step.terminated, step.truncated)
@@ -109,8 +112,9 @@ class RolloutLoop:
         advantages, returns = gae(
             buffer.rewards, values, next_values, terminated, at_horizon & ~terminated, config.gamma, config.gae_lambda
         )
-        explained = explained_variance(values, returns).item()
-        self.value_norm.update(returns)
+        real = ~buffer.masks.ended  # after an end before the horizon nothing happens: there is nothing to learn
+        explained = explained_variance(values[real], returns[real]).item()
+        self.value_norm.update(returns[real])
         rollout = Rollout(
             observation=buffer.observation,
             masks=buffer.masks,
@@ -124,7 +128,7 @@ class RolloutLoop:
         )
         if isinstance(self.observation_norm, RunningMeanStd):
             # The minibatches hold what the policy saw; the new statistics apply from the next rollout on.
-            self.observation_norm.update(self.raw)
+            self.observation_norm.update(self.raw[real])
         return rollout, RolloutSummary(buffer.rewards.sum(0).cpu(), explained)
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,10 +144,27 @@ class RolloutLoop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken; the tensors may come from another device."""
-        self.episode, self.ticks = state["episode"], state["ticks"]
-        self.generator.set_state(state["generator"].cpu())
-        self.state = RecurrentState(*(part.to(self.pool.device) for part in state["state"]))
-        self.starts.copy_(state["starts"])
+        """Continues where `state_dict` was taken; the tensors may come from another device.
+
+        Raises ValueError if it is of another run, or damaged.
+        """
+        check_parts("the rollout", state, ("episode", "ticks", "generator", "state", "starts", "buffer", "raw"))
+        self.episode, self.ticks = check_count("episode", state["episode"]), check_count("ticks", state["ticks"])
+        generator = check_like("the generator's state", state["generator"].cpu(), self.generator.get_state())
+        self.generator.set_state(generator.clone())
+        parts = zip(RecurrentState._fields, state["state"], self.state, strict=True)
+        self.state = RecurrentState(*(check_like(name, part, ours).to(ours.device) for name, part, ours in parts))
+        self.starts.copy_(check_like("starts", state["starts"], self.starts))
         self.buffer.load_state_dict(state["buffer"])
-        self.raw[: self.buffer.length].copy_(state["raw"])
+        length = self.buffer.length
+        self.raw[:length].copy_(check_like("the observed features", state["raw"], self.raw[:length]))
+        for tensor in (*self.state, self.raw[:length]):
+            check_finite("the rollout", tensor)
+        for head, choices in zip(self.buffer.action, self.pool.space.sizes.values(), strict=True):
+            check_below("an action", head[:length], choices)
+        check_below("a blueprint", self.buffer.observation.blueprints[:length], self.pool.space.sizes["blueprint"] + 1)
+        finished = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}  # it may have yet to begin
+        if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in finished}:
+            raise ValueError(
+                f"the rollout is at tick {length}, but {self.ticks} ticks and {self.episode} rollouts began"
+            )

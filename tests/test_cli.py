@@ -3,6 +3,10 @@
 import csv
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from esper_lightning.checkpoint import SCHEMA
 from esper_lightning.envs import HEADS, Op
 from esper_lightning.envs.execution import PHASES
 from esper_lightning.growth.stages import Stage
@@ -17,6 +22,7 @@ from tests.runs import (
     CONFIGS,
     EPOCHS,
     FREE_CHOICE,
+    ROOT,
     Run,
     cli,
     fit,
@@ -41,7 +47,7 @@ TICK_TAGS = {
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
-PER_TICK = ("hosts/", "growth/", "time/perf_counter.")
+PER_TICK = ("hosts/", "growth/", "governor/", "time/perf_counter.")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
     names = sorted(path.name for path in smoke.checkpoints.iterdir())
 
     assert names == ["best.ckpt", "latest.ckpt"]
-    assert all(load(smoke.checkpoints / name)["esper_schema"] == 3 for name in names)
+    assert all(load(smoke.checkpoints / name)["esper_schema"] == SCHEMA for name in names)
 
 
 def test_the_smoke_run_compares_four_controllers_with_intervals(smoke: Run) -> None:
@@ -118,7 +124,7 @@ def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
         assert len(scalars[tag]) == EPOCHS
         assert all(math.isfinite(value) for _, value in scalars[tag]), tag
     assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
-    assert load(only_run(tmp_path).latest)["esper_schema"] == 3
+    assert load(only_run(tmp_path).latest)["esper_schema"] == SCHEMA
 
 
 def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +185,13 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "unknown task class": ("--data.task=nonsense.Task", "nonsense.Task"),
     "missing config": ("--config=nowhere.yaml", "nowhere.yaml"),
     "missing checkpoint": ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
-    "last checkpoint of no run": ("--ckpt_path=last", "last"),
+    "Lightning's last checkpoint": ("--ckpt_path=last", "ckpt_path 'last' is not known here; give latest"),
+    "Lightning's best checkpoint": ("--ckpt_path=best", "ckpt_path 'best' is not known here; give latest"),
+    "Lightning's registry": ("--ckpt_path=registry:model", "ckpt_path 'registry:model' is not known here"),
+    "the latest checkpoint of no run": ("--ckpt_path=latest", "there is no run with a latest.ckpt below"),
+    "a checkpoint that may run code": ("--weights_only=false", "weights_only"),
+    "no number": ("--data.env.training.lr=.nan", "data.env.training.lr is not a number"),
+    "a policy larger than memory": ("--model.policy.width=1000000000000", "more memory than there is"),
     "no rollouts": ("--trainer.max_epochs=0", "trainer.max_epochs"),
     "rollouts without end": ("--trainer.max_epochs=-1", "trainer.max_epochs"),
     "a latest that is not the last": ("--latest.monitor=rollout/return", "latest.monitor"),
@@ -244,6 +256,101 @@ def test_a_run_folder_that_cannot_be_made_ends_in_one_line(tmp_path: Path, capsy
 
     assert ended.value.code == 2
     assert_one_line(capsys.readouterr().err, str(tmp_path / "file"))
+
+
+def test_a_config_that_is_no_text_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"model: \xff\xfe")
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs", "--config", str(tmp_path / "config.yaml"))
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, "decode")
+
+
+def test_latest_is_the_checkpoint_that_was_written_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "--trainer.max_epochs=2")
+    fit(tmp_path, "--trainer.max_epochs=1")
+    first, second = (Run(tmp_path / f"version_{n}") for n in (0, 1))
+    os.utime(second.latest, (1, 1))
+    capsys.readouterr()
+
+    fit(tmp_path, "--ckpt_path=latest")
+
+    assert f"going on from {first.latest}" in capsys.readouterr().out
+    assert load(first.latest)["callbacks"]["RolloutState"]["loop"]["episode"] == EPOCHS
+    assert load(second.latest)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
+
+
+def test_what_has_changed_since_the_run_so_far_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+    latest = str(only_run(tmp_path).latest)
+    capsys.readouterr()
+    changes = ("--data.env.objective.price=0.25", "--model.ppo.adam_eps=0.01", "--data.env.actions.max_seeds=2")
+
+    built = fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", latest, *changes)
+
+    said = [line for line in capsys.readouterr().out.splitlines() if " before, " in line]
+    assert sorted(said) == [
+        "data.env.actions.max_seeds: None before, 2 now",
+        "data.env.objective.price: 0.05 before, 0.25 now",
+        "model.ppo.adam_eps: 1e-05 before, 0.01 now",
+        "trainer.max_epochs: 1 before, 2 now",
+    ]
+    assert built.trainer.optimizers[0].param_groups[0]["eps"] == 0.01  # this command's, not the checkpoint's
+
+
+@pytest.mark.parametrize("where", ["esper_lightning.cli.EsperCLI.parse_arguments", "esper_lightning.data.HostPool"])
+def test_ctrl_c_before_training_ends_in_one_line(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs")
+
+    assert ended.value.code == 130
+    assert_one_line(capsys.readouterr().err, "interrupted before training began")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_while_modules_are_imported_ends_a_real_process_in_one_line() -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "esper_lightning", "fit"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    seen = next(line for line in started.stderr if "torch._C" in line)  # in the middle of it
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=100)
+
+    assert started.returncode == 130, seen
+    assert [line for line in err.splitlines() if "import time:" not in line] == [
+        "error: interrupted before training began"
+    ]
+    assert out == ""
+
+
+def test_ctrl_c_while_lightning_prepares_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("esper_lightning.module.TamiyoModule.on_fit_start", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path)
+
+    signal.signal(signal.SIGINT, before)  # Lightning lets nobody interrupt it again
+    assert ended.value.code == 130
+    assert_one_line(capsys.readouterr().err, "interrupted before training began")
 
 
 def test_bad_input_ends_a_real_process_in_one_line(tmp_path: Path) -> None:

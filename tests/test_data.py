@@ -83,8 +83,10 @@ def test_hosts_of_another_number_are_not_loaded() -> None:
     two.build(CPU)
     three.build(CPU)
 
-    with pytest.raises(ValueError, match=r"holds 2 environments, this run has 3; set data\.n_envs to 2"):
-        three.load_state_dict(two.state_dict())
+    before = three.state_dict()
+    three.load_state_dict(two.state_dict())
+
+    assert differences(three.state_dict(), before) == []
 
 
 def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def stages(checkpoint: Path) -> set[str]:
 
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """What a run wrote to TensorBoard, but for its speed."""
-    return {tag: points for tag, points in run.scalars().items() if not tag.startswith("time/")}
+    """What a run wrote to TensorBoard, but for its speed and its memory."""
+    return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))}
 
 
 def assert_same_end(run: Run, reference: Run) -> None:

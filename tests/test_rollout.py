@@ -1,14 +1,22 @@
 import io
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, Observation, StepResult
+from esper_lightning.envs import Action, HostPool, Observation, Op, StepResult
+from esper_lightning.governor import GovernorConfig
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import EVALUATION, TRAINING, RolloutLoop, episode_seeds
-from esper_lightning.tamiyo.policy import RecurrentState
+from esper_lightning.tamiyo.policy import Policy, RecurrentState
+from tests.envs.breaking import CALM, breaking
+from tests.runs import differences
 
 MakeLoop = Callable[..., RolloutLoop]
 Play = Callable[[RolloutLoop], None]
@@ -158,3 +166,173 @@ def test_the_summary_is_of_undiscounted_rewards(make_loop: MakeLoop, play_rollou
     begin = torch.tensor([env.objective for env in loop.pool.envs])
 
     torch.testing.assert_close(summary.returns, end - begin, rtol=0, atol=1e-5)
+
+
+MakeWatched = Callable[..., RolloutLoop]
+
+CUTS = {0: [2], 2: [1], 3: [2]}
+"""Hosts whose training fails, by tick: host 1 is rolled back once, host 2 twice, host 0 never."""
+
+
+@pytest.fixture(scope="module")
+def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> MakeWatched:
+    """Three hosts of which nothing is known but that they diverge if they are told to."""
+
+    def make(governor: GovernorConfig = CALM, **ppo: Any) -> RolloutLoop:
+        pool = make_pool(3, governor=governor)
+        policy = make_policy(pool)
+        with torch.no_grad():
+            policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
+        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=float("inf"))
+        return RolloutLoop(pool, policy, *norms, PPOConfig(**ppo), run_seed=7)
+
+    return make
+
+
+def play_broken(loop: RolloutLoop, cuts: dict[int, list[int]]) -> None:
+    loop.begin_rollout()
+    for tick in range(loop.pool.config.horizon):
+        with breaking(loop.pool, cuts.get(tick, [])):
+            loop.tick()
+
+
+def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatched) -> None:
+    whole, cut = make_watched(), make_watched()
+    play_broken(whole, {})
+    play_broken(cut, CUTS)
+    b = cut.buffer
+
+    assert b.terminated.nonzero().tolist() == [[0, 2], [2, 1], [3, 2]]
+    assert b.starts.T.tolist() == [
+        [True, False, False, False, False, False],
+        [True, False, False, True, False, False],
+        [True, True, False, False, True, False],
+    ]
+    assert (b.rewards[b.terminated] == -0.75).all() and (b.rewards[~b.terminated] > -0.75).all()
+    for theirs, ours in zip(whole.buffer.state_dict()["ticks"], b.state_dict()["ticks"], strict=True):
+        assert torch.equal(theirs[:, 0], ours[:, 0])
+        assert torch.equal(theirs[:2, 1], ours[:2, 1]), "what came before stays as it was"
+
+
+@pytest.mark.parametrize("horizon_is_end", [True, False])
+def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_end: bool) -> None:
+    gamma, lam = 0.9, 0.8
+    loop = make_watched(gamma=gamma, gae_lambda=lam, horizon_is_end=horizon_is_end, advantage_floor=1e-9)
+    play_broken(loop, CUTS)
+    seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
+    with torch.no_grad():
+        _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, loop.starts)
+    rewards, values = loop.buffer.rewards.double(), loop.buffer.values.double()
+    rollout, _ = loop.finish_rollout()
+
+    advantages = torch.zeros(6, 3, dtype=torch.float64)
+    for env, ends in enumerate(([5], [2, 5], [0, 3, 5])):
+        begin = 0
+        for end in ends:
+            beyond = last[env].double() if end == 5 and not horizon_is_end else 0.0  # a rollback's end is worth nothing
+            worth = [*values[begin : end + 1, env], beyond]
+            deltas = [rewards[begin + k, env] + gamma * worth[k + 1] - worth[k] for k in range(end - begin + 1)]
+            for t in range(len(deltas)):
+                advantages[begin + t, env] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+            begin = end + 1
+    returns = loop.value_norm.inverse(rollout.targets).double()
+    torch.testing.assert_close(returns, advantages + values, rtol=1e-4, atol=1e-5)
+    counted = advantages[~rollout.masks.forced]
+    normalised = (advantages - counted.mean()) / counted.std(correction=0)
+    torch.testing.assert_close(rollout.advantages.double(), normalised, rtol=1e-4, atol=1e-4)
+
+
+def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched: MakeWatched) -> None:
+    loop = make_watched()
+    play_broken(loop, CUTS)
+    rollout, _ = loop.finish_rollout()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+
+    def values(env: int, begin: int, end: int, state: RecurrentState) -> Tensor:
+        """Of a stretch of the rollout, as if it were all there ever was."""
+        one = rollout.of(torch.tensor([env]))
+
+        def stretch(parts: Any) -> Any:
+            return type(parts)(*(part[begin:end] for part in parts))
+
+        with torch.no_grad():
+            nothing = torch.zeros(end - begin, 1, dtype=torch.bool)
+            return loop.policy(stretch(one.observation), state, stretch(one.masks), nothing)[1][:, 0]
+
+    fresh = loop.policy.initial_state(1)
+    for env, cuts in ((0, [0, 6]), (1, [0, 3, 6]), (2, [0, 1, 4, 6])):
+        for begin, end in pairwise(cuts):
+            torch.testing.assert_close(rollout.values[begin:end, env], values(env, begin, end, fresh))
+    assert not torch.allclose(rollout.values[1:3, 0], values(0, 1, 3, fresh)), "else nothing was remembered anywhere"
+
+
+ENDING = replace(CALM, max_rollbacks=0)
+
+
+def spoil_what_is_over(loop: RolloutLoop) -> None:
+    """What is stored of host 1 after its end becomes something else."""
+    buffer, over = loop.buffer, loop.buffer.masks.ended
+    assert over.nonzero().tolist() == [[3, 1], [4, 1], [5, 1]]
+    for stored in (buffer.observation.features, loop.raw, buffer.rewards, buffer.values):
+        stored[over] = 3.0 + 2.0 * torch.rand(stored[over].shape, generator=torch.Generator().manual_seed(0))
+
+
+def learned_from(loop: RolloutLoop) -> tuple[list[Tensor], PPOTerms, list[Tensor], Rollout]:
+    rollout, summary = loop.finish_rollout()
+    terms = ppo_terms(loop.policy, rollout, PPOConfig(value_clip=0.3))
+    terms.total(0.5, 0.01).backward()
+    norms = [*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values()]
+    gradients = [p.grad for p in loop.policy.parameters()]
+    return [*norms, torch.tensor(summary.explained_variance)], terms, gradients, rollout
+
+
+def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -> None:
+    loops = [make_watched(ENDING), make_watched(ENDING)]
+    for loop in loops:
+        play_broken(loop, {2: [1]})
+        assert loop.buffer.masks.forced[3:, 1].all() and not loop.buffer.rewards[3:, 1].any()
+    spoil_what_is_over(loops[1])
+    (norms, terms, gradients, rollout), (norms2, terms2, gradients2, rollout2) = map(learned_from, loops)
+
+    assert norms[2] == loops[0].observation_norm.count == 3 * 6 - 3
+    assert differences(norms, norms2) == []
+    counted = ~rollout.masks.ended
+    for name in ("advantages", "targets"):
+        assert torch.equal(getattr(rollout, name)[counted], getattr(rollout2, name)[counted])
+    for name, ours, theirs in zip(terms._fields, terms, terms2, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
+    for ours, theirs in zip(gradients, gradients2, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_policy_has_no_choice_after_an_end_and_its_ratio_is_one(make_watched: MakeWatched) -> None:
+    loop = make_watched(ENDING)
+    play_broken(loop, {0: [0, 1], 4: [2]})
+    rollout, summary = loop.finish_rollout()
+
+    assert (rollout.action.op[1:, :2] == Op.WAIT).all() and not rollout.log_prob[1:, :2].any()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+    assert summary.returns.tolist()[:2] == [-0.75, -0.75]
+    assert rollout.starts[1:].nonzero().tolist() == [[0, 0], [0, 1], [4, 2]], "the tick after it"
+
+
+def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeWatched) -> None:
+    loop = make_watched()
+    with torch.no_grad():
+        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # she loves to germinate
+    loop.begin_rollout()
+    vetoes = []
+    for _ in range(6):
+        guard = loop.pool.envs[0].guard
+        guard.watch = guard.watch._replace(panic=1)  # as if its last loss had been out of range
+        vetoes += [(veto.host, veto.tick) for veto in loop.tick().vetoes]
+    rollout, _ = loop.finish_rollout()
+
+    assert len(vetoes) > 3 and {host for host, _ in vetoes} == {0}
+    assert not any(s.occupied for s in loop.pool.envs[0].slots) and any(s.occupied for s in loop.pool.envs[1].slots)
+    assert (torch.stack(rollout.action)[:, :, 0] == 0).all(), "WAIT, in every head"
+    # By a policy that rather germinates: e^3 to the one WAIT, so it waits with probability 1 / (1 + e^3) at most.
+    for _, tick in vetoes:
+        assert rollout.log_prob[tick - 1, 0].item() < -2.0
+    assert (rollout.action.op[:, 1:] == Op.GERMINATE).any()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5

@@ -18,6 +18,7 @@ import yaml
 
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.module import NormalizeConfig
 from esper_lightning.ppo.losses import Anneal, PPOConfig
@@ -34,14 +35,19 @@ ROOMS = (
     {"envs"},
     {"tamiyo"},
     {"ppo"},
-    {"rollout", "module", "data"},
+    {"rollout", "module", "data", "resuming"},
     {"evaluation"},
-    {"cli"},
+    {"endings", "disk", "trainer", "provenance", "cli"},
     {"__main__"},
 )
 """Each may import from itself and from those before it."""
 
-LEAVES: dict[str, set[str]] = {"rewards": set(), "telemetry": {"growth.stages"}, "checkpoint": {"growth.saving"}}
+LEAVES: dict[str, set[str]] = {
+    "rewards": set(),
+    "governor": set(),
+    "telemetry": {"growth.stages"},
+    "checkpoint": {"growth.reading", "growth.restoring"},
+}
 """Numbers in, numbers out: what else of the package each may import."""
 
 PACKAGE = sorted((ROOT / "esper_lightning").rglob("*.py"))
@@ -151,6 +157,7 @@ SETTINGS: dict[str, type] = {
     "data.env.lifecycle": LifecycleConfig,
     "data.env.actions": ActionConfig,
     "data.env.objective": ObjectiveConfig,
+    "data.env.governor": GovernorConfig,
     "evaluation.heuristic": HeuristicConfig,
 }
 

@@ -4,7 +4,8 @@ from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpac
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.masks import Masks
 from esper_lightning.envs.observation import Observation
-from esper_lightning.envs.pool import HostEvent, HostPool, PoolMetrics, StepResult
+from esper_lightning.envs.pool import HostPool
+from esper_lightning.envs.result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
 
 __all__ = [
     "HEADS",
@@ -15,6 +16,8 @@ __all__ = [
     "HostEvent",
     "HostFactory",
     "HostPool",
+    "HostVerdict",
+    "HostVeto",
     "Masks",
     "Observation",
     "Op",

@@ -10,6 +10,7 @@ from torch import nn
 from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.execution import COMPILED, ONLY_ON
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tasks import TaskData
@@ -42,6 +43,9 @@ class EnvConfig:
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What a grown network is worth."""
+
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
+    """When a host counts as diverged, and what follows."""
 
     def __post_init__(self) -> None:
         if self.horizon < 1:

@@ -2,48 +2,30 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import initialise
+from esper_lightning.blueprints import get, initialise
 from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.guard import Guard
+from esper_lightning.envs.measured import History, Measured, Validated
+from esper_lightning.envs.restore import check_guard, check_host
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.governor import Reading, Verdict
 from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
 from esper_lightning.growth.network import SeedEvent, count_parameters
+from esper_lightning.growth.restoring import check_parts
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.stages import OCCUPIED, Stage
 from esper_lightning.tasks import Batches, draw_choices
 
 if TYPE_CHECKING:
     from esper_lightning.envs.execution import Laps
-
-
-class Measured(NamedTuple):
-    """What one host epoch and its validation showed, as Python numbers."""
-
-    train_loss: float
-    train_accuracy: float
-    skipped_steps: int
-    host_gradient: GradientStats
-    seed_gradients: list[GradientStats]  # per slot
-    loss: list[float]  # per variant: see `variants`
-    accuracy: list[float]  # per variant
-
-
-@dataclass
-class History:
-    """One entry per tick since the episode began; validation also has one from before the first tick."""
-
-    train_loss: list[float] = field(default_factory=list)
-    train_accuracy: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
 
 
 class HostEnv:
@@ -56,6 +38,7 @@ class HostEnv:
         horizon: Ticks T in an episode.
         device: Where the network is.
         laps: Of the time that is spent on this host.
+        guard: Watches over it. None: nobody does.
     """
 
     def __init__(
@@ -68,6 +51,7 @@ class HostEnv:
         horizon: int,
         device: torch.device,
         laps: "Laps",
+        guard: Guard | None = None,
     ) -> None:
         self.network = network
         self.space = space
@@ -78,6 +62,7 @@ class HostEnv:
         self.optimizer = training.make_optimizer(network)
         self.device = device
         self.laps = laps
+        self.guard = guard
         self.generator = torch.Generator(self.device)
         self.scaler = training.make_scaler(self.device)
         self.growing = GrowingNetwork(
@@ -97,8 +82,12 @@ class HostEnv:
         self.last_op = Op.WAIT
         self.history = History()
         self.objective = 0.0  # J as last measured
+        self.validated: Validated | None = None
         self.host_gradient: GradientStats | None = None
         self.skipped_steps = 0  # since the episode began: their gradients left fp16's range
+        self.ended = False  # before the horizon: nothing happens to this host any more
+        self.failure: str | None = None  # why its last host epoch could not be finished
+        self.lr_factor = 1.0
 
     @property
     def slots(self) -> list[SeedSlot]:
@@ -121,6 +110,17 @@ class HostEnv:
         self.growing.clear()  # first: an old seed would draw from the generator and change what follows
         initialise(self.network, self.generator)
         self._begin()
+        self._set_options()
+        if self.guard is not None:
+            self.guard.begin()
+
+    def _set_options(self) -> None:
+        """Learning rates and the like are this run's settings, not those of a state that was loaded."""
+        for group in self.optimizer.param_groups:
+            options = self.training.options(group["name"])
+            group.update(options, lr=options["lr"] * self.lr_factor)
+        seed = self.training.options("seed")
+        self.growing.seed_options = seed | {"lr": seed["lr"] * self.lr_factor}
 
     def apply(self, decision: Sequence[int]) -> list[SeedEvent]:
         """Carries out one action, a number per head. Raises ValueError if the lifecycle forbids it."""
@@ -142,10 +142,20 @@ class HostEnv:
             case Op.SET_ALPHA:
                 return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
 
+    def against(self, decision: Sequence[int]) -> list[str]:
+        """The Governor's reasons against an action; empty: none."""
+        if self.guard is None:
+            return []
+        chosen, parameters = self.space.choose(decision), self.host_parameters + self.seed_parameters(OCCUPIED)
+        if decision[0] == Op.GERMINATE:
+            slot = self.growing.slots[chosen.slot]
+            parameters += get(chosen.blueprint, slot.layout).parameters(slot.width)
+        return self.guard.vet(chosen.op, parameters / self.host_parameters)
+
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
         """The next tick's minibatches: the training data in a new order, again and again if need be."""
         size = self.training.batch_size
-        needed = size * (self.training.batches or samples // size)
+        needed = size * self.training.steps(samples)
         passes = math.ceil(needed / samples)
         device = self.generator.device
         orders = [torch.randperm(samples, generator=self.generator, device=device) for _ in range(passes)]
@@ -158,11 +168,41 @@ class HostEnv:
 
     def record(self, measured: Measured) -> None:
         """Takes in the first validation of a fresh host, or what a host epoch showed."""
+        self.validated = Validated(measured.loss, measured.accuracy)
         self.history.loss.append(measured.loss[0])
         self.history.accuracy.append(measured.accuracy[0])
 
-    def finish_tick(self, measured: Measured) -> list[SeedEvent]:
-        """Takes in what the host epoch showed, and lets time pass for the seeds."""
+    def judge(self, measured: Measured | None) -> Verdict:
+        """The Governor's word on a host epoch, before anything else is made of it; None: it did not take place."""
+        if self.failure is not None:
+            return self.guard.give_up(self.failure)
+        stats = (measured.host_gradient, *measured.seed_gradients)
+        # Scaled gradients leave half precision's range now and then, and then nothing is learned from them.
+        gradients = () if self.scaler.is_enabled() else tuple(one.norm for one in stats)
+        alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
+        reading = Reading(measured.loss[0], measured.train_loss, gradients)
+        return self.guard.judge(reading, measured.skipped_steps, alphas)
+
+    def keep(self) -> None:
+        """Takes a snapshot of the host as it is now."""
+        self.guard.keep(self._host_state())
+
+    def restore(self, ended: bool, cause: str) -> list[SeedEvent]:
+        """Makes the host what it was at its last snapshot, without the seeds that were alive; time is not given back.
+
+        Args:
+            ended: Is the episode over?
+            cause: Of the seeds' end, for their events.
+        """
+        tick, factor = self.tick, self.lr_factor * self.guard.config.lr_factor
+        # Of a view the optimizer would keep the whole snapshot's memory, again and again.
+        self._load_host(self.guard.snapshot.copy())
+        self.tick, self.lr_factor, self.ended = tick + 1, factor, ended
+        self._set_options()
+        return self.growing.cull_live(cause)
+
+    def finish_tick(self, measured: Measured, hold: bool = False) -> list[SeedEvent]:
+        """Takes in what the host epoch showed, and lets time pass for the seeds; with `hold` none of them advances."""
         self.history.train_loss.append(measured.train_loss)
         self.history.train_accuracy.append(measured.train_accuracy)
         self.host_gradient = measured.host_gradient
@@ -172,7 +212,7 @@ class HostEnv:
         whole, *without = measured.accuracy[: 1 + len(self.growing.slots)]
         contributions = {name: 100.0 * (whole - rest) for name, rest in zip(self.growing.slots, without, strict=True)}
         gradients = dict(zip(self.growing.slots, measured.seed_gradients, strict=True))
-        return self.growing.tick(contributions, gradients)
+        return self.growing.tick(contributions, gradients, hold=hold)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Parameters of the seeds that are in one of `stages`."""
@@ -185,27 +225,50 @@ class HostEnv:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continuation needs, in types that `torch.load(weights_only=True)` accepts."""
+        guard = self.guard.state_dict() if self.guard is not None else None
+        return self._host_state() | {"ended": self.ended, "guard": guard}
+
+    def _host_state(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "tick": self.tick,
             "last_op": int(self.last_op),
             "objective": self.objective,
             "history": {name: list(values) for name, values in vars(self.history).items()},
+            "validated": list(self.validated) if self.validated else None,
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped_steps,
+            "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Continues where `state_dict` was taken. Raises ValueError if no such host can have been there."""
+        check_host(state, self.horizon, len(self.slots))
+        check_parts("a host", state, ("ended", "guard"))
+        if state["guard"] is not None:
+            check_guard(state["guard"], self.horizon, len(self.slots))
         self.reset(state["seed"])
+        if state["guard"] is not None:
+            self._load_host(state["guard"]["snapshot"])  # what could not be restored is found out now
+        self._load_host(state)
+        self.ended = bool(state["ended"])
+        if self.guard is not None:
+            if state["guard"] is not None:
+                self.guard.load_state_dict(state["guard"])
+            else:  # nobody watched so far: this is the first state that is known
+                self.keep()
+
+    def _load_host(self, state: dict[str, Any]) -> None:
+        self._begin()
+        self.seed = state["seed"]
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
+        self.validated = Validated(*map(list, state["validated"])) if state["validated"] else None
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.skipped_steps = state["skipped_steps"]
+        self.skipped_steps, self.lr_factor = state["skipped_steps"], state["lr_factor"]
         self.growing.load_state_dict(state["growing"])
-        for group in self.optimizer.param_groups:
-            group.update(self.training.options(group["name"]))  # settings are this run's, not the checkpoint's
+        self._set_options()

@@ -19,6 +19,7 @@ class Masks(NamedTuple):
     target: Tensor  # [..., N, K, targets] bool: is this target another one than the slot's?
     speed: Tensor  # [..., N, ops, K, speeds] bool: may this op on this slot take so long?
     curve: Tensor  # [..., N, speeds, curves] bool: does a change of this speed have a curve to choose?
+    ended: Tensor  # [..., N] bool: this episode was over before the horizon, so what is decided here is nothing
 
     def allow(self, env: int, decision: Sequence[int]) -> bool:
         """May environment `env` of masks [N, …] do this, a number per head? Only heads that matter are looked at."""
@@ -47,10 +48,11 @@ class Legal(NamedTuple):
     slot: list[list[bool]]  # [ops, K]
     target: list[list[bool]]  # [K, targets]
     speed: list[list[list[bool]]]  # [ops, K, speeds]
+    ended: bool
 
 
-def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig) -> Legal:
-    """What may be done to each slot of one environment."""
+def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig, ended: bool = False) -> Legal:
+    """What may be done to each slot of one environment; nothing if its episode has `ended`."""
     slots = growing.slots
     room = config.max_seeds is None or sum(slot.occupied for slot in slots.values()) < config.max_seeds
     target = [[choice != slot.ramp.target for choice in space.target] for slot in slots.values()]
@@ -62,6 +64,8 @@ def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig) -> 
         Op.ADVANCE: [config.advance and not growing.against_advancing(name) for name in slots],
         Op.SET_ALPHA: [slot.ramping and any(row) for slot, row in zip(slots.values(), target, strict=True)],
     }
+    if ended:
+        possible |= {op: [False for _ in slots] for op in possible if op is not Op.WAIT}
     ops = [Op[name] for name in space.op]
     slowly = {
         Op.CULL: [config.slow_cull and slot.ramping and not slot.fading for slot in slots.values()],
@@ -69,7 +73,7 @@ def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig) -> 
     }
     at_once = [False for _ in slots]
     speed = [[[ticks == 0 or slow for ticks in space.speed] for slow in slowly.get(op, at_once)] for op in ops]
-    return Legal([possible[op] for op in ops], target, speed)
+    return Legal([possible[op] for op in ops], target, speed, ended)
 
 
 def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
@@ -84,4 +88,5 @@ def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
         target=torch.zeros(n_envs, slots, sizes["target"], dtype=torch.bool),
         speed=torch.zeros(n_envs, sizes["op"], slots, sizes["speed"], dtype=torch.bool),
         curve=curve.expand(n_envs, -1, -1),
+        ended=torch.zeros(n_envs, dtype=torch.bool),
     )

@@ -1,59 +1,37 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.envs.actions import HEADS, Action
+from esper_lightning.envs.actions import HEADS, Action, to_action
 from esper_lightning.envs.compiling import compile_hosts
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_fits
 from esper_lightning.envs.execution import Laps, LoopExecutor, PhaseClock, make_timer
 from esper_lightning.envs.execution.auto import Selection, select
 from esper_lightning.envs.execution.choice import Choice, candidates, go_on
-from esper_lightning.envs.host_env import HostEnv, Measured
+from esper_lightning.envs.failure import alone
+from esper_lightning.envs.guard import Guard
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.masks import Legal, Masks, legal, make_masks
+from esper_lightning.envs.measured import Measured, as_measured
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.envs.offer import describe_host, offer
+from esper_lightning.envs.oversight import conclude, refuse
+from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
 from esper_lightning.envs.transfer import download, send
 from esper_lightning.growth.counterfactual import Variant
-from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.network import SeedEvent
+from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split, Task, TaskData
 
-
-class HostEvent(NamedTuple):
-    """A change of a seed, with the host and the tick (from 1 on) in which it happened."""
-
-    host: int
-    tick: int
-    seed: SeedEvent
-
-
-class PoolMetrics(NamedTuple):
-    """What was measured in a tick, [N] each, on the CPU."""
-
-    accuracy: Tensor  # of the host with its live seeds; on the last tick: with the fossilized ones alone
-    loss: Tensor
-    objective: Tensor
-    parameters: Tensor  # of the host and what is kept for good
-    reward: Tensor  # change of the objective
-
-
-class StepResult(NamedTuple):
-    """What followed from a step. Observation and masks are the pool's own storage: the next step overwrites them."""
-
-    observation: Observation
-    reward: Tensor  # [N]
-    terminated: Tensor  # [N] bool
-    truncated: Tensor  # [N] bool: the horizon was reached
-    masks: Masks
-    events: list[HostEvent]
-    metrics: PoolMetrics
+WAIT = (0,) * len(HEADS)
+"""The decision to do nothing."""
 
 
 class HostPool:
@@ -93,23 +71,20 @@ class HostPool:
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
         self.space, growable = offer(build(device), task, batch, config.actions, config.lifecycle.birth)
         make = (config.training, config.lifecycle, config.actions, config.horizon)
+        steps = config.training.steps(data.train.samples)
 
         def make_env(on: torch.device) -> HostEnv:
-            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)))
+            guard = Guard(config.governor, math.log(data.classes), steps, on) if config.governor.enabled else None
+            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)), guard)
 
         self.envs = [make_env(on) for on in islice(cycle(devices), n_envs)]
         if config.training.compile is not None:
             trials = [make_env(on) for on in devices]
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
-        self.selection: Selection | None = None  # how auto came to its choice
-        choice = Choice(config.executor, config.training.onednn is not False)
-        self.choices = [choice]
-        if config.executor == "auto":
-            self.choices = candidates(device, config.training)
-            self.selection = select(self.envs, growable, task, self.data, self.choices)
-            choice = self.selection.choice
-        self._execute(choice)
+        self._choose(growable)
         self.host_parameters = self.envs[0].host_parameters
+        # Of what is measured: that of the hosts, at least float32.
+        self._dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.host_kind = describe_host(self.envs[0].network)
         self.masks_on_cpu = make_masks(n_envs, self.space, growable)
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
@@ -118,7 +93,19 @@ class HostPool:
             features=torch.zeros(n_envs, len(self.feature_names), device=device),
             blueprints=torch.zeros(n_envs, len(self.space.slot), dtype=torch.int64, device=device),
         )
+        self.terminated = torch.zeros(n_envs, dtype=torch.bool, device=device)  # in the last step
         self.reset(range(n_envs))
+
+    def _choose(self, growable: Tensor) -> None:
+        """Decides how hosts are executed."""
+        self.selection: Selection | None = None  # how auto came to its choice
+        choice = Choice(self.config.executor, self.config.training.onednn is not False)
+        self.choices = [choice]
+        if self.config.executor == "auto":
+            self.choices = candidates(self.device, self.config.training)
+            self.selection = select(self.envs, growable, self.task, self.data, self.choices)
+            choice = self.selection.choice
+        self._execute(choice)
 
     def _execute(self, choice: Choice) -> None:
         """From now on hosts are executed so."""
@@ -135,58 +122,123 @@ class HostPool:
         with self.clock.measure("bookkeeping"):
             for env, seed in zip(self.envs, seeds, strict=True):
                 env.reset(seed)
+            self.terminated.zero_()
         with self.clock.measure("validate", [env.laps for env in self.envs]):
             validated = self.executor.validate(self.envs, self.data.validation)
+        self._insist()  # there is nothing yet that a host could go back to
         with self.clock.measure("bookkeeping"):
-            validated = download(validated)
-            untrained = [_measured(row, len(self.space.slot)) for row in validated.tolist()]
-            for env, measured in zip(self.envs, untrained, strict=True):
-                env.record(measured)
-            self._remember_objective(self._metrics(validated))
+            self._record(self.envs, validated)
+            self._remember_objective(self._metrics())
             self._look()
+        self._keep(self.envs)
         return self.observation
+
+    def _record(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
+        """Takes in the validation of hosts that have not trained since the last one."""
+        for env, row in zip(envs, download(validated).tolist(), strict=True):
+            if env.failure is None:
+                env.record(as_measured(row, len(self.space.slot)))
+            elif env.ended:  # then nothing follows from it: what was measured last holds
+                env.failure = None
+
+    def _insist(self) -> None:
+        """Raises MemoryError if a host could not be measured now."""
+        for i, env in enumerate(self.envs):
+            if env.failure is not None:
+                raise MemoryError(
+                    f"host {i} (seed {env.seed}): {env.failure}; make hosts smaller, or lower data.n_envs"
+                )
 
     def step(self, action: Action) -> StepResult:
         """Applies the actions, trains and validates every host, and returns what followed.
 
         Reads twice what is on the device, each time in one transfer: the actions, for they decide which modules there
-        are and so what is computed; and in the end all that was measured, for the next decision depends on it.
+        are and so what is computed; and in the end all that was measured, for the next decision depends on it. (A
+        rollback adds a third: the restored host is validated.)
 
         Raises ValueError if an action is not allowed by the masks.
         """
         with self.clock.measure("bookkeeping"):
-            events = self._apply(action)
-        metrics, happened = self._tick()
+            decisions = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+            self._check(decisions)  # all of them first: a refused step leaves every host as it was
+            vetoes = refuse(self.envs, decisions)
+            if vetoes:
+                refused = {veto.host for veto in vetoes}
+                decisions = [WAIT if i in refused else decision for i, decision in enumerate(decisions)]
+                action = to_action(decisions, self.device)
+            events = self._apply(decisions)
+        # What is kept for good must survive a rollback; the host was healthy, or it could not have been kept.
+        self._keep(self.envs[event.host] for event in events if event.seed.after is Stage.FOSSILIZED)
+        happened, verdicts = self._tick(watched=self.config.governor.enabled)
         with self.clock.measure("bookkeeping"):
-            return self._result(metrics, events + happened)
+            metrics = self._metrics()
+            diverged = torch.zeros(self.n_envs, dtype=torch.bool)
+            for word in verdicts:
+                if word.verdict.diverged:
+                    diverged[word.host] = True
+                    metrics.reward[word.host] = -self.config.governor.penalty
+            self._remember_objective(metrics)
+            self._look()
+            self.terminated.copy_(send(diverged, self.device))
+            truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+            result = StepResult(
+                action=action,
+                observation=self.observation,
+                reward=send(metrics.reward, self.device),
+                terminated=send(diverged, self.device),
+                truncated=send(truncated, self.device),
+                masks=self.masks,
+                events=events + happened,
+                verdicts=verdicts,
+                vetoes=vetoes,
+                metrics=metrics,
+            )
+        self._keep(env for env in self.envs if env.guard is not None and env.guard.due and not env.ended)
+        return result
 
     def carry_on(self, ticks: int) -> None:
-        """Host epochs without a decision, beyond the horizon too: seeds advance and are culled by themselves alone."""
+        """Host epochs without a decision, beyond the horizon too: seeds advance and are culled by themselves alone, and
+        nobody watches over the hosts."""
         for _ in range(ticks):
-            self._tick()
+            self._tick(watched=False)
         self._look()
 
-    def _tick(self) -> tuple[PoolMetrics, list[HostEvent]]:
-        """Trains and validates every host, and lets time pass for its seeds."""
-        trained, validated = self.executor.tick(self.envs, self.data.train, self.data.validation, self.clock)
+    def _tick(self, watched: bool) -> tuple[list[HostEvent], list[HostVerdict]]:
+        """Trains and validates every host, judges it, and lets time pass for its seeds."""
+        hosts = {i: env for i, env in enumerate(self.envs) if not env.ended and env.failure is None}
+        rows = self._train(list(hosts.values())) if hosts else []
+        with self.clock.measure("bookkeeping"):
+            events, verdicts = conclude(self.envs, dict(zip(hosts, rows, strict=True)), watched)
+        restored = [self.envs[word.host] for word in verdicts if word.verdict.diverged]
+        if restored:
+            with self.clock.measure("validate"):
+                validated = self.executor.validate(restored, self.data.validation)
+            self._record(restored, validated)
+        return events, verdicts
+
+    def _train(self, envs: list[HostEnv]) -> list[Measured]:
+        """A host epoch and its validation."""
+        trained, validated = self.executor.tick(envs, self.data.train, self.data.validation, self.clock)
         with self.clock.measure("bookkeeping"):
             # One transfer for all that was measured: after it everything is Python numbers.
             numbers = download(torch.cat([trained, validated.flatten(1)], 1))
             trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
-            rows = zip(self.envs, trained.tolist(), validated.tolist(), strict=True)
-            events = []
-            for i, (env, training, validation) in enumerate(rows):
-                measured = _measured(validation, len(self.space.slot), training)
-                events += [HostEvent(i, env.tick, event) for event in env.finish_tick(measured)]
-            return self._metrics(validated), events
+            rows = zip(trained.tolist(), validated.tolist(), strict=True)
+            return [as_measured(validation, len(self.space.slot), training) for training, validation in rows]
 
-    def _apply(self, action: Action) -> list[HostEvent]:
-        decisions = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        self._check(decisions)  # all of them first: a refused step leaves every host as it was
+    def _apply(self, decisions: list[tuple[int, ...]]) -> list[HostEvent]:
         events = []
         for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
-            events += [HostEvent(i, env.tick + 1, event) for event in env.apply(decision)]
+            with alone(env):
+                events += [HostEvent(i, env.tick + 1, event) for event in env.apply(decision)]
         return events
+
+    def _keep(self, envs: Iterable[HostEnv]) -> None:
+        """Takes snapshots, if there is a Governor who may want them back."""
+        if self.config.governor.enabled:
+            with self.clock.measure("governor"):
+                for env in envs:
+                    env.keep()
 
     def _check(self, decisions: list[tuple[int, ...]]) -> None:
         sizes = tuple(self.space.sizes.values())
@@ -198,29 +250,17 @@ class HostPool:
             if not self.masks_on_cpu.allow(i, decision):
                 raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
-    def _metrics(self, validated: Tensor) -> PoolMetrics:
-        """From [N, 2, V]; at the horizon what is not fossilized is dropped, so accuracy and J are those of the rest."""
-        over = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
-        variant = torch.where(over, validated.shape[2] - 1, 0)[:, None, None].expand(-1, 2, 1)
-        loss, accuracy = validated.gather(2, variant).squeeze(2).unbind(1)
+    def _metrics(self) -> PoolMetrics:
+        """Of the last validation; at the horizon what is not fossilized is dropped, so accuracy and J are those of the
+        rest."""
+        rows = []
+        for env in self.envs:
+            variant = -1 if env.tick >= self.config.horizon else 0
+            rows.append([env.validated.loss[variant], env.validated.accuracy[variant], env.objective])
+        loss, accuracy, before = torch.tensor(rows, dtype=self._dtype).unbind(1)
         parameters = self.parameters
         worth = objective(accuracy, parameters, self.host_parameters, self.config.objective)
-        before = torch.tensor([env.objective for env in self.envs])
         return PoolMetrics(accuracy, loss, worth, parameters, worth - before)
-
-    def _result(self, metrics: PoolMetrics, events: list[HostEvent]) -> StepResult:
-        truncated = send(torch.tensor([env.tick >= self.config.horizon for env in self.envs]), self.device)
-        self._remember_objective(metrics)
-        self._look()
-        return StepResult(
-            observation=self.observation,
-            reward=send(metrics.reward, self.device),
-            terminated=torch.zeros_like(truncated),
-            truncated=truncated,
-            masks=self.masks,
-            events=events,
-            metrics=metrics,
-        )
 
     def _remember_objective(self, metrics: PoolMetrics) -> None:
         for env, value in zip(self.envs, metrics.objective.tolist(), strict=True):
@@ -228,7 +268,7 @@ class HostPool:
 
     def _look(self) -> None:
         """Brings observation and masks up to date, in their storage."""
-        rows = zip(*(legal(env.growing, self.space, self.config.actions) for env in self.envs), strict=True)
+        rows = zip(*(legal(env.growing, self.space, self.config.actions, env.ended) for env in self.envs), strict=True)
         for name, row in zip(Legal._fields, rows, strict=True):
             known: Tensor = getattr(self.masks_on_cpu, name)
             known.copy_(torch.tensor(row))
@@ -237,11 +277,15 @@ class HostPool:
 
     def test(self, committed: bool = True) -> Tensor:
         """Accuracy [N] on the test split of each host with what it has fossilized, or else with all its seeds."""
-        return self.executor.validate(self.envs, self.data.test)[:, 1, -1 if committed else 0].cpu()
+        validated = self.executor.validate(self.envs, self.data.test)
+        self._insist()
+        return validated[:, 1, -1 if committed else 0].cpu()
 
     def accuracy_of(self, host: int, variants: Sequence[Variant]) -> Tensor:
         """Accuracy [V] on the test split of one host with each of these combinations of seeds."""
-        return self.executor.measure(self.envs[host], self.data.test, variants)[1].cpu()
+        measured = self.executor.measure(self.envs[host], self.data.test, variants)
+        self._insist()
+        return measured[1].cpu()
 
     @property
     def parameters(self) -> Tensor:
@@ -271,12 +315,3 @@ class HostPool:
             env.load_state_dict(saved)
         self._look()
         return note
-
-
-def _measured(validation: list[list[float]], slots: int, training: list[float] | None = None) -> Measured:
-    """The executor's rows as one record; without `training`, of a host that has not trained yet."""
-    loss, accuracy = validation
-    size = len(GradientStats._fields)
-    t = training or [0.0] * (3 + size * (1 + slots))
-    host, *seeds = (GradientStats(*t[begin : begin + size]) for begin in range(3, len(t), size))
-    return Measured(t[0], t[1], int(t[2]), host, seeds, loss, accuracy)

@@ -1,5 +1,6 @@
 """How a host learns in one tick."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -94,17 +95,21 @@ class HostTraining:
     def __post_init__(self) -> None:
         for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"training.{name} must be positive, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
         if self.batch_size % self.micro_batches != 0:
             raise ValueError(
                 f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"
             )
-        if self.weight_decay < 0 or not 0 <= self.momentum < 1:
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"training: weight_decay must not be negative and momentum must lie in [0, 1), "
                 f"got {self.weight_decay} and {self.momentum}"
             )
+
+    def steps(self, samples: int) -> int:
+        """Minibatches in a tick, with so many training samples."""
+        return self.batches or samples // self.batch_size
 
     def options(self, group: str) -> dict[str, float]:
         """Of the host's or (any other name) a seed's parameter group."""

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
+from esper_lightning.growth.saving import replace_file
 
 COLUMNS = ("accuracy", "parameters", "objective")
 
@@ -38,18 +39,26 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def write(outcomes: Sequence[Outcome], folder: Path) -> None:
     """`evaluation.csv`: the table; `evaluation.json`: every host of every controller."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "evaluation.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        ends = ("mean", "low", "high")
-        names = [f"{column}_{end}" for column in (*COLUMNS, "ahead") for end in ends]
-        writer.writerow(["controller", "hosts", *names])
-        for outcome in outcomes:
-            intervals = [mean_interval(getattr(outcome, column)) for column in COLUMNS]
-            intervals.append(paired_difference(outcomes[0], outcome))
-            numbers = [f"{number:.6g}" for interval in intervals for number in interval]
-            writer.writerow([outcome.controller, len(outcome.objective), *numbers])
+    ends = ("mean", "low", "high")
+    rows = [["controller", "hosts", *(f"{column}_{end}" for column in (*COLUMNS, "ahead") for end in ends)]]
+    for outcome in outcomes:
+        intervals = [mean_interval(getattr(outcome, column)) for column in COLUMNS]
+        intervals.append(paired_difference(outcomes[0], outcome))
+        numbers = [f"{number:.6g}" for interval in intervals for number in interval]
+        rows.append([outcome.controller, str(len(outcome.objective)), *numbers])
+    write_rows(folder / "evaluation.csv", rows)
     hosts = {o.controller: {column: getattr(o, column).tolist() for column in COLUMNS} for o in outcomes}
-    (folder / "evaluation.json").write_text(json.dumps(hosts, indent=1) + "\n")
+    replace_file(folder / "evaluation.json", lambda path: path.write_text(json.dumps(hosts, indent=1) + "\n"))
+
+
+def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """A CSV file in place of whatever was there."""
+
+    def write_draft(draft: Path) -> None:
+        with draft.open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+
+    replace_file(path, write_draft)
 
 
 def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
@@ -73,12 +82,10 @@ def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
 
 def write_seeds(seeds: Sequence[SeedCredit], folder: Path) -> None:
     """`seeds.csv`: one row per fossil, in accuracy points."""
-    with (folder / "seeds.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        effect = [f"effect_{end}" for end in Interval._fields]
-        measures = ["contribution", "shapley", "shapley_error", "interaction", *effect]
-        writer.writerow(["host", "slot", "blueprint", *measures])
-        for seed in seeds:
-            numbers = (seed.contribution, *seed.shapley, seed.interaction, *seed.effect)
-            shown = ["" if number is None else f"{number:.6g}" for number in numbers]
-            writer.writerow([seed.host, seed.slot, seed.blueprint, *shown])
+    effect = [f"effect_{end}" for end in Interval._fields]
+    rows = [["host", "slot", "blueprint", "contribution", "shapley", "shapley_error", "interaction", *effect]]
+    for seed in seeds:
+        numbers = (seed.contribution, *seed.shapley, seed.interaction, *seed.effect)
+        shown = ["" if number is None else f"{number:.6g}" for number in numbers]
+        rows.append([str(seed.host), seed.slot, seed.blueprint, *shown])
+    write_rows(folder / "seeds.csv", rows)

@@ -7,7 +7,7 @@ gates' reasons where it is not possible, keeps the optimizer in step, and return
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from esper_lightning.growth.optimizer import (
     remove_group,
     take_out,
 )
+from esper_lightning.growth.restoring import check_like, check_numbers, check_parts, load_module, load_optimizer
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
@@ -166,8 +167,22 @@ class GrowingNetwork:
         self._forget_seed(slot, seed)
         return self._changed(event)
 
+    def cull_live(self, cause: str) -> list[SeedEvent]:
+        """Removes every seed that is neither kept nor gone, at once and whatever the gates say."""
+        events = []
+        for name, slot in self.slots.items():
+            if slot.live:
+                seed = slot.seed
+                event = network.cull(slot, cause)
+                self._forget_seed(name, seed)
+                events.append(self._changed(event))
+        return events
+
     def tick(
-        self, contributions: Mapping[str, float] | None = None, gradients: Mapping[str, GradientStats] | None = None
+        self,
+        contributions: Mapping[str, float] | None = None,
+        gradients: Mapping[str, GradientStats] | None = None,
+        hold: bool = False,
     ) -> list[SeedEvent]:
         """A host epoch has passed: takes in what it showed, and lets time pass for the seeds.
 
@@ -175,7 +190,9 @@ class GrowingNetwork:
             contributions: Accuracy points (of 100) that blended seeds contribute, by slot; see `counterfactual`.
             gradients: Of each seed, by slot. None: measured now, from the gradients of the last backward pass; so call
                 it before `zero_grad`.
+            hold: No seed advances by itself this time.
         """
+        lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False) if hold else self.lifecycle
         check_slot_names(list(contributions or ()), self.slots)
         gradients = self.gradients() if gradients is None else gradients
         check_slot_names(list(gradients), self.slots)
@@ -188,7 +205,7 @@ class GrowingNetwork:
                 record.previous_contribution, record.contribution = record.contribution, contributions[name]
             slot.tick()
             seed = slot.seed
-            happened = network.elapse(slot, self.evidence(name), self.lifecycle, self.horizon)
+            happened = network.elapse(slot, self.evidence(name), lifecycle, self.horizon)
             if any(event.after is Stage.CULLED for event in happened):
                 self._forget_seed(name, seed)
             events += [self._changed(event) for event in happened]
@@ -265,22 +282,34 @@ class GrowingNetwork:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken: seeds grow again in the same slots, with their momentum.
 
-        Raises ValueError if the state is of a network with other slots.
+        Raises ValueError if the state is of another network, or damaged.
         """
+        check_parts(
+            "the network's growth", state, ("manifest", "network", "groups", "optimizer", "records", "generator")
+        )
         rebuild(self.module, state["manifest"])
-        self.module.load_state_dict(state["network"])
+        load_module(self.module, state["network"])
         for name in group_names(self.optimizer):
             if name.startswith(SEED):
                 remove_group(self.optimizer, name)
         # In the order of the saved groups: an optimizer's state knows parameters by their place.
-        seeds = {group_of(name): slot.seed for name, slot in self.slots.items()}
+        seeds = {group_of(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
+        if sorted(state["groups"]) != sorted([*group_names(self.optimizer), *seeds]):
+            raise ValueError(
+                f"the optimizer's groups are {state['groups']}, which are not those of the seeds that grow"
+            )
         for name in state["groups"]:
             if name in seeds:
                 add_group(self.optimizer, name, seeds[name], **self.seed_options)
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # which would share its tensors
-        for name, (contribution, previous, gradient) in zip(self.slots, state["records"], strict=True):
-            self.records[name] = SeedRecord(contribution, previous, GradientStats(*gradient) if gradient else None)
-        self.generator.set_state(state["generator"].cpu())
+        load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # which would share its tensors
+        for name, record in zip(self.slots, state["records"], strict=True):
+            contribution, previous, gradient = record
+            check_numbers("what is known of a seed", [n for n in (contribution, previous) if n is not None])
+            if gradient is not None:
+                gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
+            self.records[name] = SeedRecord(contribution, previous, gradient)
+        generator = check_like("the generator's state", state["generator"].cpu(), self.generator.get_state())
+        self.generator.set_state(generator.clone())  # torch takes the state from the storage's beginning: not of a view
 
     def _slot(self, name: str) -> SeedSlot:
         check_slot_names([name], self.slots)

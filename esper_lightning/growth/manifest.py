@@ -14,6 +14,9 @@ from esper_lightning.growth.stages import OCCUPIED, Stage
 
 Manifest = list[dict[str, Any]]
 
+MOST = 2**53
+"""Ticks that can still be counted in floating point."""
+
 
 def manifest(network: nn.Module) -> Manifest:
     """One entry per slot, in plain JSON types."""
@@ -77,7 +80,7 @@ def install(places: list[Place]) -> None:
 
 
 def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= MOST
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {

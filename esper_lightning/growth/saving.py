@@ -2,8 +2,6 @@
 
 import json
 import os
-import pickle
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,25 +12,12 @@ from torch import Tensor, nn
 from esper_lightning.growth.attach import attach_known, attachments, detach_slots
 from esper_lightning.growth.manifest import Place, install, manifest, plan
 from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.reading import read_tensors
 
 FORMAT = 1
 """Number of the saved form; another one is refused."""
 
 TOPOLOGY, WEIGHTS = "topology.json", "weights.pt"
-
-NOT_TENSORS = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    struct.error,
-    pickle.UnpicklingError,
-)
-"""What torch.load has been seen to raise on files that are something else."""
 
 
 def save(network: nn.Module, folder: str | Path) -> None:
@@ -72,7 +57,7 @@ def load(network: nn.Module, folder: str | Path) -> None:
 def _read_topology(path: Path) -> dict[str, Any]:
     try:
         topology = json.loads(path.read_text())
-    except ValueError as error:  # neither text nor JSON
+    except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists within lists without end
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}; save the network again with this version")
@@ -82,10 +67,7 @@ def _read_topology(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
-    try:
-        weights = torch.load(path, map_location=device, weights_only=True)
-    except NOT_TENSORS as error:
-        raise ValueError(f"{path} is truncated or no state dict ({type(error).__name__}); save it again") from error
+    weights = read_tensors(path, device)
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise ValueError(f"{path} holds no state dict; save the network again")
     return weights

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, Masks, Observation, Op
+from esper_lightning.growth.restoring import check_count, check_finite, check_like, check_parts
 from esper_lightning.tamiyo.policy import RecurrentState
 
 
@@ -76,26 +77,29 @@ class RolloutBuffer:
         for mine, given in zip(self.state, state, strict=True):
             mine.copy_(given)
 
-    def add_decision(
-        self, observation: Observation, masks: Masks, action: Action, log_prob: Tensor, values: Tensor, starts: Tensor
-    ) -> None:
-        """Stores what the policy saw and did in the tick that begins; values are the normalised ones."""
+    def add_sight(self, observation: Observation, masks: Masks, values: Tensor, starts: Tensor) -> None:
+        """Stores what the policy saw in the tick that begins, and thought of it; values are the normalised ones."""
         assert self.length < self.ticks, "the rollout is full"
-        given = (*observation, *masks, *action, log_prob, values, starts)
-        for mine, row in zip(self._decision(), given, strict=True):
-            mine[self.length].copy_(row)
+        self._write(self._sight(), (*observation, *masks, values, starts))
+
+    def add_decision(self, action: Action, log_prob: Tensor) -> None:
+        """Stores what was done."""
+        self._write((*self.action, self.log_prob), (*action, log_prob))
 
     def add_outcome(self, rewards: Tensor, terminated: Tensor, truncated: Tensor) -> None:
         """Stores what followed, and ends the tick."""
-        for mine, row in zip(self._outcome(), (rewards, terminated, truncated), strict=True):
-            mine[self.length].copy_(row)
+        self._write((self.rewards, self.terminated, self.truncated), (rewards, terminated, truncated))
         self.length += 1
 
-    def _decision(self) -> tuple[Tensor, ...]:
-        return (*self.observation, *self.masks, *self.action, self.log_prob, self.values, self.starts)
+    def _write(self, storage: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> None:
+        for mine, row in zip(storage, rows, strict=True):
+            mine[self.length].copy_(row)
 
-    def _outcome(self) -> tuple[Tensor, ...]:
-        return self.rewards, self.terminated, self.truncated
+    def _sight(self) -> tuple[Tensor, ...]:
+        return (*self.observation, *self.masks, self.values, self.starts)
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return (*self._sight(), *self.action, self.log_prob, self.rewards, self.terminated, self.truncated)
 
     def op_frequency(self) -> dict[str, float]:
         """Share of each op among the decisions that were not forced."""
@@ -106,12 +110,14 @@ class RolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The ticks filled so far."""
-        tensors = (*self._decision(), *self._outcome())
-        return {"ticks": [t[: self.length].clone() for t in tensors], "state": [t.clone() for t in self.state]}
+        return {"ticks": [t[: self.length].clone() for t in self._all()], "state": [t.clone() for t in self.state]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for mine, saved in zip((*self._decision(), *self._outcome()), state["ticks"], strict=True):
-            self.length = len(saved)
-            mine[: self.length].copy_(saved)
-        for mine, saved in zip(self.state, state["state"], strict=True):
+        """Continues where `state_dict` was taken. Raises ValueError unless it is a part of a rollout like this one."""
+        check_parts("the rollout's buffer", state, ("ticks", "state"))
+        length = check_count("the length of the rollout", len(state["ticks"][0]), self.ticks)
+        stored = [t[:length] for t in self._all()]
+        for mine, saved in zip((*stored, *self.state), (*state["ticks"], *state["state"]), strict=True):
+            check_finite("the rollout", check_like("a part of the rollout", saved, mine))
             mine.copy_(saved)
+        self.length = length

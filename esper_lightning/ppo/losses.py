@@ -1,5 +1,6 @@
 """The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -89,12 +90,12 @@ class PPOConfig:
             )
         for name in ("value_coefficient", "lr.start", "lr.end", "entropy.start", "entropy.end"):
             value = attrgetter(name)(self)
-            if value < 0.0:
-                raise ValueError(f"ppo.{name} must not be negative, got {value}")
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"ppo.{name} must {'be finite' if value > 0.0 else 'not be negative'}, got {value}")
         for name in ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps"):
             value = getattr(self, name)
-            if value is not None and value <= 0.0:
-                raise ValueError(f"ppo.{name} must be positive, got {value}")
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"ppo.{name} must be {'finite' if value > 0.0 else 'positive'}, got {value}")
         unknown = set(self.entropy_weights or ()) - set(HEADS)
         if unknown:
             raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(HEADS)}")
@@ -156,7 +157,7 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         head_entropy = (entropy * steps).sum((0, 1)) / steps.sum((0, 1)).clamp(min=1e-6)
     return PPOTerms(
         policy=masked_mean(surrogate, learned),
-        value=value_loss(values, rollout.values, rollout.targets, config.value_clip).mean(),
+        value=masked_mean(value_loss(values, rollout.values, rollout.targets, config.value_clip), ~rollout.masks.ended),
         entropy=masked_mean((entropy * share * per_head).sum(-1), learned),
         head_entropy=head_entropy,
         kl=kl,

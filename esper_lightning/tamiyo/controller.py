@@ -39,6 +39,6 @@ class LearnedController:
     def act(self, pool: HostPool) -> Action:
         features, blueprints = pool.observation
         seen = Observation(self.normalise(features), blueprints)
-        none_start = torch.zeros(pool.n_envs, dtype=torch.bool, device=features.device)  # `reset` gave a new state
-        distribution, _, self.state = self.policy.step(seen, self.state, pool.masks, none_start)
+        # As in training: a rollback begins a new trajectory.
+        distribution, _, self.state = self.policy.step(seen, self.state, pool.masks, pool.terminated)
         return distribution.mode()

@@ -3,6 +3,7 @@
 from esper_lightning.tasks.augment import AugmentConfig, draw_choices
 from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.digits import Digits
+from esper_lightning.tasks.integrity import check_data, fingerprint
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "Split",
     "Task",
     "TaskData",
+    "check_data",
     "draw_choices",
     "fetch",
+    "fingerprint",
 ]

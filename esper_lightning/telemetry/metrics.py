@@ -38,6 +38,17 @@ def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
     return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
 
 
+def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str, float]:
+    """What the Governor thinks of the hosts now, and did since their episodes began."""
+    guards = [env.guard for env in envs if env.guard is not None]
+    return {
+        "governor/suspicious": float(sum(guard.watch.panic > 0 for guard in guards)),
+        "governor/rollbacks": float(sum(guard.watch.rollbacks for guard in guards)),
+        "governor/ended": float(sum(env.ended for env in envs)),
+        "governor/vetoes": float(len(step.vetoes)),
+    }
+
+
 def phase_seconds(seconds: Mapping[str, float], ticks: int, clock: str) -> dict[str, float]:
     """Seconds by phase as seconds per tick, under the name of the clock that they were measured by."""
     return {f"time/{clock}.{phase}": spent / ticks for phase, spent in seconds.items()}

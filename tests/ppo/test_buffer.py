@@ -39,7 +39,8 @@ def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
         seen = type(source.observation)(*(part[t] for part in source.observation))
         masks = type(source.masks)(*(part[t] for part in source.masks))
         action = type(source.action)(*(part[t] for part in source.action))
-        buffer.add_decision(seen, masks, action, source.log_prob[t], source.values[t], source.starts[t])
+        buffer.add_sight(seen, masks, source.values[t], source.starts[t])
+        buffer.add_decision(action, source.log_prob[t])
         buffer.add_outcome(source.rewards[t], source.terminated[t], source.truncated[t])
 
 
@@ -72,11 +73,9 @@ def test_a_saved_buffer_does_not_change_when_the_rollout_goes_on(loop: RolloutLo
 def test_more_ticks_than_there_is_room_for_are_our_own_mistake(loop: RolloutLoop) -> None:
     buffer, full = empty_buffer(loop), loop.buffer
     refill(buffer, full, full.ticks)
-    seen, masks = loop.pool.observation, loop.pool.masks
-    action = type(full.action)(*(part[0] for part in full.action))
 
     with pytest.raises(AssertionError, match="the rollout is full"):
-        buffer.add_decision(seen, masks, action, full.log_prob[0], full.values[0], full.starts[0])
+        buffer.add_sight(loop.pool.observation, loop.pool.masks, full.values[0], full.starts[0])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
@@ -129,3 +128,18 @@ def test_op_frequencies_are_shares_of_the_free_decisions(loop: RolloutLoop) -> N
     assert buffer.op_frequency() == {"WAIT": 0.25, "GERMINATE": 0.5, "CULL": 0.0, "FOSSILIZE": 0.25}
     buffer.clear(buffer.state)
     assert set(buffer.op_frequency().values()) == {0.0}
+
+
+def test_steps_after_an_end_are_no_decisions_and_are_saved_as_what_they_are(loop: RolloutLoop) -> None:
+    buffer, other = empty_buffer(loop), empty_buffer(loop)
+    refill(buffer, loop.buffer, 3)
+    buffer.action.op.fill_(Op.GERMINATE)
+    buffer.masks.slot.fill_(True)
+    buffer.masks.ended[2, 3:] = True  # two of the environments are over, and wait
+    buffer.masks.slot[2, 3:, 1:] = False
+    buffer.action.op[2, 3:] = Op.WAIT
+    other.load_state_dict(buffer.state_dict())
+
+    assert buffer.op_frequency()["WAIT"] == 0.0
+    assert torch.equal(other.masks.ended[:3], buffer.masks.ended[:3])
+    assert other.masks.ended.nonzero().tolist() == [[2, 3], [2, 4]]

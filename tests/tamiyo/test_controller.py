@@ -8,6 +8,7 @@ from esper_lightning.envs import HostPool, Observation, Op
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tamiyo.controller import LearnedController
 from esper_lightning.tamiyo.policy import Policy
+from tests.envs.breaking import CALM, breaking
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +90,29 @@ def test_playing_teaches_nothing(pool: HostPool, policy: Policy, norm: RunningMe
     after = (*policy.state_dict().values(), *norm.state_dict().values())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in policy.parameters())
+
+
+def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
+    make_pool: Callable[..., HostPool], policy: Policy, norm: RunningMeanStd
+) -> None:
+    watched, controller = make_pool(3, governor=CALM), LearnedController(policy, norm)
+    watched.reset([1, 2, 3])
+    controller.reset(watched)
+    for _ in range(2):
+        watched.step(controller.act(watched))
+    with breaking(watched, [1]):
+        watched.step(controller.act(watched))
+    remembered = controller.state
+    controller.act(watched)
+
+    seen = Observation(norm(watched.observation.features), watched.observation.blueprints)
+    never = torch.zeros(3, dtype=torch.bool)
+    with torch.no_grad():
+        _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, never)
+        _, _, going_on = policy.step(seen, remembered, watched.masks, never)
+    for now, after_nothing, after_all in zip(controller.state, fresh, going_on, strict=True):
+        torch.testing.assert_close(now[1], after_nothing[1])
+        torch.testing.assert_close(now[[0, 2]], after_all[[0, 2]])
+        assert not torch.allclose(after_nothing, after_all)
+    watched.reset([1, 2, 3])
+    assert not watched.terminated.any(), "and the next episode begins for all alike"

@@ -54,7 +54,7 @@ def random_masks(rows: int, seed: int, sizes: Sizes = ALL) -> Masks:
     slot[:, Op.WAIT] = True
     speed[..., 0] = True
     curve[:, 0] = torch.arange(sizes["curve"]) == 0
-    return Masks(slot, blueprint, target, speed, curve)
+    return Masks(slot, blueprint, target, speed, curve, torch.zeros(rows, dtype=torch.bool))
 
 
 def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> Tables:

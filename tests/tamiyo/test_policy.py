@@ -29,7 +29,8 @@ def sequence(seed: int) -> tuple[Observation, Masks, RecurrentState]:
     slot = torch.rand(TICKS, ENVS, OPS, SLOTS, generator=generator) < 0.5
     slot[:, :, Op.WAIT] = True
     shapes = (SLOTS, BLUEPRINTS), (SLOTS, TARGETS), (OPS, SLOTS, SPEEDS), (SPEEDS, CURVES)
-    masks = Masks(slot, *(torch.ones(TICKS, ENVS, *shape, dtype=torch.bool) for shape in shapes))
+    others = [torch.ones(TICKS, ENVS, *shape, dtype=torch.bool) for shape in shapes]
+    masks = Masks(slot, *others, ended=torch.zeros(TICKS, ENVS, dtype=torch.bool))
     state = RecurrentState(*torch.randn(2, ENVS, WIDTH, generator=generator).unbind())
     return Observation(features, seeds), masks, state
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.execution.step import HostEpoch
+from esper_lightning.envs.execution.step import HostEpoch, nothing_learned
 from esper_lightning.envs.execution.timing import PhaseClock
+from esper_lightning.envs.failure import alone
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.counterfactual import Variant, forward_variants
@@ -60,10 +61,12 @@ class LoopExecutor:
             return stack_rows([self._train(env, data) for env in envs])
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # [3 + 4·(1 + K)]
-        epoch = HostEpoch(env, self.task, data.to(env.device))
-        for i in range(len(epoch)):
-            epoch.step(i)
-        return epoch.result()
+        with alone(env):
+            epoch = HostEpoch(env, self.task, data.to(env.device))
+            for i in range(len(epoch)):
+                epoch.step(i)
+            return epoch.result()
+        return nothing_learned(env)
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
@@ -78,6 +81,12 @@ class LoopExecutor:
             return self._measure(env, data, variants)
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
+        if env.failure is None:
+            with alone(env):
+                return self._forward(env, data, variants)
+        return torch.full((2, len(variants)), torch.nan, device=env.device)
+
+    def _forward(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
         inputs, targets = data.to(env.device)
         env.network.eval()
         env.laps.start()

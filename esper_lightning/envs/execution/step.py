@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.gradients import NO_GRADIENT
 from esper_lightning.tasks import Batches, Split, Task, fetch
+
+
+def nothing_learned(env: HostEnv) -> Tensor:  # [3 + 4·(1 + K)]
+    """In place of a HostEpoch's result, where there was none."""
+    dtype = next(env.network.parameters()).dtype
+    result = torch.full((3 + len(NO_GRADIENT) * (1 + len(env.slots)),), torch.nan, device=env.device, dtype=dtype)
+    result[2] = 0.0  # no step was skipped: none was taken
+    return result
 
 
 class HostEpoch:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.execution.loop import LoopExecutor, stack_rows
-from esper_lightning.envs.execution.step import HostEpoch
+from esper_lightning.envs.execution.step import HostEpoch, nothing_learned
 from esper_lightning.envs.execution.timing import PhaseClock
+from esper_lightning.envs.failure import alone
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.tasks import Split, Task
@@ -71,13 +72,18 @@ class StreamsExecutor(LoopExecutor):
                     # One context from fetching the batch to adding up its loss. Backward runs on the stream of its
                     # forward, and so do the nodes that add up gradients: every forward makes them anew, on its own
                     # stream, wherever the parameters were made.
-                    with torch.cuda.stream(self._stream(env)):
-                        epoch.step(i)
+                    with torch.cuda.stream(self._stream(env)), alone(env):
+                        if env.failure is None:
+                            epoch.step(i)
             results = []
             for env, epoch in zip(envs, epochs, strict=True):
                 with torch.cuda.stream(self._stream(env)):
-                    epoch.step(last)
-                    results.append(epoch.result())
+                    result = nothing_learned(env)
+                    with alone(env):
+                        if env.failure is None:
+                            epoch.step(last)
+                            result = epoch.result()
+                    results.append(result)
                     behind(env)
         return results
 

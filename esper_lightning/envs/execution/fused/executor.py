@@ -10,6 +10,7 @@ from esper_lightning.envs.execution.fused.proof import check_stack
 from esper_lightning.envs.execution.fused.scaling import StackedScaler
 from esper_lightning.envs.execution.fused.stack import HostStack
 from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
+from esper_lightning.envs.failure import together
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.envs.transfer import upload
@@ -34,7 +35,7 @@ class FusedExecutor(LoopExecutor):
         self.stack: HostStack | None = None
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with convolutions(self.training.onednn):
+        with convolutions(self.training.onednn), together(envs):
             epoch = FusedEpoch(self._stack(envs, data), envs, self.task, data)
             for i in range(len(epoch)):
                 epoch.step(i)
@@ -48,11 +49,12 @@ class FusedExecutor(LoopExecutor):
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with convolutions(self.training.onednn):
+        with convolutions(self.training.onednn), together(envs):
             return self._measure_all(envs, data, [env.variants() for env in envs])
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
-        return self._measure_all([env], data, [variants])[0]
+        with together([env]):
+            return self._measure_all([env], data, [variants])[0]
 
     def _measure_all(
         self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[Variant]]

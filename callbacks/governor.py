@@ -1,0 +1,49 @@
+"""Governor: what it did with diverging hosts, said and plotted."""
+
+from collections import Counter
+
+from lightning import Callback, Trainer
+
+from esper_lightning.data import say
+from esper_lightning.module import TamiyoModule
+from esper_lightning.telemetry.metrics import governor_metrics
+
+
+class Governor(Callback):
+    """Says which hosts were rolled back, and why.
+
+    It judges and acts within the tick, as a part of every environment (`data.env.governor`): so a rollback is in time
+    for the policy's update, and holds for the controllers that Tamiyo is compared with, too.
+
+    Args:
+        lines: Most lines to print in one rollout; the rest is counted. All of it is in TensorBoard, under `governor/`.
+    """
+
+    def __init__(self, lines: int = 5) -> None:
+        if lines < 0:
+            raise ValueError(f"governor.lines must not be negative, got {lines}")
+        self.lines = lines
+
+    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._left = self.lines
+        self._silent: Counter[str] = Counter()  # what was not said in this rollout
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        loop = pl_module.loop
+        if not loop.pool.config.governor.enabled:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(governor_metrics(loop.last, loop.pool.envs), step=loop.ticks)
+        for word in loop.last.verdicts:
+            if not word.verdict.diverged:
+                continue
+            if self._left > 0:
+                self._left -= 1
+                say(str(word))
+            else:
+                self._silent[word.verdict.decision.value] += 1
+        if trainer.is_last_batch:
+            if self._silent:
+                more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._silent.items())
+                say(f"{more} in this rollout: if there are many, lower data.env.training.lr")
+            self._left, self._silent = self.lines, Counter()

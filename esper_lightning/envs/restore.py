@@ -1,0 +1,65 @@
+"""What a saved host must be before it is loaded: numbers that no host has would fail, or be believed, much later."""
+
+from typing import Any
+
+from esper_lightning.envs.actions import Op
+from esper_lightning.governor import Watch
+from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
+
+HOST = ("seed", "tick", "last_op", "objective", "history", "validated", "host_gradient", "scaler", "skipped_steps")
+GUARD = ("losses", "counts", "healthy_ticks", "alphas", "snapshot")
+HISTORY = ("train_loss", "train_accuracy", "loss", "accuracy")
+SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def check_host(state: Any, horizon: int, slots: int) -> None:
+    """Raises ValueError unless a host of so many slots can have this state; `growing` is checked where it is loaded."""
+    check_parts("a host", state, (*HOST, "lr_factor", "growing"))
+    check_count("a host's seed", state["seed"], 2**64 - 1)
+    check_count("a host's tick", state["tick"], horizon)
+    check_count("a host's last op", state["last_op"], len(Op) - 1)
+    check_count("a host's skipped steps", state["skipped_steps"])
+    check_numbers("a host's objective", [state["objective"]], finite=True)
+    (factor,) = check_numbers("a host's factor of the learning rate", [state["lr_factor"]], finite=True)
+    if not 0.0 < factor <= 1.0:
+        raise ValueError(f"a host's factor of the learning rate is {factor}, outside of (0, 1]")
+    history = check_parts("a host's history", state["history"], HISTORY)
+    if len(history) > len(HISTORY):
+        raise ValueError(f"a host's history holds more than {', '.join(HISTORY)}")
+    for name in HISTORY:
+        if len(check_numbers(f"a host's {name}", history[name])) > horizon + 1:
+            raise ValueError(f"a host's {name} is of more than {horizon} ticks")
+    if not history["loss"] or not history["accuracy"]:
+        raise ValueError("a host has never been validated")
+    if state["validated"] is not None:
+        loss, accuracy = _pair(state["validated"])
+        check_numbers("a host's validation", loss, 2 + slots)
+        check_numbers("a host's validation", accuracy, 2 + slots)
+    if state["host_gradient"] is not None:
+        check_numbers("a host's gradient", state["host_gradient"], len(GradientStats._fields))
+    if state["scaler"]:
+        scaler = check_parts("a host's loss scale", state["scaler"], SCALER)
+        check_numbers("a host's loss scale", [scaler[name] for name in SCALER], finite=True)
+
+
+def check_guard(state: Any, horizon: int, slots: int) -> None:
+    """Raises ValueError unless this is what the Governor can remember of such a host."""
+    check_parts("the Governor's state", state, GUARD)
+    check_numbers("the Governor's losses", state["losses"], finite=True)
+    _, *fresh = Watch()
+    counts = state["counts"]
+    if not isinstance(counts, list) or [type(count) for count in counts] != [type(count) for count in fresh]:
+        raise ValueError("the Governor's counts are not those that it keeps")
+    for count in counts:
+        check_count("a count of the Governor", int(count))
+    check_count("a count of the Governor", state["healthy_ticks"])
+    if check_numbers("the Governor's alphas", state["alphas"], finite=True) and len(state["alphas"]) != slots:
+        raise ValueError(f"the Governor knows {len(state['alphas'])} alphas of {slots} slots")
+    check_host(state["snapshot"], horizon, slots)
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("a host's validation is not one of losses and accuracies")
+    return value[0], value[1]

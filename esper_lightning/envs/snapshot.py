@@ -1,0 +1,94 @@
+"""A copy of a state in storage that is used again: the last good state of a host, at no cost of memory over time."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes: every tensor begins at a multiple of this, so that it can be seen as any type of number."""
+
+
+CPU = torch.device("cpu")
+
+
+class Snapshot:
+    """Holds a nested state of dicts, lists, numbers and tensors.
+
+    Tensors are copied into one piece of memory on the CPU; it is allocated anew only when a larger state than ever
+    comes.
+
+    Args:
+        device: Where tensors come from. If it is a GPU the memory is pinned, and nobody waits for the copies.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._state: Any = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, state: Any) -> None:
+        """Replaces what is held by a copy of `state`."""
+        tensors = list(_tensors(state))
+        places = [0]
+        for tensor in tensors:
+            places.append(places[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        if places[-1] > len(self._memory):
+            self._memory = torch.empty(places[-1], dtype=torch.uint8, pin_memory=self._stream is not None)
+        begins = iter(places)
+
+        def keep(tensor: Tensor) -> Tensor:
+            begin = next(begins)
+            numbers = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype)
+            copy = numbers.as_strided(tensor.shape, _dense_strides(tensor))
+            return copy.copy_(tensor.detach(), non_blocking=True)
+
+        self._state = _convert(state, keep)
+        # Copies from a GPU may still be under way; whoever reads waits for them.
+        self._copied = self._stream().record_event() if self._stream is not None else None
+
+    def view(self) -> Any:
+        """What is held: its tensors are the storage itself, and void when the next state is taken."""
+        assert self._state is not None, "no snapshot has been taken"
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._state
+
+    def copy(self) -> Any:
+        """What is held, in memory of its own."""
+        return _convert(self.view(), Tensor.clone)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is allocated."""
+        return self._memory.nbytes
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`state` in dicts and lists of its own, with every tensor changed, in the order of `_tensors`."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        return type(state)((key, _convert(value, change)) for key, value in state.items())
+    if isinstance(state, list | tuple):
+        return type(state)(_convert(value, change) for value in state)
+    return state
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides if they leave no gap (channels_last, say), else those of a contiguous one."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

@@ -1,0 +1,47 @@
+"""A run that goes on with another number of environments begins a rollout with them: hosts cannot be divided."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def saved_environments(checkpoint: dict[str, Any]) -> int:
+    """How many environments the run had that wrote `checkpoint`."""
+    return len(checkpoint["HostPoolData"]["pool"]["envs"])
+
+
+def begin_rollout_with(checkpoint: dict[str, Any], n_envs: int) -> None:
+    """Changes `checkpoint` so that its next rollout has yet to begin, with `n_envs` environments.
+
+    A rollout in flight counts as never begun; the policy, its optimizer and its normalisers stay as they are.
+    """
+    fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
+    batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
+    played = 0 if batches["is_last_batch"] else batches["current"]["ready"]
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 0 if played == 0 else batches["current"]["completed"]
+    for count in batches["current"]:
+        batches["total"][count] -= batches["current"][count] if played else 0
+        batches["current"][count] = 0
+    batches["is_last_batch"] = False
+    for progress in epochs.values():
+        progress["ready"] = progress["started"] = progress["completed"] = progress["processed"]
+    for loader in fit["state_dict"]["combined_loader"]:
+        loader["position"] = 0
+    loop["ticks"] -= played
+    loop["episode"] -= played > 0
+    loop["state"] = [_rows(part, n_envs) for part in loop["state"]]
+    loop["starts"] = torch.ones(n_envs, dtype=torch.bool)
+    loop["raw"] = _none(loop["raw"], n_envs)
+    loop["buffer"] = {
+        "ticks": [_none(part, n_envs) for part in loop["buffer"]["ticks"]],
+        "state": [_rows(part, n_envs) for part in loop["buffer"]["state"]],
+    }
+
+
+def _rows(part: Tensor, n_envs: int) -> Tensor:  # [saved N, …] -> [N, …], zeros
+    return part.new_zeros(n_envs, *part.shape[1:])
+
+
+def _none(part: Tensor, n_envs: int) -> Tensor:  # [ticks, saved N, …] -> [0, N, …]
+    return part.new_zeros(0, n_envs, *part.shape[2:])

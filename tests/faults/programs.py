@@ -1,0 +1,200 @@
+"""Runs of the program in processes of their own, which are really killed, and which are gone when a test ends.
+
+To import torch takes seconds. So a server imports it once, in a single thread and without using it, and forks itself
+for every run: what then runs is `esper-lightning fit` in a process, a session and a process group of its own.
+"""
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+HARD_LIMIT = 120.0
+"""Seconds after which a process is killed: many times what it needs, so that it only ends what hangs."""
+
+
+class Program(NamedTuple):
+    """A run that was started."""
+
+    pid: int
+    output: Path
+    """What it has said, on stdout and stderr."""
+
+    wait: Callable[[float], int | None]
+    """Its return code, negative for the signal that ended it, after at most so many seconds; None: it goes on."""
+
+    def ended(self) -> int:
+        """Waits for its end, and makes sure of it."""
+        code = self.wait(HARD_LIMIT)
+        if code is None:
+            self.send(signal.SIGKILL)
+            self.wait(HARD_LIMIT)
+            raise TimeoutError(f"still running after {HARD_LIMIT} s; it said:\n{self.output.read_text()}")
+        return code
+
+    def send(self, number: int) -> None:
+        """Sends a signal to it and whatever it has started. The caller must not have seen its end."""
+        os.killpg(self.pid, number)
+
+
+Start = Callable[[Sequence[str], Path], Program]
+"""Arguments after `fit`, and where to write what the program says."""
+
+
+@contextmanager
+def forked() -> Iterator[Start]:
+    """Starts programs, one after the other, in forks of a process that has imported torch."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.programs"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as server:
+        orders, replies = server.stdin, server.stdout
+
+        def reply(seconds: float) -> int | None:
+            if not select.select([replies], [], [], seconds)[0]:
+                return None
+            if not (line := replies.readline()):
+                raise RuntimeError("the process that forks programs has ended; start it by hand to see why")
+            return int(line)
+
+        def start(args: Sequence[str], output: Path) -> Program:
+            orders.write(json.dumps([str(output), *args]).encode() + b"\n")
+            orders.flush()
+            pid = reply(HARD_LIMIT)
+            if pid is None:
+                raise TimeoutError(f"no program was started within {HARD_LIMIT} s")
+            return Program(pid, output, _remembering(reply))
+
+        try:
+            yield start
+        finally:
+            orders.close()  # on which it ends, and ends what it has started
+            try:
+                server.wait(HARD_LIMIT)
+            finally:
+                server.kill()
+
+
+@contextmanager
+def fresh() -> Iterator[Start]:
+    """Starts programs in interpreters of their own: as users do, and seconds slower."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(args: Sequence[str], output: Path) -> Program:
+        with output.open("ab") as file:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "esper_lightning", "fit", *args],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        running.append(started)
+
+        def wait(seconds: float) -> int | None:
+            try:
+                return started.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+
+        return Program(started.pid, output, wait)
+
+    try:
+        yield start
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _remembering(reply: Callable[[float], int | None]) -> Callable[[float], int | None]:
+    """A program's end is told once, and may be asked for again."""
+    code: int | None = None
+
+    def wait(seconds: float) -> int | None:
+        nonlocal code
+        if code is None:
+            code = reply(seconds)
+        return code
+
+    return wait
+
+
+def take_orders() -> list[str]:
+    """Forks whenever it is told to, until nobody is there any more. Returns in the forks alone: their arguments.
+
+    For each it says the process id, and when it has ended the return code.
+    """
+    orders = sys.stdin.buffer.raw
+    while line := orders.readline():
+        output, *args = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _be_on_ones_own(output)
+            return args
+        print(pid, flush=True)
+        end = os.pidfd_open(pid)
+        ready, _, _ = select.select([end, orders], [], [], HARD_LIMIT)
+        if end not in ready:  # whoever gave the order has gone, or it hangs
+            os.kill(pid, signal.SIGKILL)
+        os.close(end)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    raise SystemExit(0)
+
+
+def _be_on_ones_own(output: str) -> None:
+    """Makes a fork what a process is that a shell has just started."""
+    os.setsid()
+    for path, flags, number in ((os.devnull, os.O_RDONLY, 0), (output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1)):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.argv = sys.argv[:1]  # Lightning warns of any that it was not given
+
+
+def wait_for_next_second(folder: Path) -> None:
+    """Returns when what is started now comes after all event files below `folder`.
+
+    Readers of TensorBoard go through a folder's files by the second in their names, then by process id as text. Two
+    programs are never started that fast by hand.
+    """
+    seconds = [int(path.name.split(".")[3]) for path in folder.rglob("events.out.tfevents.*")]
+    while seconds and time.time() < max(seconds) + 1:
+        time.sleep(max(seconds) + 1 - time.time())
+
+
+if __name__ == "__main__":
+    import tests.runs  # noqa: F401  # torch, Lightning and all that a run imports
+    from esper_lightning.__main__ import main
+
+    gc.collect()
+    gc.freeze()  # or the collector would touch all of it, and so copy it, in every fork
+    try:
+        main(["fit", *take_orders()])
+        code = 0
+    except SystemExit as stopped:
+        code = stopped.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # to take an interpreter with torch apart takes longer than the run

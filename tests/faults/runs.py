@@ -1,0 +1,104 @@
+"""A tiny run in which hosts grow, and all that such a run leaves."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning import Callback, Trainer
+
+from esper_lightning.module import TamiyoModule
+from tests.runs import TINY, Run, cli, continuation, differences, load
+
+GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")
+"""With three hosts and quick seeds some are fossilized in every run, whatever its seed."""
+
+Callbacks = Mapping[type[Callback], dict[str, Any]]
+"""Callbacks and their arguments."""
+
+
+class Ending(NamedTuple):
+    """What a finished run leaves, but for the time and the memory that it took."""
+
+    latest: dict[str, Any]
+    best: dict[str, Any]
+    points: dict[str, list[tuple[int, float]]]
+    files: list[str]
+
+
+def grow(root: Path, *flags: str) -> None:
+    """Such a run in this process, its folder below `root`."""
+    cli(*GROWING, "--trainer.default_root_dir", str(root), *flags)
+
+
+def ending_of(run: Run) -> Ending:
+    return Ending(
+        latest=continuation(run.latest),
+        best=continuation(run.checkpoints / "best.ckpt"),
+        points={tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))},
+        files=sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("tick")),
+    )
+
+
+def differences_of(ending: Ending, reference: Ending) -> list[str]:
+    """Where they are not equal bit for bit."""
+    return differences(ending._asdict(), reference._asdict())
+
+
+def check_that_it_grows(ending: Ending) -> None:
+    """Raises ValueError if no seed was kept: such a run is no test."""
+    kept = [value for _, value in ending.points["rollout/parameters"]]
+    if len(set(kept)) < 2:
+        raise ValueError(f"nothing grew in the run, so it is no test: parameters after each rollout: {kept}")
+
+
+def tick_of(checkpoint: Path) -> int:
+    """Ticks that a run had met when it was saved."""
+    return load(checkpoint)["callbacks"]["RolloutState"]["loop"]["ticks"]
+
+
+def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
+    """Flags that add callbacks to a run."""
+    listed = [
+        {"class_path": f"{callback.__module__}.{callback.__qualname__}", "init_args": init_args}
+        for callback, init_args in callbacks.items()
+    ]
+    return "--trainer.callbacks", json.dumps(listed)
+
+
+class SignalsAt(Callback):
+    """Sends its own process signals, one right after the other, at the end of tick `tick`."""
+
+    def __init__(self, tick: int, numbers: list[int]) -> None:
+        self.tick = tick
+        self.numbers = numbers
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.loop.ticks == self.tick:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+class SignalIn(Callback):
+    """Sends its own process the signal `number` in the hook of that name, before training begins or after it."""
+
+    def __init__(self, hook: str, number: int) -> None:
+        self.hook = hook
+        self.number = number
+
+    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+        self._send_in("setup")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._send_in("on_fit_start")
+
+    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._send_in("on_train_start")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self._send_in("on_fit_end")
+
+    def _send_in(self, hook: str) -> None:
+        if hook == self.hook:
+            os.kill(os.getpid(), self.number)

@@ -1,0 +1,157 @@
+"""A disk that is full or fails ends a run in one line, and the last good checkpoint stays."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pytest
+import torch
+
+from esper_lightning.disk import AtomicCheckpointIO, DiskError, size_on_disk
+from tests.runs import HORIZON, ROOT, TINY, Run, fit, load, only_run
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, free))
+
+
+@pytest.mark.parametrize(
+    "content", [{"a": torch.zeros(10**6)}, {i: torch.zeros(3) for i in range(3000)}, {"a": [1.5] * 10**5}]
+)
+def test_what_a_checkpoint_needs_is_estimated_from_above(content: dict[Any, Any], tmp_path: Path) -> None:
+    AtomicCheckpointIO().save_checkpoint(content, tmp_path / "a.ckpt")
+    needed = (tmp_path / "a.ckpt").stat().st_size
+
+    assert needed <= size_on_disk(content) <= 3 * needed + 2**21
+
+
+def test_tensors_that_share_memory_need_it_once() -> None:
+    whole = torch.zeros(10**7)
+
+    assert size_on_disk([whole[:5], whole[5:], whole]) < 1.1 * whole.nbytes
+
+
+def test_nothing_is_written_where_it_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": torch.ones(3)}, target)
+    with_free(monkeypatch, 4_500_000)
+
+    with pytest.raises(DiskError, match=r"a\.ckpt' cannot be written: 5\.0 MB are needed, 4\.5 MB are free"):
+        AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(10**6)}, target)
+
+    assert torch.equal(load(target)["a"], torch.ones(3))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_system_that_does_not_know_its_size_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 0))
+
+    AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(3)}, tmp_path / "a.ckpt")
+
+    assert (tmp_path / "a.ckpt").is_file()
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The kernel takes no more than 100 kB into one file: torch's writer then fails in its own words."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("size", [30_000, 10**6])
+def test_a_write_that_the_kernel_cuts_off_leaves_the_old_checkpoint(size: int, tmp_path: Path) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": torch.ones(3)}, target)
+
+    with pytest.raises(DiskError, match=r"a\.ckpt' cannot be written: File too large"):
+        AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(size)}, target)
+
+    assert torch.equal(load(target)["a"], torch.ones(3))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_full_when_it_is_flushed_leaves_the_old_checkpoint(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"a": torch.ones(3)}, target)
+
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskError, match=os.strerror(number)):
+        AtomicCheckpointIO().save_checkpoint({"a": torch.zeros(3)}, target)
+
+    assert torch.equal(load(target)["a"], torch.ones(3))
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_is_no_failure_of_the_disk_is_not_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(checkpoint: object, file: BinaryIO) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(torch, "save", broken)
+
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt")
+
+
+def test_a_run_on_a_full_disk_ends_in_one_line_that_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+    kept = run.latest.read_bytes()
+    with_free(monkeypatch, 1000)
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, "--ckpt_path", str(run.latest))
+
+    assert ended.value.code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Trainer.fit" not in line]
+    assert line.startswith("error: ")
+    assert "0.0 MB are free" in line
+    command = f"esper-lightning fit --config {run.folder / 'config.yaml'} --ckpt_path {run.latest}"
+    assert line.endswith(command)
+    assert run.latest.read_bytes() == kept
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["best.ckpt", "latest.ckpt"]
+    monkeypatch.undo()
+    fit(tmp_path, "--ckpt_path", str(run.latest))
+    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == 3 * HORIZON
+
+
+def test_a_real_process_ends_so_when_the_kernel_takes_no_more(tmp_path: Path) -> None:
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
+        "from esper_lightning.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", limited, "fit", *TINY, "--trainer.default_root_dir", str(tmp_path)]
+
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    assert ended.returncode == 1, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "File too large" in line
+    assert "start again" in line  # there was no checkpoint yet
+    assert list(Run(only_run(tmp_path).folder).checkpoints.iterdir()) == []

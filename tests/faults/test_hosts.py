@@ -1,0 +1,289 @@
+"""What goes wrong inside one host stays there: numbers that are none, and memory that is not."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs.execution import StreamsExecutor
+from esper_lightning.envs.execution.fused.executor import FusedEpoch
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.governor import Decision
+from esper_lightning.growth.stages import Stage
+from tests.decisions import WAIT, act, germinate
+from tests.envs.breaking import CALM, UNWATCHED
+from tests.envs.execution.fake_cuda import FakeCuda
+from tests.runs import differences
+
+MakePool = Callable[..., HostPool]
+
+WATCHED = replace(CALM, snapshot_every=1, cooldown=0, penalty=0.5)
+
+HORIZON = 6
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, value: float) -> None:
+    parameter.view(-1)[0] = value
+
+
+def weights_nan(env: HostEnv) -> None:
+    fill(next(env.network.parameters()), math.nan)
+
+
+def weights_inf(env: HostEnv) -> None:
+    fill(next(env.network.parameters()), math.inf)
+
+
+def momentum_nan(env: HostEnv) -> None:
+    """The first step spoils the weights."""
+    fill(env.optimizer.state[next(env.network.parameters())]["exp_avg"], math.nan)
+
+
+def activations_overflow(env: HostEnv) -> None:
+    """The last layer's outputs are too large for any number, or too large for half precision."""
+    with torch.no_grad():
+        env.network.head.weight.fill_(1e5 if env.scaler.is_enabled() else 3e38)
+
+
+def seed_of(value: float) -> Callable[[HostEnv], None]:
+    """Spoils a seed that learns behind the host's back: its gradients are no numbers, the host's output is sound."""
+
+    def spoil(env: HostEnv) -> None:
+        assert env.slots[0].stage is Stage.TRAINING
+        for parameter in env.slots[0].seed.parameters():
+            fill(parameter, value)
+
+    return spoil
+
+
+gradients_nan, gradients_inf = seed_of(math.nan), seed_of(math.inf)
+
+FAULTS = {
+    "NaN in weights": weights_nan,
+    "inf in weights": weights_inf,
+    "NaN in momentum": momentum_nan,
+    "overflow": activations_overflow,
+    "NaN in gradients": gradients_nan,
+    "inf in gradients": gradients_inf,
+}
+
+
+def pool_of(make_pool: MakePool, executor: str, precision: str = "fp32", **changes: Any) -> HostPool:
+    training = HostTraining(batches=2, precision=precision)
+    settings = {"governor": WATCHED, "horizon": HORIZON, "training": training, "executor": executor} | changes
+    return make_pool(3, **settings)
+
+
+def grown(pool: HostPool, blueprint: int = 0) -> None:
+    """Every host has a seed that learns behind its back."""
+    pool.reset([1, 2, 3])
+    pool.step(act(*[germinate(0, blueprint)] * 3))
+
+
+def others(pool: HostPool, step: StepResult) -> list[Any]:
+    """All that there is to know of hosts 0 and 2."""
+    seen = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
+    return [[part[i].clone() for part in seen] + [deepcopy(pool.envs[i].state_dict())] for i in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("executor", "precision"),
+    [("threads", "fp32"), *((executor, name) for executor in ("loop", "fused") for name in ("fp32", "bf16", "fp16"))],
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
+    make_pool: MakePool, fault: str, precision: str, executor: str
+) -> None:
+    pool = pool_of(make_pool, executor, precision)
+    grown(pool)
+    untouched = others(pool, pool.step(act(WAIT, WAIT, WAIT)))
+    grown(pool)
+    good = deepcopy(pool.envs[1].state_dict()["growing"]["network"])
+    FAULTS[fault](pool.envs[1])
+    step = pool.step(act(WAIT, WAIT, WAIT))
+    assert differences(others(pool, step), untouched) == []
+    if precision == "fp16" and "gradients" in fault:
+        # Every step was skipped, as half precision may: the loss says nothing, and patience is asked for.
+        (word,) = step.verdicts
+        assert (word.host, word.verdict.decision) == (1, Decision.SUSPICIOUS)
+        step = pool.step(act(WAIT, WAIT, WAIT))
+        assert "every step was skipped" in step.verdicts[0].verdict.cause
+
+    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.ROLL_BACK)]
+    env = pool.envs[1]
+    assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
+    assert not any(slot.live for slot in env.slots)
+    now = env.network.state_dict()
+    assert differences({name: good[name] for name in now}, dict(now)) == []
+    for _ in range(2):
+        step = pool.step(act(WAIT, WAIT, WAIT))
+        assert not any(word.verdict.diverged for word in step.verdicts)  # in fp16 a loss scale may still be settling
+        assert all(part.isfinite().all() for part in (*step.metrics, step.reward, step.observation.features))
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_a_spoiled_seed_whose_gradients_show_nothing_is_found_when_it_is_blended(
+    make_pool: MakePool, executor: str
+) -> None:
+    pool = pool_of(make_pool, executor)
+    grown(pool, blueprint=2)  # a single layer: its gradient does not depend on its weights
+    gradients_nan(pool.envs[1])
+    step = pool.step(act(WAIT, WAIT, WAIT))
+    assert step.verdicts == [] and pool.envs[1].slots[0].stage is Stage.BLENDING
+    step = pool.step(act(WAIT, WAIT, WAIT))
+
+    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.ROLL_BACK)]
+    assert step.metrics.loss.isfinite().all() and not pool.envs[1].slots[0].occupied
+
+
+def no_memory_on_the_processor() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def no_memory_in_python() -> None:
+    raise MemoryError
+
+
+def no_memory_on_the_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
+
+
+SHORTAGES = [no_memory_on_the_processor, no_memory_in_python, no_memory_on_the_gpu]
+
+
+@contextmanager
+def short_of_memory(env: HostEnv, fail: Callable[[], None], training: bool) -> Iterator[None]:
+    """Meanwhile the host's network asks for more memory than there is, in training or in validation."""
+
+    def ask(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if network.training == training:
+            fail()
+
+    handle = env.network.register_forward_pre_hook(ask)
+    yield
+    handle.remove()
+
+
+@pytest.fixture(params=["loop", "threads", "streams"])
+def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> HostPool:
+    made = pool_of(make_pool, "threads" if request.param == "threads" else "loop")
+    if request.param == "streams":
+        made.executor = StreamsExecutor(made.task, made.config.training)
+    return made
+
+
+@pytest.mark.parametrize("fail", SHORTAGES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
+    pool: HostPool, fail: Callable[[], None], training: bool
+) -> None:
+    grown(pool)
+    untouched = others(pool, pool.step(act(WAIT, WAIT, WAIT)))
+    grown(pool)
+    env = pool.envs[1]
+    good = deepcopy(env.network.state_dict())
+    with short_of_memory(env, fail, training):
+        step = pool.step(act(WAIT, WAIT, WAIT))
+
+    assert differences(others(pool, step), untouched) == []
+    (word,) = step.verdicts
+    assert (word.host, word.tick, word.seed, word.verdict.decision) == (1, 2, 2, Decision.END)
+    assert word.verdict.cause.startswith("out of memory: ") and len(word.verdict.cause.splitlines()) == 1
+    assert str(word).startswith("host 1 (seed 2) ended at tick 2")
+    assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
+    assert pool.masks.ended.tolist() == [False, True, False]
+    assert differences({name: good[name] for name in env.network.state_dict()}, dict(env.network.state_dict())) == []
+    for tick in range(3, HORIZON + 1):
+        step = pool.step(act(WAIT, WAIT, WAIT))
+        assert step.verdicts == [] and step.truncated.tolist() == [tick == HORIZON] * 3
+    assert step.reward[1] == 0.0 and pool.test().isfinite().all()
+    pool.reset([1, 2, 3])
+    step = pool.step(act(WAIT, WAIT, WAIT))
+    assert step.verdicts == [], "the next episode is as any other"
+
+
+@pytest.mark.parametrize("fail", SHORTAGES)
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str, fail: Callable[[], None]
+) -> None:
+    pool = pool_of(make_pool, executor)
+    pool.reset([1, 2, 3])
+    pool.step(act(WAIT, WAIT, WAIT))
+    with monkeypatch.context() as patch:
+        patch.setattr("esper_lightning.growth.network.build_seed", lambda *_, **__: fail())
+        step = pool.step(act(WAIT, germinate(0, 2), WAIT))
+
+    assert [str(word).split(":")[1] for word in step.verdicts] == [" out of memory"]
+    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.END)]
+    assert pool.envs[1].slots[0].stage is Stage.DORMANT and step.metrics.accuracy.isfinite().all()
+    assert [env.ended for env in pool.envs] == [False, True, False]
+    step = pool.step(act(germinate(0, 2), WAIT, germinate(0, 2)))
+    assert step.verdicts == [] and [env.slots[0].occupied for env in pool.envs] == [True, False, True]
+
+
+def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_last(make_pool: MakePool) -> None:
+    pool = pool_of(make_pool, "loop")
+    grown(pool)
+    before = pool.step(act(WAIT, WAIT, WAIT)).metrics
+    env = pool.envs[1]
+    with short_of_memory(env, no_memory_on_the_gpu, True), short_of_memory(env, no_memory_on_the_gpu, False):
+        step = pool.step(act(WAIT, WAIT, WAIT))
+        assert [word.verdict.decision for word in step.verdicts] == [Decision.END]
+        assert step.metrics.accuracy[1] == before.accuracy[1]
+        for _ in range(3):
+            step = pool.step(act(WAIT, WAIT, WAIT))
+            assert step.verdicts == [] and step.observation.features.isfinite().all()
+        with pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory"):
+            pool.test()  # no number is better than none that looks like one
+
+
+def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_to(make_pool: MakePool) -> None:
+    pool = pool_of(make_pool, "loop")
+    shortage = short_of_memory(pool.envs[1], no_memory_on_the_processor, False)
+    with shortage, pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory.*; make hosts smaller"):
+        pool.reset([1, 2, 3])
+    pool.reset([1, 2, 3])
+    pool.step(act(WAIT, WAIT, WAIT))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_where_nobody_watches_the_error_is_raised(make_pool: MakePool, training: bool) -> None:
+    pool = pool_of(make_pool, "loop", governor=UNWATCHED)
+    grown(pool)
+    with (
+        short_of_memory(pool.envs[1], no_memory_on_the_processor, training),
+        pytest.raises(RuntimeError, match="can't allocate memory"),
+    ):
+        pool.step(act(WAIT, WAIT, WAIT))
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_any_other_error_is_raised_as_ever(make_pool: MakePool, executor: str) -> None:
+    def wrong() -> None:
+        torch.zeros(2) @ torch.zeros(3)
+
+    pool = pool_of(make_pool, executor)
+    grown(pool)
+    with short_of_memory(pool.envs[1], wrong, True), pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        pool.step(act(WAIT, WAIT, WAIT))
+
+
+@pytest.mark.parametrize("fail", SHORTAGES)
+def test_a_stack_that_does_not_fit_into_memory_is_nobodys_fault_and_an_error(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
+) -> None:
+    pool = pool_of(make_pool, "fused")
+    grown(pool)
+    monkeypatch.setattr(FusedEpoch, "_learn", lambda *_: fail())
+    with pytest.raises(MemoryError, match=r"3 hosts as one network: out of memory: .*; use env\.executor loop"):
+        pool.step(act(WAIT, WAIT, WAIT))

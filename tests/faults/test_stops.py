@@ -1,0 +1,190 @@
+"""A run that is told to stop, at any tick or while it starts, does so in one line; resumed, it ends equal."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGCONT, SIGINT, SIGSTOP, SIGTERM, Signals
+
+import pytest
+from torch import nn
+
+from tests.faults.programs import Program, Start, fresh, wait_for_next_second
+from tests.faults.runs import (
+    GROWING,
+    Ending,
+    SignalIn,
+    SignalsAt,
+    check_that_it_grows,
+    differences_of,
+    ending_of,
+    grow,
+    tick_of,
+    with_callbacks,
+)
+from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, guarded_signals, only_run, tiny_host
+
+MID_ROLLOUT = HORIZON + 3
+GLANCE = 0.0002
+"""Seconds between two looks for a draft, which is there for some 5 ms."""
+
+TRAINED = "`Trainer.fit` stopped: `max_epochs=3` reached.\n"
+
+ATTEMPTS = 20
+"""Of catching a checkpoint while it is written; on a busy machine one comes too late now and then."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that was not stopped, with a checkpoint of every tick."""
+    root = tmp_path_factory.mktemp("saved")
+    grow(root, *with_callbacks({SaveEveryTick: {}}))
+    return only_run(root)
+
+
+@pytest.fixture(scope="module")
+def untouched(saved: Run) -> Ending:
+    ending = ending_of(saved)
+    check_that_it_grows(ending)
+    return ending
+
+
+def assert_it_goes_on_to_the_same_end(root: Path, untouched: Ending) -> None:
+    """Resumes the run below `root`, and compares what it leaves."""
+    wait_for_next_second(root)
+    grow(root, "--ckpt_path", str(only_run(root).latest))
+    assert differences_of(ending_of(only_run(root)), untouched) == []
+
+
+def begun(start: Start, root: Path, *flags: str) -> Program:
+    root.mkdir(exist_ok=True)
+    return start([*GROWING, "--trainer.default_root_dir", str(root / "runs"), *flags], root / "output.txt")
+
+
+def stopped_at(tick: int, number: Signals, root: Path, *flags: str) -> Path:
+    """Begins a run in this process, or goes on, and sends it a signal at the end of a tick; what it has saved."""
+    wait_for_next_second(root)
+    with guarded_signals(), pytest.raises(SystemExit) as stopped:
+        grow(root, *with_callbacks({SignalsAt: {"tick": tick, "numbers": [int(number)]}}), *flags)
+    assert stopped.value.code == 128 + number
+    latest = only_run(root).latest
+    assert tick_of(latest) == tick
+    return latest
+
+
+def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
+    saved: Run, untouched: Ending, tmp_path: Path
+) -> None:
+    go_on: tuple[str, ...] = ()
+    for tick in range(1, 2 * HORIZON + 1):
+        latest = stopped_at(tick, SIGTERM, tmp_path, *go_on)
+        go_on = ("--ckpt_path", str(latest))
+        expected = continuation(saved.checkpoints / f"tick{tick}.ckpt")
+        assert differences(continuation(latest), expected) == [], f"at tick {tick}, having been stopped at all before"
+
+    assert_it_goes_on_to_the_same_end(tmp_path, untouched)
+
+
+@pytest.mark.parametrize(("number", "tick"), [(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)])
+def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: Ending, tmp_path: Path) -> None:
+    stopped_at(tick, number, tmp_path)
+
+    assert_it_goes_on_to_the_same_end(tmp_path, untouched)
+
+
+@pytest.mark.parametrize("numbers", [(SIGTERM, SIGTERM), (SIGINT, SIGINT), (SIGTERM, SIGINT), (SIGINT, SIGTERM)])
+def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(
+    numbers: Sequence[Signals], start: Start, tmp_path: Path
+) -> None:
+    at = {"tick": MID_ROLLOUT, "numbers": [int(number) for number in numbers]}
+    program = begun(start, tmp_path, *with_callbacks({SignalsAt: at}))
+
+    assert program.ended() == -numbers[1], program.output.read_text()
+    assert tick_of(only_run(tmp_path / "runs").latest) == HORIZON
+
+
+def meets_while_it_writes_its_second_checkpoint(program: Program, checkpoints: Path, number: Signals) -> bool:
+    """False: the signal would have come too late, and was not sent."""
+    latest, draft = checkpoints / "latest.ckpt", checkpoints / f".latest.ckpt.{program.pid}.tmp"
+    while program.wait(GLANCE) is None:
+        if latest.exists() and draft.exists():
+            program.send(SIGSTOP)
+            if caught := draft.exists():
+                program.send(number)
+            program.send(SIGCONT)
+            return caught
+    return False
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
+def test_a_second_signal_while_a_checkpoint_is_written_leaves_the_one_before(
+    number: Signals, start: Start, untouched: Ending, tmp_path: Path
+) -> None:
+    first = with_callbacks({SignalsAt: {"tick": MID_ROLLOUT, "numbers": [int(number)]}})
+    for root in (tmp_path / str(attempt) for attempt in range(ATTEMPTS)):
+        program = begun(start, root, *first)
+        checkpoints = root / "runs" / "version_0" / "checkpoints"
+        caught = meets_while_it_writes_its_second_checkpoint(program, checkpoints, number)
+        code = program.ended()
+        if caught:
+            break
+    else:
+        raise AssertionError(f"in {ATTEMPTS} runs no checkpoint was caught while it was written")
+
+    assert code == -number, program.output.read_text()
+    assert {path.name for path in checkpoints.iterdir() if path.name.startswith(".")}, "its draft is left"
+    assert tick_of(only_run(root / "runs").latest) == HORIZON
+    assert_it_goes_on_to_the_same_end(root / "runs", untouched)
+
+
+def host_that_meets_sigint(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    os.kill(os.getpid(), SIGINT)
+    return tiny_host(input_shape, outputs)
+
+
+def host_that_meets_sigterm(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    os.kill(os.getpid(), SIGTERM)
+    return tiny_host(input_shape, outputs)
+
+
+def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
+    """Ctrl-C ends in a line; SIGTERM in one or none, for a process may leave its end to the system."""
+    code, said = program.ended(), program.output.read_text().replace(TRAINED, "")
+    assert code in ((130,) if number == SIGINT else (143, -SIGTERM)), said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1 if number == SIGINT else len(said.splitlines()) <= 1, said
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
+    number: Signals, start: Start, tmp_path: Path
+) -> None:
+    host = f"--data.host={__name__}.host_that_meets_{number.name.lower()}"
+    assert_stopped_in_a_line(begun(start, tmp_path, host), number)
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_right_before_training_ends_the_program_in_a_line(
+    number: Signals, hook: str, start: Start, tmp_path: Path
+) -> None:
+    flags = with_callbacks({SignalIn: {"hook": hook, "number": int(number)}})
+    assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a_line(
+    number: Signals, start: Start, tmp_path: Path
+) -> None:
+    flags = with_callbacks({SignalIn: {"hook": "on_fit_end", "number": int(number)}})
+    assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_while_torch_is_imported_ends_the_program_in_a_line(number: Signals, tmp_path: Path) -> None:
+    with fresh() as start:
+        program = begun(start, tmp_path)
+        maps = Path(f"/proc/{program.pid}/maps")
+        while program.wait(0.01) is None and "libtorch" not in maps.read_text():
+            pass
+        program.send(number)
+        assert_stopped_in_a_line(program, number)

@@ -1,0 +1,288 @@
+"""Checkpoints and manifests from elsewhere run no code, take no memory without bound, and write and remove nothing."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.checkpoint import bring_home, check_checkpoint
+from esper_lightning.disk import AtomicCheckpointIO
+from esper_lightning.growth import load as load_network
+from esper_lightning.growth import save as save_network
+from esper_lightning.growth.reading import read_tensors
+from tests.runs import Run, fit, load, only_run, tiny_host
+
+GOOD = {
+    "a": torch.arange(1000.0),
+    "b": [1, "x", None, (2.5, True)],
+    "c": OrderedDict(d=torch.ones(3, dtype=torch.bool)),
+}
+
+
+def archive(path: Path, change: Callable[[str, bytes], bytes] = lambda name, data: data, **options: Any) -> Path:
+    """GOOD as a file, with other contents or another form of archive."""
+    torch.save(GOOD, whole := io.BytesIO())
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w", **options) as target:
+        for name in source.namelist():
+            target.writestr(name, change(name, source.read(name)))
+    return path
+
+
+def pickled(path: Path, content: bytes) -> Path:
+    """A file whose pickle is `content`."""
+    return archive(path, lambda name, data: content if name.endswith(".pkl") else data)
+
+
+def asks_for(callable_: str, argument: bytes) -> bytes:
+    """A pickle that calls something with one argument."""
+    return b"\x80\x02c" + callable_.encode() + b"\n" + argument + b"\x85R."
+
+
+HUGE = b"\x8a\x06" + (2**42).to_bytes(6, "little")
+
+
+def test_what_was_saved_is_read(tmp_path: Path) -> None:
+    torch.save(GOOD, tmp_path / "a.pt")
+
+    assert torch.equal(read_tensors(tmp_path / "a.pt")["a"], GOOD["a"])
+    assert torch.equal(read_tensors(archive(tmp_path / "b.pt"))["a"], GOOD["a"])  # what the cases below are made from
+
+
+def refused(path: Path, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refusal:
+        read_tensors(path)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "maker",
+    ["builtins bytearray", "torch Tensor", "torch.storage UntypedStorage", "torch FloatTensor", "collections Counter"],
+)
+def test_what_allocates_as_much_as_a_file_asks_for_is_not_made(maker: str, tmp_path: Path) -> None:
+    refused(
+        pickled(tmp_path / "a.pt", asks_for(maker.replace(" ", "\n"), HUGE)), f"would make a {maker.replace(' ', '.')}"
+    )
+
+
+def test_no_code_is_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    torch.save({"a": Trap()}, tmp_path / "a.pt")
+
+    refused(tmp_path / "a.pt", r"would make a (posix|nt)\.mkdir")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_torchs_old_format_is_refused(tmp_path: Path) -> None:
+    torch.save(GOOD, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+
+    refused(tmp_path / "a.pt", "BadZipFile")
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    bomb = archive(
+        tmp_path / "a.pt",
+        lambda name, data: bytes(10**7) if name.endswith("data/0") else data,
+        compression=zipfile.ZIP_DEFLATED,
+    )
+    assert bomb.stat().st_size < 10**5
+
+    refused(bomb, "compressed")
+
+
+def test_every_bit_of_a_tensor_is_checked(tmp_path: Path) -> None:
+    torch.save(GOOD, tmp_path / "a.pt")
+    whole = bytearray((tmp_path / "a.pt").read_bytes())
+    whole[whole.index(struct.pack("<f", 500.0))] ^= 1
+    (tmp_path / "a.pt").write_bytes(whole)
+    assert not torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["a"], GOOD["a"])  # torch does not notice
+
+    refused(tmp_path / "a.pt", "data/0 is damaged")
+
+
+@pytest.mark.parametrize("added", [b"x", b"PK\5\6" + bytes(18), bytes(100)])
+def test_an_archive_that_can_be_read_in_two_ways_is_refused(added: bytes, tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.pt")
+    path.write_bytes(path.read_bytes() + added)
+
+    refused(path, "truncated, damaged")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", ["archive/data.pkl", "archive/DATA.PKL", "other/data.pkl"])
+def test_two_entries_of_one_name_are_refused(name: str, tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.pt")
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(name, pickle.dumps({}, protocol=2))
+
+    refused(path, "a name twice, or more than one folder")
+
+
+def test_a_tensor_that_is_a_view_of_less_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_size < 2000
+
+    refused(tmp_path / "a.pt", "is a view of less")
+
+
+def test_many_tensors_on_one_memory_are_refused(tmp_path: Path) -> None:
+    whole = torch.zeros(10**6)
+    torch.save([whole[:] for _ in range(100)], tmp_path / "a.pt")
+
+    refused(tmp_path / "a.pt", "larger than the file")
+
+
+def test_lists_that_hold_each_other_are_refused(tmp_path: Path) -> None:
+    doubled: list[Any] = []
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    round_: list[Any] = []
+    round_.append(round_)
+    for content, why in (
+        (doubled, "more values than"),
+        (deep, "too deeply"),
+        (round_, "too deeply"),
+        (2**70, "whole number"),
+    ):
+        torch.save({"a": content}, tmp_path / "a.pt")
+        refused(tmp_path / "a.pt", why)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("finished")
+    fit(root, "--trainer.max_epochs=1")
+    return only_run(root)
+
+
+def checkpointing(checkpoint: dict[str, Any], monitor: object) -> dict[str, Any]:
+    return next(
+        s for k, s in checkpoint["callbacks"].items() if k.startswith(f"ModelCheckpoint{{'monitor': {monitor!r}")
+    )
+
+
+@pytest.mark.parametrize("form", ["local://{}", "{}", "{run}/checkpoints/../../victim", "file://{}", "memory://x"])
+def test_a_checkpoint_cannot_have_files_removed(form: str, finished: Run, tmp_path: Path) -> None:
+    """Lightning removes what a checkpoint names as the one of before, a folder with all that is in it too."""
+    run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "dear.ckpt").write_text("dear")
+    named = form.format(victim, run=run.folder)
+    checkpoint = load(run.latest)
+    for monitor in (None, "rollout/objective"):
+        state = checkpointing(checkpoint, monitor)
+        state |= {"best_model_path": named, "kth_best_model_path": named, "last_model_path": named}
+        state |= {"dirpath": str(run.checkpoints), "best_k_models": {named: torch.tensor(-9.0)}}
+    torch.save(checkpoint, run.latest)
+
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.latest), "--latest.save_last=true")
+
+    assert (victim / "dear.ckpt").read_text() == "dear"
+    assert run.latest.is_file()
+
+
+def test_the_best_is_known_after_a_run_was_moved(finished: Run, tmp_path: Path) -> None:
+    state = checkpointing(load(finished.latest), "rollout/objective")
+    moved = Path(shutil.copytree(finished.checkpoints, tmp_path / "checkpoints"))
+
+    home = bring_home(state, str(moved))
+
+    assert home["best_model_path"] == home["kth_best_model_path"] == str(moved / "best.ckpt")
+    assert home["best_k_models"] == {str(moved / "best.ckpt"): state["best_model_score"]}
+    assert home["dirpath"] == str(moved)
+    (moved / "best.ckpt").unlink()
+    assert bring_home(state, str(moved)) is None
+
+
+def test_nothing_but_a_file_is_ever_removed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "dear").write_text("dear")
+
+    AtomicCheckpointIO().remove_checkpoint(f"local://{tmp_path}/folder")
+    AtomicCheckpointIO().remove_checkpoint(tmp_path / "folder")
+
+    assert (tmp_path / "folder" / "dear").read_text() == "dear"
+
+
+def test_links_that_lie_where_a_run_writes_are_not_followed(finished: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
+    dear = tmp_path / "dear"
+    dear.write_text("dear")
+    for name in ("config.yaml", "run.json", "checkpoints/latest.ckpt", f"checkpoints/.latest.ckpt.{os.getpid()}.tmp"):
+        (run.folder / name).unlink(missing_ok=True)
+        (run.folder / name).symlink_to(dear if "ckpt" in name else tmp_path / "new")
+
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.checkpoints / "best.ckpt"))
+
+    assert dear.read_text() == "dear"
+    assert not (tmp_path / "new").exists()
+    assert not run.latest.is_symlink()
+
+
+def test_a_damaged_checkpoint_leaves_no_trace(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found out late, when Lightning restores: by then TensorBoard has begun a file."""
+    run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
+    checkpoint = load(run.latest)
+    checkpoint["callbacks"]["RolloutState"]["loop"]["state"][0] = torch.zeros(1)  # would be broadcast
+    torch.save(checkpoint, run.latest)
+    torch.save(checkpoint, tmp_path / "lone.ckpt")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+
+    for path in (run.latest, tmp_path / "lone.ckpt"):
+        with pytest.raises(SystemExit) as ended:
+            fit(tmp_path / "new", "--trainer.max_epochs=2", "--ckpt_path", str(path))
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: checkpoint '{path}' cannot be continued: ")
+        assert "[2, 64]" in line
+
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_positions_that_numpy_would_believe_are_refused(finished: Run, tmp_path: Path) -> None:
+    checkpoint = load(finished.latest)
+    checkpoint["callbacks"]["RolloutState"]["random"]["numpy"][2] = 10**6
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+
+    with pytest.raises(ValueError, match="position of numpy's generator"):
+        check_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("number", [10**400, -1, 1.5, True])
+@pytest.mark.parametrize("name", ["ramp_ticks", "age", "ticks_in_stage", "width"])
+def test_numbers_that_no_seed_can_have_are_refused(number: Any, name: str, tmp_path: Path) -> None:
+    save_network(tiny_host((1, 8, 8), 10), tmp_path)
+    topology = json.loads((tmp_path / "topology.json").read_text())
+    topology["slots"][0][name] = number
+    (tmp_path / "topology.json").write_text(json.dumps(topology))
+
+    with pytest.raises(ValueError, match=f"damaged.*{name}"):
+        load_network(tiny_host((1, 8, 8), 10), tmp_path)
+
+
+def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    save_network(tiny_host((1, 8, 8), 10), tmp_path)
+    (tmp_path / "topology.json").write_text("[" * 100_000)
+
+    with pytest.raises(ValueError, match=r"topology\.json is damaged"):
+        load_network(tiny_host((1, 8, 8), 10), tmp_path)

@@ -1,0 +1,84 @@
+"""Row F9 of the findings: snapshots and rollbacks, however many, need the memory of the first ones."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.governor import Decision, GovernorConfig
+from esper_lightning.hosts import CNN
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.memory import resident
+from tests.conftest import SMALL
+
+GPU = torch.device("cuda", 0)
+
+EAGER = GovernorConfig(snapshot_every=1, cooldown=0, max_rollbacks=10**6)
+
+HOSTS, HORIZON = 4, 25
+
+
+def host(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """A snapshot of it takes 0.3 MiB with Adam's momenta: a thousand that were kept could not be overlooked."""
+    return CNN(input_shape, outputs, base=16, channels_last=False)
+
+
+def wanderer_pool(device: torch.device) -> HostPool:
+    training = HostTraining(batches=1, batch_size=8, onednn=False)
+    config = replace(SMALL, horizon=HORIZON, training=training, governor=EAGER)
+    task = Digits(validation=20, test=20)
+    return HostPool(task, task.load(), host, config, HOSTS, device)
+
+
+def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
+    """Seeds come and go at random, a snapshot is taken of every host in every tick, and in every tenth tick a weight of
+    every host is broken. Returns the number of rollbacks."""
+    rollbacks = 0
+    for tick in range(snapshots // HOSTS):
+        if tick % HORIZON == 0:
+            pool.reset(range(HOSTS))
+        if tick % 10 == 9:
+            for env in pool.envs:
+                with torch.no_grad():
+                    env.optimizer.param_groups[0]["params"][0].view(-1)[0] = torch.nan
+        verdicts = pool.step(wanderer.act(pool)).verdicts
+        rollbacks += sum(word.verdict.decision is Decision.ROLL_BACK for word in verdicts)
+    gc.collect()
+    return rollbacks
+
+
+@pytest.mark.skipif(resident() is None, reason="reads Linux's books")
+def test_f9_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
+    """F9: after a warm-up the resident memory of the process grows by at most 1 %."""
+    pool, wanderer = wanderer_pool(torch.device("cpu")), RandomValid(0)
+    play(pool, wanderer, snapshots=300)
+    before = resident()
+
+    rollbacks = play(pool, wanderer, snapshots=1000)
+
+    assert rollbacks >= 100
+    assert resident() < 1.01 * before
+    assert all(env.guard.snapshot.nbytes > 0.25 * 2**20 for env in pool.envs)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_f9_snapshots_hold_no_memory_of_the_gpu() -> None:
+    """F9: on a GPU, snapshots lie in pinned memory of the processor, and neither side grows by more than 1 %."""
+    pool, wanderer = wanderer_pool(GPU), RandomValid(0)
+    play(pool, wanderer, snapshots=300)
+    pool.reset(range(HOSTS))
+    process, gpu = resident(), torch.cuda.memory_allocated(GPU)
+
+    rollbacks = play(pool, wanderer, snapshots=1000)
+    pool.reset(range(HOSTS))
+
+    assert rollbacks >= 100
+    assert torch.cuda.memory_allocated(GPU) <= 1.01 * gpu
+    assert resident() < 1.01 * process

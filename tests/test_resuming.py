@@ -1,0 +1,69 @@
+"""A run that goes on with another number of environments begins the rollout anew, and says so."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
+
+MORE, FEWER = 3, 1
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("saved")
+    fit(root, *with_callback(SaveEveryTick))
+    return only_run(root)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("envs", [FEWER, MORE])
+@pytest.mark.parametrize("tick", [1, HORIZON, HORIZON + 1, 2 * HORIZON - 1])
+def test_it_goes_on_from_the_beginning_of_the_rollout(
+    tick: int, envs: int, saved: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path / "version_0")
+    run.checkpoints.mkdir(parents=True)
+    checkpoint = Path(shutil.copy(saved.checkpoints / f"tick{tick}.ckpt", run.checkpoints))
+    flags = (f"--data.n_envs={envs}", "--model.ppo.minibatches=1", "--ckpt_path", str(checkpoint))
+
+    built = fit(tmp_path, *flags)
+
+    assert f"{envs} environments, the run so far had 2: it goes on with the next rollout" in capsys.readouterr().out
+    whole_rollouts = tick // HORIZON
+    ticks = [step for step, _ in run.scalars()["hosts/accuracy"]]
+    assert ticks == list(range(whole_rollouts * HORIZON + 1, EPOCHS * HORIZON + 1)), "every rollout is whole"
+    assert [step for step, _ in run.scalars()["train/kl"]] == [
+        HORIZON * (rollout + 1) for rollout in range(whole_rollouts, EPOCHS)
+    ]
+    assert built.trainer.current_epoch == EPOCHS
+    assert len(load(run.latest)["HostPoolData"]["pool"]["envs"]) == envs
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_the_policy_and_its_normalisers_are_those_of_the_checkpoint(saved: Run, tmp_path: Path) -> None:
+    last = saved.checkpoints / f"tick{EPOCHS * HORIZON}.ckpt"
+
+    built = fit(tmp_path, f"--data.n_envs={MORE}", "--ckpt_path", str(last))  # nothing is left to train
+
+    ours, theirs = built.model.state_dict(), load(last)["state_dict"]
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_what_went_on_can_be_stopped_and_resumed_again(saved: Run, tmp_path: Path) -> None:
+    middle = saved.checkpoints / f"tick{HORIZON + 2}.ckpt"
+    more = (f"--data.n_envs={MORE}",)
+    fit(tmp_path / "whole", *more, "--ckpt_path", str(shutil.copy(middle, tmp_path)), *with_callback(SaveEveryTick))
+    whole = only_run(tmp_path / "whole")
+    again = Run(tmp_path / "again" / "version_0")
+    again.checkpoints.mkdir(parents=True)
+    checkpoint = shutil.copy(whole.checkpoints / f"tick{2 * HORIZON + 2}.ckpt", again.checkpoints)
+
+    fit(tmp_path / "again", *more, "--ckpt_path", str(checkpoint))
+
+    assert load(again.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
+    ours, theirs = load(again.latest)["state_dict"], load(whole.latest)["state_dict"]
+    assert all((ours[name] == theirs[name]).all() for name in ours)
