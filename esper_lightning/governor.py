@@ -28,7 +28,8 @@ class GovernorConfig:
     two mostly mends itself."""
 
     learned: float = 0.6
-    """Share of the loss of guessing, ln(classes), below which the normal loss says that a host has learned."""
+    """Share of the loss of guessing, ln(classes), below which the mean of the healthy losses in the window, however few,
+    says that a host has learned."""
 
     guessing: float = 0.065
     """Share of ln(classes) that a host may stay below it, and yet seem to guess again if it had learned."""
@@ -78,7 +79,7 @@ class Watch(NamedTuple):
     """Host epochs left in which a rollback is not repeated."""
     rollbacks: int = 0
     learned: int = 0
-    """Host epochs, since a seed last lost weight, in which the normal loss was far below that of guessing."""
+    """Host epochs, since a seed last lost weight, in which the healthy losses were far below that of guessing."""
 
 
 class Reading(NamedTuple):
@@ -139,7 +140,7 @@ def judge(watch: Watch, reading: Reading, chance: float, config: GovernorConfig)
     if cause is not None:
         return diverge(watch, cause, reading.loss, config)
     losses = () if reading.reshaped else watch.losses
-    learned = (0 if reading.reshaped else watch.learned) + (normal(losses, chance, config) < config.learned * chance)
+    learned = (0 if reading.reshaped else watch.learned) + (spread(losses)[0] < config.learned * chance)
     suspicion = out_of_range(reading, losses, chance, config) or guesses_again(reading.loss, learned, chance, config)
     panic = watch.panic + 1 if suspicion else 0
     if panic >= config.patience and watch.cooldown == 0:

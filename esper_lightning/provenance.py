@@ -68,7 +68,7 @@ class RunRecord(SaveConfigCallback):
         set_aside(folder / self.config_filename)
         super().setup(trainer, pl_module, "fit")
         choice = trainer.datamodule.pool.choice
-        record = provenance(trainer.datamodule.seed, str(trainer.strategy.root_device), str(choice))
+        record = provenance(trainer.datamodule.seed, trainer.strategy.root_device, str(choice))
         set_aside(folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
         trainer.begun = True
 
@@ -95,12 +95,12 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def provenance(seed: int, device: str, executor: str) -> dict[str, Any]:
+def provenance(seed: int, device: torch.device, executor: str) -> dict[str, Any]:
     """With what, where and how this process runs; nothing from its environment."""
     return {
         "command": sys.argv,
         "seed": seed,
-        "device": device,
+        "device": str(device),
         "executor": executor,
         "threads": torch.get_num_threads(),
         "python": sys.version,

@@ -313,5 +313,6 @@ class HostPool:
             self.reset(range(self.n_envs))  # an executor meets hosts before anything has grown on them
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
+        self.terminated.zero_()
         self._look()
         return note

@@ -52,7 +52,10 @@ SMALLEST, LARGEST = -(2**63), 2**64 - 1
 """Whole numbers that torch can hold."""
 
 
-def read_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
+CPU = torch.device("cpu")
+
+
+def read_tensors(path: Path, device: torch.device = CPU) -> Any:
     """What `torch.save` wrote to `path`. Raises ValueError, saying why, unless it is whole and plain data."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is not there, or not a file")

@@ -117,8 +117,8 @@ def test_a4_devices_are_devices_inside() -> None:
                 strings += [(path.name, text) for text in texts if text.partition(":")[0] in ("cpu", "cuda")]
                 assert not (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"), path
 
-    # The edge: where files are read, and where weights are put together in double precision.
-    assert strings == [("checkpoint.py", "cpu"), ("fold.py", "cpu")]
+    # The edge: where snapshots are kept, where weights are put together in double precision, where files are read.
+    assert strings == [("snapshot.py", "cpu"), ("fold.py", "cpu"), ("reading.py", "cpu")]
 
 
 def torch_names(code: ast.AST) -> Iterator[str]:

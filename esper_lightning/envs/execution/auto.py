@@ -149,10 +149,10 @@ def _compare(executors: Mapping[Choice, LoopExecutor], envs: Sequence[HostEnv], 
 
 @contextmanager
 def _noting(choice: Choice, refused: dict[Choice, str]) -> Iterator[None]:
-    """A ValueError meanwhile is a refusal."""
+    """What an executor cannot do, or has no memory for, is a refusal."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         refused[choice] = str(error)
 
 
@@ -183,7 +183,9 @@ def _germinate(envs: Sequence[HostEnv], growable: Sequence[Sequence[bool]]) -> N
 
 
 def speed(executor: LoopExecutor, envs: Sequence[HostEnv], data: TaskData) -> float:
-    """Environment steps per second."""
+    """Environment steps per second. Raises MemoryError if a host runs out of memory."""
+    for env in envs:
+        env.failure = None  # another executor's
     training = envs[0].training
     epoch = training.batches or data.train.samples // training.batch_size
     few = min(epoch, BATCHES)
@@ -203,5 +205,8 @@ def speed(executor: LoopExecutor, envs: Sequence[HostEnv], data: TaskData) -> fl
     begin = time.perf_counter()
     executor.validate(envs, data.validation).cpu()  # after it all kernels are done, those of training too
     validation = time.perf_counter() - begin
+    for env in envs:
+        if env.failure is not None:  # it did nothing, and that is fast
+            raise MemoryError(env.failure)
     batch = max(some - one, 0.0) / max(few - 1, 1)
     return len(envs) / (some + batch * (epoch - few) + validation)

@@ -61,14 +61,14 @@ class StreamsExecutor(LoopExecutor):
 
     def _train_all(self, envs: Sequence[HostEnv], data: Split, behind: Callable[[HostEnv], None]) -> list[Tensor]:
         """An epoch's result of every environment, to be brought home; what `behind` does comes behind its epoch."""
-        epochs: list[HostEpoch] = []
+        epochs: dict[HostEnv, HostEpoch] = {}
         with self._apart(envs):
             for env in envs:
-                with torch.cuda.stream(self._stream(env)):
-                    epochs.append(HostEpoch(env, self.task, data.to(env.device)))
-            last = len(epochs[0]) - 1  # of all of them: they have the same data and settings
+                with torch.cuda.stream(self._stream(env)), alone(env):
+                    epochs[env] = HostEpoch(env, self.task, data.to(env.device))
+            last = envs[0].training.steps(data.samples) - 1  # of all of them: they have the same data and settings
             for i in range(last):
-                for env, epoch in zip(envs, epochs, strict=True):
+                for env, epoch in epochs.items():
                     # One context from fetching the batch to adding up its loss. Backward runs on the stream of its
                     # forward, and so do the nodes that add up gradients: every forward makes them anew, on its own
                     # stream, wherever the parameters were made.
@@ -76,13 +76,13 @@ class StreamsExecutor(LoopExecutor):
                         if env.failure is None:
                             epoch.step(i)
             results = []
-            for env, epoch in zip(envs, epochs, strict=True):
+            for env in envs:
                 with torch.cuda.stream(self._stream(env)):
                     result = nothing_learned(env)
                     with alone(env):
                         if env.failure is None:
-                            epoch.step(last)
-                            result = epoch.result()
+                            epochs[env].step(last)
+                            result = epochs[env].result()
                     results.append(result)
                     behind(env)
         return results
