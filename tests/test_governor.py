@@ -99,7 +99,7 @@ def test_a_loss_is_out_of_range_beyond_so_many_times_the_normal_mean() -> None:
 
 
 def test_a_host_of_which_little_is_known_is_held_to_guessing() -> None:
-    for watch in (Watch(), Watch(LEARNED[:3])):
+    for watch in (Watch(), Watch((1.5,) * 3)):
         assert of(2.99 * CHANCE, watch).decision is HEALTHY
         assert of(3.01 * CHANCE, watch).decision is SUSPICIOUS
     assert of(1.0, Watch(LEARNED)).decision is SUSPICIOUS

@@ -1,11 +1,13 @@
 """A tiny run in which hosts grow, and all that such a run leaves."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from lightning import Callback, Trainer
 
 from esper_lightning.module import TamiyoModule
@@ -65,6 +67,22 @@ def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
         for callback, init_args in callbacks.items()
     ]
     return "--trainer.callbacks", json.dumps(listed)
+
+
+class Breaking(Callback):
+    """Spoils hosts before tick `tick` + 1: the first one's weights are no numbers, the second one's are far too large.
+
+    The first is rolled back in that tick; the second is suspicious in it and in the next, and rolled back in the third.
+    """
+
+    def __init__(self, tick: int) -> None:
+        self.tick = tick
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.loop.ticks == self.tick:
+            for env, factor in zip(pl_module.loop.pool.envs, (math.nan, 1e5), strict=False):
+                with torch.no_grad():
+                    env.network.head.weight.mul_(factor)
 
 
 class SignalsAt(Callback):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.faults.runs import Callbacks, Ending, check_that_it_grows, ending_of, grow, with_callbacks
+from tests.faults.runs import Breaking, Callbacks, Ending, check_that_it_grows, ending_of, grow, with_callbacks
 from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
@@ -52,7 +52,13 @@ class Kind(NamedTuple):
 
 RUNS = [Kind(executor, precision) for executor in ("loop", "threads", "fused") for precision in ("fp32", "bf16")]
 
+BROKEN = MappingProxyType({Breaking: {"tick": HORIZON + 1}})
+"""One host is rolled back before the first of the ticks above, and another one is suspicious there."""
+
+ROLLED_BACK = [Kind(executor, callbacks=BROKEN) for executor in ("loop", "threads", "fused")]
+
 CASES = [(kind, tick) for kind in RUNS for tick in (TICKS if kind.precision == "fp32" else TICKS[:1])]
+CASES += [(kind, TICKS[0]) for kind in ROLLED_BACK]
 
 
 class Whole(NamedTuple):
@@ -109,6 +115,16 @@ def test_a_run_that_goes_on_in_mid_rollout_equals_the_uninterrupted_one(
     assert differences(continuation(run.latest), reference.ending.latest) == []
     expected = {tag: [point for point in points if point[0] > tick] for tag, points in reference.ending.points.items()}
     assert differences(ending_of(run).points, expected) == []
+
+
+@pytest.mark.parametrize("kind", ROLLED_BACK, ids=str)
+def test_runs_with_rollbacks_are_worth_the_test(kind: Kind, whole: Callable[[Kind], Whole]) -> None:
+    points = whole(kind).ending.points
+    rollbacks, suspicious = (dict(points[f"governor/{name}"]) for name in ("rollbacks", "suspicious"))
+
+    assert rollbacks[TICKS[0]] == 1, "one host was rolled back before the checkpoint"
+    assert suspicious[TICKS[0]] == 1, "another one is about to be"
+    assert rollbacks[TICKS[0] + 1] == 2
 
 
 def apart(a: Any, b: Any) -> float:
