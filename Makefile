@@ -13,7 +13,7 @@ smoke: $(BIN)/.installed  ## the same in miniature
 	$(BIN)/esper-lightning fit --config configs/smoke.yaml
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 bench: $(BIN)/.installed  ## what prefix sharing saves in counterfactual passes
 	$(RUN) $(BIN)/python benchmarks/counterfactual.py

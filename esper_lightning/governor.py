@@ -28,8 +28,8 @@ class GovernorConfig:
     two mostly mends itself."""
 
     learned: float = 0.6
-    """Share of the loss of guessing, ln(classes), below which the mean of the healthy losses in the window, however few,
-    says that a host has learned."""
+    """Share of the loss of guessing, ln(classes), below which the mean of the healthy losses, however few, says that a
+    host has learned."""
 
     guessing: float = 0.065
     """Share of ln(classes) that a host may stay below it, and yet seem to guess again if it had learned."""

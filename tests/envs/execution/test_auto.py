@@ -240,7 +240,6 @@ def other_layout(input_shape: tuple[int, ...], outputs: int) -> CNN:
         {"training": replace(SMALL.training, onednn=False)},
         {"actions": replace(SMALL.actions, blueprints=["norm"])},
     ],
-    ids=str,
 )
 def test_what_differs_is_measured_anew(make_pool: MakePool, stopwatch: Stopwatch, changes: dict) -> None:
     make_pool(2, executor="auto")
