@@ -59,6 +59,12 @@ def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
     return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
 
 
+@pytest.fixture(autouse=True)
+def one_thread_per_operator() -> None:
+    """Whatever the test before has set: on a busy machine threads wait for each other at every operation."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def make_pool() -> Callable[..., HostPool]:
     """`make_pool(n_envs, host=…, horizon=…, training=…, …)`: a small pool on digits; the rest replaces EnvConfig's."""

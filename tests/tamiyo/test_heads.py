@@ -69,7 +69,7 @@ def true(mask: Tensor) -> list[int]:
 
 def legal_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
     """Every different decision; heads that do not matter are 0."""
-    slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+    slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
     slots = {op: true(slot[op]) if op < sizes["op"] else [] for op in Op}
     actions = [WAIT]
     actions += map(fossilize, slots[Op.FOSSILIZE])
@@ -125,7 +125,7 @@ def test_a_decision_is_as_likely_as_its_choices_one_after_the_other(seed: int) -
 
     for row in range(3):
         t = {head: table[row].double() for head, table in logits.items()}
-        slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+        slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
         for action, p in probabilities(logits, masks, row).items():
             op, k, b, s, m, a, v, c = action
             expected = share(t["op"][0], true(slot.any(1)), op)
@@ -222,7 +222,7 @@ def test_the_mode_is_legal_and_the_likeliest_choice_at_every_turn(seed: int) -> 
 
     for row, action in enumerate(zip(*(head.tolist() for head in mode), strict=True)):
         t = {head: table[row] for head, table in logits.items()}
-        slot, blueprint, target, speed, curve = (mask[row] for mask in masks)
+        slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
         op = best(t["op"][0], slot.any(1))
         k = best(t["slot"][op], slot[op])
         change = {}
