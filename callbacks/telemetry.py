@@ -7,6 +7,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
+from esper_lightning.envs.masks import op_frequency
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry.memory import memory_metrics
 from esper_lightning.telemetry.metrics import growth_metrics, phase_seconds, phase_shares, skipped_metrics, tick_metrics
@@ -69,7 +70,8 @@ class Telemetry(Callback):
         }
         metrics |= memory_metrics(loop.pool.device)
         metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
-        metrics |= {f"rollout/op.{op}": share for op, share in loop.buffer.op_frequency().items()}
+        chosen = op_frequency(loop.buffer.action.op, loop.buffer.masks)
+        metrics |= {f"rollout/op.{op}": share for op, share in chosen.items()}
         shares = phase_shares(self._in_rollout, now - then)
         metrics |= {f"time/share.{phase}": share for phase, share in shares.items()}
         self._in_rollout = Counter()

@@ -89,6 +89,8 @@ class EsperCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
+        for name in ("gamma", "horizon_is_end"):
+            parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
         for key, path in CALLBACKS.items():
             module, _, name = path.rpartition(".")
             parser.add_lightning_class_args(getattr(importlib.import_module(module), name), key)

@@ -1,15 +1,18 @@
 """HostPoolData: owns the environments and hands out one tick at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning import LightningDataModule
 from rich.console import Console, RenderableType
 
-from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from esper_lightning.checkpoint import check_schema
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool
 from esper_lightning.envs.execution import other_devices
+from esper_lightning.envs.vector import VectorEnv
+from esper_lightning.resuming import begin_rollout_with, saved_environments
 from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
@@ -46,6 +49,25 @@ def say(*parts: RenderableType) -> None:
         Console().print(part, soft_wrap=isinstance(part, str))
 
 
+class PolicyData(Protocol):
+    """What the module asks of a data module: it owns the environments in which a policy practises."""
+
+    n_envs: int
+    horizon: int
+    """Steps of a rollout."""
+    seed: int
+    pool: VectorEnv | None
+    """The environments, once they are built."""
+    heads: Iterable[str]
+    """Names of what a decision consists of."""
+
+    def identity(self) -> dict[str, Any]:
+        """What two runs must have in common for one to continue the other, by the names of the settings."""
+
+    def settle(self, checkpoint: dict[str, Any]) -> None:
+        """Prepares a checkpoint that is about to be restored. Raises ValueError if it cannot be."""
+
+
 class HostPoolData(LightningDataModule):
     """The hosts that Tamiyo practises on.
 
@@ -56,6 +78,8 @@ class HostPoolData(LightningDataModule):
         n_envs: Hosts trained side by side.
         seed: Decides initial weights, the order of data and exploration. The command line sets it to seed_everything.
     """
+
+    heads = HEADS
 
     def __init__(
         self,
@@ -97,6 +121,32 @@ class HostPoolData(LightningDataModule):
         executor, onednn = self.pool.choice
         env = replace(self.env, executor=executor, training=replace(self.env.training, onednn=onednn))
         return HostPool(self.task, self.dataset, self.host, env, n_envs, device, self.others)
+
+    @property
+    def horizon(self) -> int:
+        return self.env.horizon
+
+    def identity(self) -> dict[str, Any]:
+        """Of hosts: what they are, what they learn, and what can be done to them."""
+        pool = self.pool
+        return {
+            "data.env.horizon": pool.config.horizon,
+            "data.env.training.optimizer": pool.config.training.optimizer,
+            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            "observed features": pool.feature_names,
+            "host": pool.host_kind,
+            "data set": self.fingerprint,
+        }
+
+    def settle(self, checkpoint: dict[str, Any]) -> None:
+        """Lets a run go on with another number of hosts."""
+        check_schema(checkpoint)
+        if (saved := saved_environments(checkpoint)) != self.n_envs:
+            begin_rollout_with(checkpoint, self.n_envs)
+            say(
+                f"{self.n_envs} environments, the run so far had {saved}: it goes on with the next rollout, "
+                f"not bit for bit"
+            )
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)

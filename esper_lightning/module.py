@@ -7,16 +7,14 @@ import torch
 from lightning import LightningModule
 from torch import nn
 
-from esper_lightning.checkpoint import check_schema, stamp
-from esper_lightning.data import HostPoolData, say
-from esper_lightning.envs import HEADS
+from esper_lightning.checkpoint import stamp
+from esper_lightning.data import PolicyData
 from esper_lightning.ppo.buffer import Rollout
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.resuming import begin_rollout_with, saved_environments
 from esper_lightning.rollout import RolloutLoop, RolloutSummary
 from esper_lightning.tamiyo.controller import LearnedController
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,8 @@ class UpdateReport(NamedTuple):
 
 
 class TamiyoModule(LightningModule):
-    """Trains Tamiyo. A Lightning batch is one tick of every host; an epoch is one rollout and one PPO update.
+    """Trains Tamiyo, or a policy for any other environments. A Lightning batch is one tick of every host (where ticks
+    are short, a whole rollout of them); an epoch is one rollout and one PPO update.
 
     Args:
         policy: Size of Tamiyo's network.
@@ -68,32 +67,37 @@ class TamiyoModule(LightningModule):
         self.normalize = normalize
         self.report: UpdateReport | None = None  # of the last update in this process
 
-    def check(self, data: HostPoolData) -> None:
-        """Raises ValueError if these settings do not fit the pool's."""
-        if self.ppo.minibatches > data.n_envs:
+    def check(self, data: PolicyData) -> None:
+        """Raises ValueError if these settings do not fit the environments'."""
+        parts = data.horizon // (self.ppo.sequence or data.horizon)  # RolloutBuffer wants whole ones
+        if self.ppo.minibatches > data.n_envs * parts:
+            made_of = f"{data.n_envs} environments" if parts == 1 else f"{data.n_envs * parts} sequences"
             raise ValueError(
-                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {data.n_envs} environments they are "
+                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {made_of} they are "
                 f"made of; lower it or raise data.n_envs"
             )
+        self.ppo.check_heads(data.heads)
 
     def setup(self, stage: str) -> None:
-        """Builds the policy to the pool's measure; the pool stays outside, for its hosts are not ours to train."""
-        data: HostPoolData = self.trainer.datamodule
+        """Builds the policy to the environments' measure; they stay outside, for hosts are not ours to train."""
+        data: PolicyData = self.trainer.datamodule
         self.check(data)
-        pool = data.pool
-        space, features = pool.space, len(pool.feature_names)
-        self.policy = Policy(features, space.sizes, self.policy_config)
-        if self.normalize.observations:
-            self.observation_norm: nn.Module = RunningMeanStd((features,), self.normalize.momentum, self.normalize.clip)
-        else:
-            self.observation_norm = nn.Identity()
+        shape = shape_of(data.pool)
+        self.policy = Policy(shape, self.policy_config)
+        self.observation_norm = self._norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
+        self.privileged_norm = self._norm(shape.privileged) if self.policy_config.asymmetric else None
+
+    def _norm(self, features: int) -> nn.Module:
+        settings = self.normalize
+        return RunningMeanStd((features,), settings.momentum, settings.clip) if settings.observations else nn.Identity()
 
     def on_fit_start(self) -> None:
         if not any(callback.state_key == "RolloutState" for callback in self.trainer.callbacks):
             raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
-        data: HostPoolData = self.trainer.datamodule
-        self.loop = RolloutLoop(data.pool, self.policy, self.observation_norm, self.value_norm, self.ppo, data.seed)
+        data: PolicyData = self.trainer.datamodule
+        norms = (self.observation_norm, self.value_norm)
+        self.loop = RolloutLoop(data.pool, self.policy, *norms, self.ppo, data.seed, self.privileged_norm)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
@@ -103,16 +107,12 @@ class TamiyoModule(LightningModule):
         with torch.autocast(self.device.type, enabled=False):
             if batch_idx == 0:
                 self.loop.begin_rollout()
-            step = self.loop.tick()
+            for _ in range(self.loop.buffer.ticks // self.trainer.num_training_batches):
+                step = self.loop.tick()
             if self.trainer.is_last_batch:
                 with self.loop.pool.clock.measure("update"):
                     self.update(*self.loop.finish_rollout())
-        shown = {
-            "accuracy": step.metrics.accuracy.mean(),
-            "reward": step.metrics.reward.mean(),
-            "objective": step.metrics.objective.mean(),
-        }
-        self.log_dict(shown, prog_bar=True, logger=False)
+        self.log_dict(step.shown, prog_bar=True, logger=False)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         """One PPO update."""
@@ -151,8 +151,8 @@ class TamiyoModule(LightningModule):
         metrics |= {f"entropy.{head}": entropy for head, entropy in entropies}
         self.report = UpdateReport(summary, metrics)
         # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
-        self.log("rollout/return", summary.returns.mean(), logger=False)
-        self.log("rollout/objective", self.loop.last.metrics.objective.mean(), logger=False)
+        chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown
+        self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips here because only here are gradients unscaled in every precision."""
@@ -166,25 +166,17 @@ class TamiyoModule(LightningModule):
         stamp(checkpoint, identity(self, self.trainer.datamodule))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_schema(checkpoint)
-        saved, here = saved_environments(checkpoint), self.trainer.datamodule.n_envs
-        if saved != here:
-            begin_rollout_with(checkpoint, here)
-            say(f"{here} environments, the run so far had {saved}: it goes on with the next rollout, not bit for bit")
+        self.trainer.datamodule.settle(checkpoint)
 
 
-def identity(module: TamiyoModule, data: HostPoolData) -> dict[str, Any]:
+def identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
     """What two runs must have in common for one to continue the other, by the names of the settings."""
-    pool = data.pool
-    return {
-        "data.env.horizon": pool.config.horizon,
-        "data.env.training.optimizer": pool.config.training.optimizer,
-        **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
-        "observed features": pool.feature_names,
-        "host": pool.host_kind,
-        "data set": data.fingerprint,
-        "model.policy.width": module.policy_config.width,
-        "model.policy.blueprint_embedding": module.policy_config.blueprint_embedding,
-        "model.normalize.observations": module.normalize.observations,
-        "model.normalize.momentum": module.normalize.momentum,
+    policy, normalize = module.policy_config, module.normalize
+    return data.identity() | {
+        "model.policy.width": policy.width,
+        "model.policy.blueprint_embedding": policy.blueprint_embedding,
+        "model.policy.memory": policy.memory,
+        "model.policy.asymmetric": policy.asymmetric,
+        "model.normalize.observations": normalize.observations,
+        "model.normalize.momentum": normalize.momentum,
     }

@@ -1,4 +1,4 @@
-"""RolloutLoop: acts in the pool tick by tick and records what PPO learns from."""
+"""RolloutLoop: acts in the environments tick by tick and records what PPO learns from."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs import HostPool, Observation, StepResult
+from esper_lightning.envs.vector import Ended, VectorEnv
 from esper_lightning.growth.restoring import check_below, check_count, check_finite, check_like, check_parts
 from esper_lightning.ppo.buffer import Rollout, RolloutBuffer
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
@@ -31,7 +31,7 @@ class RolloutSummary(NamedTuple):
 
 
 class RolloutLoop:
-    """The acting half of PPO: one rollout is one episode of every host.
+    """The acting half of PPO: one rollout is one episode of every host; other environments may go on.
 
     Args:
         pool: The environments.
@@ -39,49 +39,63 @@ class RolloutLoop:
         observation_norm, value_norm: Frozen within a rollout; updated when it ends.
         config: Of PPO.
         run_seed: Decides which hosts are met, and the exploration.
+        privileged_norm: Of what the critic alone sees, if it does.
     """
 
     def __init__(
         self,
-        pool: HostPool,
+        pool: VectorEnv,
         policy: Policy,
         observation_norm: nn.Module,
         value_norm: RunningMeanStd,
         config: PPOConfig,
         run_seed: int,
+        privileged_norm: nn.Module | None = None,
     ) -> None:
         self.pool = pool
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
+        self.privileged_norm = (privileged_norm or nn.Identity()) if policy.asymmetric else None
         self.config = config
         self.run_seed = run_seed
         self.episode = 0
         self.ticks = 0  # since the run began: the x-axis of every plot
         self.generator = torch.Generator(pool.device).manual_seed(run_seed)  # exploration and minibatches
-        self.buffer = RolloutBuffer(pool.config.horizon, pool.observation, pool.masks, policy.width)
-        self.raw = torch.zeros(pool.config.horizon, *pool.observation.features.shape, device=pool.device)
+        self.buffer = RolloutBuffer(pool, policy, config.sequence)
+        self.raw = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
+        self.raw_privileged = torch.zeros_like(self.buffer.privileged) if policy.asymmetric else None
+        # V of the states in which a time limit has ended an episode, where the next one began at once.
+        self.beyond = torch.zeros_like(self.buffer.values) if pool.goes_on else None
         self.state = policy.initial_state(pool.n_envs)
         self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
-        self.last: StepResult | None = None  # of this process: for whoever watches
+        self.begun = False  # in this process: environments that go on are reset once
+        self.last: Any = None  # step of this process: for whoever watches
 
     def begin_rollout(self) -> None:
-        """New hosts, and a recurrent state that knows nothing of them."""
-        self.pool.reset(episode_seeds(self.run_seed, TRAINING, self.episode, self.pool.n_envs))
+        """New hosts, and a recurrent state that knows nothing of them; environments that go on are left alone."""
+        if not (self.begun and self.pool.goes_on):
+            self.pool.reset(episode_seeds(self.run_seed, TRAINING, self.episode, self.pool.n_envs))
+            self.state = self.policy.initial_state(self.pool.n_envs)
+            self.starts.fill_(True)
+            self.begun = True
         self.episode += 1
-        self.state = self.policy.initial_state(self.pool.n_envs)
-        self.starts.fill_(True)
         self.buffer.clear(self.state)
 
     @torch.no_grad()
-    def tick(self) -> StepResult:
-        """One decision per host, one host epoch, and what came of it."""
+    def tick(self) -> Any:
+        """One decision per environment, one step (a host epoch), and what came of it."""
         with self.pool.clock.measure("policy"):
-            seen = self._see()
-            distribution, values, self.state = self.policy.step(seen, self.state, self.pool.masks, self.starts)
+            length = self.buffer.length
+            seen, privileged = self._see(self.pool.observation), self._see_privileged(self.pool.privileged)
+            now = (seen, self.state, self.pool.masks, self.starts)
+            distribution, values, self.state = self.policy.step(*now, *([] if privileged is None else [privileged]))
             action = distribution.sample(self.generator)
-            self.raw[self.buffer.length].copy_(self.pool.observation.features)
-            self.buffer.add_sight(seen, self.pool.masks, values, self.starts)
+            self.raw[length].copy_(self.pool.observation.features)
+            if self.raw_privileged is not None:
+                self.raw_privileged[length].copy_(self.pool.privileged)
+            self.buffer.keep_state(now[1])
+            self.buffer.add_sight(seen, self.pool.masks, values, self.starts, privileged)
         with torch.enable_grad():
             step = self.pool.step(action)
         with self.pool.clock.measure("policy"):
@@ -89,14 +103,30 @@ class RolloutLoop:
             self.buffer.add_decision(step.action, distribution.log_prob(step.action))
             # Where an episode was cut the recurrent state must not leak into what follows.
             self.starts.copy_(step.terminated)
+            if self.beyond is not None:
+                self.starts.logical_or_(step.truncated)
+                if step.ended is not None:
+                    self.beyond[length].copy_(self._worth(step.ended))
             self.buffer.add_outcome(step.reward, step.terminated, step.truncated)
         self.ticks += 1
         self.last = step
         return step
 
-    def _see(self) -> Observation:
-        """The pool's observation as the policy is shown it, and as it is stored."""
-        return Observation(self.observation_norm(self.pool.observation.features), self.pool.observation.blueprints)
+    def _worth(self, ended: Ended) -> Tensor:  # [N]
+        """V of states after the last action, with the recurrent state after it."""
+        none_start = torch.zeros_like(self.starts)
+        privileged = self._see_privileged(ended.privileged)
+        return self.value_norm.inverse(
+            self.policy.worth(self._see(ended.observation), self.state, none_start, privileged)
+        )
+
+    def _see(self, observation: Any) -> Any:
+        """An observation as the policy is shown it, and as it is stored."""
+        return observation._replace(features=self.observation_norm(observation.features))
+
+    def _see_privileged(self, privileged: Tensor | None) -> Tensor | None:
+        """The same of what the critic alone sees; None if it sees no more than the policy."""
+        return None if self.privileged_norm is None else self.privileged_norm(privileged)
 
     @torch.no_grad()
     def finish_rollout(self) -> tuple[Rollout, RolloutSummary]:
@@ -104,13 +134,17 @@ class RolloutLoop:
         buffer, config = self.buffer, self.config
         assert buffer.length == buffer.ticks, "the rollout is not finished"
         # V of the state after the last action, with the recurrent state and the masks after it.
-        _, last_value, _ = self.policy.step(self._see(), self.state, self.pool.masks, self.starts)
+        privileged = self._see_privileged(self.pool.privileged)
+        last_value = self.policy.worth(self._see(self.pool.observation), self.state, self.starts, privileged)
         values = self.value_norm.inverse(buffer.values)
         next_values = torch.cat([values[1:], self.value_norm.inverse(last_value)[None]])
-        at_horizon = buffer.truncated
-        terminated = buffer.terminated | at_horizon if config.horizon_is_end else buffer.terminated
+        terminated, truncated = buffer.terminated, buffer.truncated
+        if self.beyond is not None:
+            next_values = torch.where(truncated, self.beyond, next_values)
+        elif config.horizon_is_end:
+            terminated = terminated | truncated
         advantages, returns = gae(
-            buffer.rewards, values, next_values, terminated, at_horizon & ~terminated, config.gamma, config.gae_lambda
+            buffer.rewards, values, next_values, terminated, truncated & ~terminated, config.gamma, config.gae_lambda
         )
         real = ~buffer.masks.ended  # after an end before the horizon nothing happens: there is nothing to learn
         explained = explained_variance(values[real], returns[real]).item()
@@ -125,10 +159,15 @@ class RolloutLoop:
             state=buffer.state,
             advantages=normalise(advantages, ~buffer.masks.forced, config.advantage_floor),
             targets=self.value_norm(returns),
+            privileged=buffer.privileged,
         )
         if isinstance(self.observation_norm, RunningMeanStd):
             # The minibatches hold what the policy saw; the new statistics apply from the next rollout on.
             self.observation_norm.update(self.raw[real])
+        if isinstance(self.privileged_norm, RunningMeanStd):
+            self.privileged_norm.update(self.raw_privileged[real])
+        if buffer.later is not None:
+            rollout = rollout.cut(buffer.sequence, buffer.later)
         return rollout, RolloutSummary(buffer.rewards.sum(0).cpu(), explained)
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,14 +180,21 @@ class RolloutLoop:
             "starts": self.starts.clone(),
             "buffer": self.buffer.state_dict(),
             "raw": self.raw[: self.buffer.length].clone(),
+            **{name: part[: self.buffer.length].clone() for name, part in self._more().items()},
         }
+
+    def _more(self) -> dict[str, Tensor]:
+        """What only some environments and policies have."""
+        more = {"raw_privileged": self.raw_privileged, "beyond": self.beyond}
+        return {name: part for name, part in more.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken; the tensors may come from another device.
 
         Raises ValueError if it is of another run, or damaged.
         """
-        check_parts("the rollout", state, ("episode", "ticks", "generator", "state", "starts", "buffer", "raw"))
+        parts = ("episode", "ticks", "generator", "state", "starts", "buffer", "raw", *self._more())
+        check_parts("the rollout", state, parts)
         self.episode, self.ticks = check_count("episode", state["episode"]), check_count("ticks", state["ticks"])
         generator = check_like("the generator's state", state["generator"].cpu(), self.generator.get_state())
         self.generator.set_state(generator.clone())
@@ -158,11 +204,14 @@ class RolloutLoop:
         self.buffer.load_state_dict(state["buffer"])
         length = self.buffer.length
         self.raw[:length].copy_(check_like("the observed features", state["raw"], self.raw[:length]))
-        for tensor in (*self.state, self.raw[:length]):
+        for name, part in self._more().items():
+            part[:length].copy_(check_like(name, state[name], part[:length]))
+        for tensor in (*self.state, self.raw[:length], *(part[:length] for part in self._more().values())):
             check_finite("the rollout", tensor)
-        for head, choices in zip(self.buffer.action, self.pool.space.sizes.values(), strict=True):
+        for head, choices in self.pool.space.heads_of(self.buffer.action):
             check_below("an action", head[:length], choices)
-        check_below("a blueprint", self.buffer.observation.blueprints[:length], self.pool.space.sizes["blueprint"] + 1)
+        for part in self.buffer.observation[1:]:
+            check_below("what was seen", part[:length], self.pool.categories)
         finished = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}  # it may have yet to begin
         if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in finished}:
             raise ValueError(

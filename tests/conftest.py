@@ -16,7 +16,7 @@ from esper_lightning.hosts import CNN
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
 from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
 
@@ -90,7 +90,7 @@ def make_policy() -> Callable[..., Policy]:
     def make(pool: HostPool, seed: int = 0) -> Policy:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return Policy(len(pool.feature_names), pool.space.sizes, PolicyConfig(width=16))
+            return Policy(shape_of(pool), PolicyConfig(width=16))
 
     return make
 

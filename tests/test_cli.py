@@ -32,7 +32,8 @@ from tests.runs import (
 )
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
-CONTROLLERS = ["tamiyo", "random", "wait", "heuristic"]
+RULES = ["random", "wait", "heuristic", "periodic", "climbing", "climbing, zero"]
+CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
@@ -44,10 +45,11 @@ ROLLOUT_TAGS = {
 }
 TICK_TAGS = {
     *("hosts/accuracy", "hosts/loss", "hosts/objective", "hosts/parameters", "hosts/reward"),
+    *("reward/objective", "reward/rollback"),
     *(f"growth/{slot}/{stage.name}" for slot in ("block1.pool", "block2.pool", "block3") for stage in Stage),
     *(f"time/perf_counter.{phase}" for phase in PHASES),
 }
-PER_TICK = ("hosts/", "growth/", "governor/", "time/perf_counter.")
+PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "time/perf_counter.")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
     assert all(load(smoke.checkpoints / name)["esper_schema"] == SCHEMA for name in names)
 
 
-def test_the_smoke_run_compares_four_controllers_with_intervals(smoke: Run) -> None:
+def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> None:
     with (smoke.folder / "evaluation.csv").open() as file:
         rows = list(csv.DictReader(file))
     hosts = json.loads((smoke.folder / "evaluation.json").read_text())

@@ -1,6 +1,6 @@
 """What a controller can do to a host. N environments, K slots; every other head's choices are in the ActionSpace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -168,6 +168,14 @@ class ActionSpace(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Number of choices by head."""
         return {head: len(choices) for head, choices in zip(HEADS, self, strict=True)}
+
+    def blank(self, n_envs: int, device: torch.device) -> Action:
+        """Storage for an action."""
+        return Action(*(torch.zeros(n_envs, dtype=torch.int64, device=device) for _ in HEADS))
+
+    def heads_of(self, action: Action) -> Iterator[tuple[Tensor, int]]:
+        """What each head chose, and among how many."""
+        return zip(action, self.sizes.values(), strict=True)
 
     def describe(self, decision: Sequence[int]) -> str:
         """`GERMINATE conv_light in block1.pool (FAST, linear_add)`: one environment's decision in words."""

@@ -12,7 +12,7 @@ from esper_lightning.envs.execution import COMPILED, ONLY_ON
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tasks import TaskData
 
 HostFactory = Callable[[Sequence[int], int], nn.Module]
@@ -43,6 +43,9 @@ class EnvConfig:
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What a grown network is worth."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """What a controller is paid for."""
 
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     """When a host counts as diverged, and what follows."""

@@ -9,9 +9,10 @@ from torch import nn
 
 from esper_lightning.blueprints import get, initialise
 from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.compute import Compute
 from esper_lightning.envs.guard import Guard
 from esper_lightning.envs.measured import History, Measured, Validated
-from esper_lightning.envs.restore import check_guard, check_host
+from esper_lightning.envs.restore import check_accounts, check_guard, check_host
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import Reading, Verdict
 from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
@@ -22,6 +23,7 @@ from esper_lightning.growth.network import SeedEvent, count_parameters
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
+from esper_lightning.rewards import Account
 from esper_lightning.tasks import Batches, draw_choices
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class HostEnv:
         device: Where the network is.
         laps: Of the time that is spent on this host.
         guard: Watches over it. None: nobody does.
+        bare: Validate it without any seed, too.
+        compute: What its forward pass costs. None: nobody asks.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class HostEnv:
         device: torch.device,
         laps: "Laps",
         guard: Guard | None = None,
+        bare: bool = False,
+        compute: Compute | None = None,
     ) -> None:
         self.network = network
         self.space = space
@@ -63,6 +69,8 @@ class HostEnv:
         self.device = device
         self.laps = laps
         self.guard = guard
+        self.bare = bare
+        self.compute = compute
         self.generator = torch.Generator(self.device)
         self.scaler = training.make_scaler(self.device)
         self.growing = GrowingNetwork(
@@ -82,6 +90,7 @@ class HostEnv:
         self.last_op = Op.WAIT
         self.history = History()
         self.objective = 0.0  # J as last measured
+        self.accounts = [Account() for _ in self.growing.slots]
         self.validated: Validated | None = None
         self.host_gradient: GradientStats | None = None
         self.skipped_steps = 0  # since the episode began: their gradients left fp16's range
@@ -132,15 +141,23 @@ class HostEnv:
             case Op.GERMINATE:
                 curve, style = STYLES[chosen.style]
                 ticks = self.actions.tempos[chosen.tempo]
-                return [growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)]
+                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
+                self._account(chosen.slot, Account(start=(self.history.accuracy or [0.0])[-1]))
+                return [event]
             case Op.CULL:
                 return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
             case Op.FOSSILIZE:
-                return [growing.fossilize(chosen.slot)]
+                event = growing.fossilize(chosen.slot)
+                self._account(chosen.slot, rest=self.horizon - self.tick)
+                return [event]
             case Op.ADVANCE:
                 return [growing.advance(chosen.slot)]
             case Op.SET_ALPHA:
                 return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
+
+    def _account(self, slot: str, account: Account | None = None, **changes: int) -> None:
+        k = list(self.growing.slots).index(slot)
+        self.accounts[k] = (account or self.accounts[k])._replace(**changes)
 
     def against(self, decision: Sequence[int]) -> list[str]:
         """The Governor's reasons against an action; empty: none."""
@@ -163,8 +180,9 @@ class HostEnv:
         return Batches(indices, draw_choices(self.training.augment, indices.shape, self.generator))
 
     def variants(self) -> list[Variant]:
-        """Combinations of seeds to validate: all, all but each slot in turn, and the fossilized ones alone."""
-        return [*leave_one_out(self.growing.slots), committed_only(self.network)]
+        """Seeds to validate with: all, all but each slot's in turn, none if `bare`, and the fossilized ones alone."""
+        none = [frozenset[str]()] if self.bare else []
+        return [*leave_one_out(self.growing.slots), *none, committed_only(self.network)]
 
     def record(self, measured: Measured) -> None:
         """Takes in the first validation of a fresh host, or what a host epoch showed."""
@@ -223,6 +241,12 @@ class HostEnv:
         """Parameters of the host and of what is kept for good."""
         return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
 
+    @property
+    def committed_flops(self) -> int:
+        """Floating-point operations of a sample's forward pass through the host and what is kept for good."""
+        kept = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
+        return self.compute.host + sum(self.compute.of(slot) for slot in kept)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that continuation needs, in types that `torch.load(weights_only=True)` accepts."""
         guard = self.guard.state_dict() if self.guard is not None else None
@@ -234,6 +258,7 @@ class HostEnv:
             "tick": self.tick,
             "last_op": int(self.last_op),
             "objective": self.objective,
+            "accounts": [list(account) for account in self.accounts],
             "history": {name: list(values) for name, values in vars(self.history).items()},
             "validated": list(self.validated) if self.validated else None,
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
@@ -264,6 +289,7 @@ class HostEnv:
         self._begin()
         self.seed = state["seed"]
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
+        self.accounts = check_accounts(state.get("accounts"), self.horizon, len(self.slots))
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
         self.validated = Validated(*map(list, state["validated"])) if state["validated"] else None
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None

@@ -90,3 +90,9 @@ def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
         curve=curve.expand(n_envs, -1, -1),
         ended=torch.zeros(n_envs, dtype=torch.bool),
     )
+
+
+def op_frequency(op: Tensor, masks: Masks) -> dict[str, float]:
+    """Share of each op among the decisions `op` [...] that were not forced."""
+    counts = torch.bincount(op[~masks.forced], minlength=masks.slot.shape[-2]).tolist()
+    return {Op(op).name: count / max(1, sum(counts)) for op, count in enumerate(counts)}

@@ -83,7 +83,11 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen |= last(history.accuracy, "accuracy")
     seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     seen["plateau"] = plateau_length(history.accuracy) / env.horizon
-    seen["price"] = min(1.0, objective.price)
+    prices = objective.prices(env.seed)
+    seen["price"] = min(1.0, prices.parameters)
+    if objective.prices_compute:
+        seen["price.compute"] = min(1.0, prices.compute)
+        seen["compute.committed"] = clip(math.log(env.committed_flops / env.compute.host) / LOG_SIZE_SCALE)
     seen["parameters.committed"] = log_size(env.committed_parameters - env.host_parameters, env)
     seen["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
     seen["host.gradient_norm"] = log_norm(env.host_gradient)

@@ -1,7 +1,7 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import cycle, islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs.actions import HEADS, Action, to_action
 from esper_lightning.envs.compiling import compile_hosts
+from esper_lightning.envs.compute import measure_compute
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_fits
 from esper_lightning.envs.execution import Laps, LoopExecutor, PhaseClock, make_timer
 from esper_lightning.envs.execution.auto import Selection, select
@@ -23,11 +24,11 @@ from esper_lightning.envs.measured import Measured, as_measured
 from esper_lightning.envs.observation import Observation, features, observe
 from esper_lightning.envs.offer import describe_host, offer
 from esper_lightning.envs.oversight import conclude, refuse
+from esper_lightning.envs.paying import Payroll
 from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
 from esper_lightning.envs.transfer import download, send
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split, Task, TaskData
 
 WAIT = (0,) * len(HEADS)
@@ -46,6 +47,9 @@ class HostPool:
         device: Where observations, rewards and masks live, and hosts.
         others: More devices for hosts: they are dealt out to `device` and these in turn.
     """
+
+    goes_on = False  # a rollout is one episode of every host
+    privileged: Tensor | None = None  # nothing is hidden from Tamiyo that her critic could be shown
 
     def __init__(
         self,
@@ -70,14 +74,16 @@ class HostPool:
 
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
         self.space, growable = offer(build(device), task, batch, config.actions, config.lifecycle.birth)
+        compute = measure_compute(build(device), batch.inputs[:1]) if config.objective.prices_compute else None
         make = (config.training, config.lifecycle, config.actions, config.horizon)
         steps = config.training.steps(data.train.samples)
 
         def make_env(on: torch.device) -> HostEnv:
             guard = Guard(config.governor, math.log(data.classes), steps, on) if config.governor.enabled else None
-            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)), guard)
+            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)), guard, config.reward.bare, compute)
 
         self.envs = [make_env(on) for on in islice(cycle(devices), n_envs)]
+        self.payroll = Payroll(self.envs, config, math.log(data.classes))
         if config.training.compile is not None:
             trials = [make_env(on) for on in devices]
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
@@ -115,6 +121,15 @@ class HostPool:
     @property
     def n_envs(self) -> int:
         return len(self.envs)
+
+    @property
+    def horizon(self) -> int:
+        return self.config.horizon
+
+    @property
+    def categories(self) -> int:
+        """Of the observed blueprints; 0 stands for an empty slot."""
+        return len(self.space.blueprint) + 1
 
     def reset(self, seeds: Sequence[int]) -> Observation:
         """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
@@ -166,17 +181,16 @@ class HostPool:
                 refused = {veto.host for veto in vetoes}
                 decisions = [WAIT if i in refused else decision for i, decision in enumerate(decisions)]
                 action = to_action(decisions, self.device)
+            self.payroll.begin()
             events = self._apply(decisions)
+            self.payroll.decided(decisions)
         # What is kept for good must survive a rollback; the host was healthy, or it could not have been kept.
         self._keep(self.envs[event.host] for event in events if event.seed.after is Stage.FOSSILIZED)
         happened, verdicts = self._tick(watched=self.config.governor.enabled)
         with self.clock.measure("bookkeeping"):
-            metrics = self._metrics()
-            diverged = torch.zeros(self.n_envs, dtype=torch.bool)
-            for word in verdicts:
-                if word.verdict.diverged:
-                    diverged[word.host] = True
-                    metrics.reward[word.host] = -self.config.governor.penalty
+            gone = {word.host for word in verdicts if word.verdict.diverged}
+            diverged = torch.tensor([i in gone for i in range(self.n_envs)])
+            metrics, terms = self._pay(gone)
             self._remember_objective(metrics)
             self._look()
             self.terminated.copy_(send(diverged, self.device))
@@ -192,6 +206,7 @@ class HostPool:
                 verdicts=verdicts,
                 vetoes=vetoes,
                 metrics=metrics,
+                terms=terms,
             )
         self._keep(env for env in self.envs if env.guard is not None and env.guard.due and not env.ended)
         return result
@@ -251,16 +266,20 @@ class HostPool:
                 raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
 
     def _metrics(self) -> PoolMetrics:
-        """Of the last validation; at the horizon what is not fossilized is dropped, so accuracy and J are those of the
-        rest."""
+        """Of the last validation, not yet with a reward; at the horizon what is not fossilized is dropped, so accuracy
+        and J are those of the rest."""
         rows = []
         for env in self.envs:
             variant = -1 if env.tick >= self.config.horizon else 0
-            rows.append([env.validated.loss[variant], env.validated.accuracy[variant], env.objective])
-        loss, accuracy, before = torch.tensor(rows, dtype=self._dtype).unbind(1)
-        parameters = self.parameters
-        worth = objective(accuracy, parameters, self.host_parameters, self.config.objective)
-        return PoolMetrics(accuracy, loss, worth, parameters, worth - before)
+            rows.append([env.validated.loss[variant], env.validated.accuracy[variant]])
+        loss, accuracy = torch.tensor(rows, dtype=self._dtype).unbind(1)
+        return PoolMetrics(accuracy, loss, self.payroll.worth(accuracy), self.parameters, torch.zeros_like(accuracy))
+
+    def _pay(self, diverged: Set[int]) -> tuple[PoolMetrics, dict[str, Tensor]]:
+        """Metrics with the reward of the tick, and the terms that it is the sum of."""
+        metrics = self._metrics()
+        terms = self.payroll.pay(diverged, metrics.objective.tolist())
+        return metrics._replace(reward=torch.stack(list(terms.values())).sum(0).to(self._dtype)), terms
 
     def _remember_objective(self, metrics: PoolMetrics) -> None:
         for env, value in zip(self.envs, metrics.objective.tolist(), strict=True):

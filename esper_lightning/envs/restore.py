@@ -6,6 +6,7 @@ from esper_lightning.envs.actions import Op
 from esper_lightning.governor import Watch
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
+from esper_lightning.rewards import Account
 
 HOST = ("seed", "tick", "last_op", "objective", "history", "validated", "host_gradient", "scaler", "skipped_steps")
 GUARD = ("losses", "counts", "healthy_ticks", "alphas", "snapshot")
@@ -34,13 +35,32 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
         raise ValueError("a host has never been validated")
     if state["validated"] is not None:
         loss, accuracy = _pair(state["validated"])
-        check_numbers("a host's validation", loss, 2 + slots)
-        check_numbers("a host's validation", accuracy, 2 + slots)
+        bare = len(loss) == 3 + slots  # without any seed, too
+        check_numbers("a host's validation", loss, 2 + slots + bare)
+        check_numbers("a host's validation", accuracy, 2 + slots + bare)
     if state["host_gradient"] is not None:
         check_numbers("a host's gradient", state["host_gradient"], len(GradientStats._fields))
     if state["scaler"]:
         scaler = check_parts("a host's loss scale", state["scaler"], SCALER)
         check_numbers("a host's loss scale", [scaler[name] for name in SCALER], finite=True)
+
+
+def check_accounts(state: Any, horizon: int, slots: int) -> list[Account]:
+    """The saved accounts of so many slots, new ones if there are none: an older checkpoint has none.
+
+    Raises ValueError if no host can have them.
+    """
+    if state is None:
+        return [Account() for _ in range(slots)]
+    if not isinstance(state, list) or len(state) != slots:
+        raise ValueError(f"a host's accounts are not those of {slots} slots")
+    accounts = []
+    for saved in state:
+        start, rest, credit = check_numbers("a host's account", saved, len(Account._fields))
+        check_numbers("a host's account", [start, credit], finite=True)
+        check_count("ticks that were left to a seed", rest, horizon)
+        accounts.append(Account(float(start), rest, float(credit)))
+    return accounts
 
 
 def check_guard(state: Any, horizon: int, slots: int) -> None:

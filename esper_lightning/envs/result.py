@@ -57,7 +57,7 @@ class PoolMetrics(NamedTuple):
     loss: Tensor
     objective: Tensor
     parameters: Tensor  # of the host and what is kept for good
-    reward: Tensor  # change of the objective; minus the penalty where the host was rolled back
+    reward: Tensor
 
 
 class StepResult(NamedTuple):
@@ -73,3 +73,10 @@ class StepResult(NamedTuple):
     verdicts: list[HostVerdict]
     vetoes: list[HostVeto]
     metrics: PoolMetrics
+    terms: dict[str, Tensor]  # [N] each, on the CPU: the parts that the reward is the sum of
+
+    @property
+    def shown(self) -> dict[str, Tensor]:
+        """How well it is going, in means over hosts."""
+        metrics = self.metrics
+        return {name: getattr(metrics, name).mean() for name in ("accuracy", "reward", "objective")}

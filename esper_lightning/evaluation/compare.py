@@ -7,7 +7,6 @@ import numpy as np
 from scipy import stats
 
 from esper_lightning.envs import HostPool
-from esper_lightning.rewards import objective
 from esper_lightning.tamiyo.controller import Controller
 
 CONFIDENCE = 0.95
@@ -37,8 +36,8 @@ def play(pool: HostPool, name: str, controller: Controller, seeds: Sequence[int]
     for _ in range(pool.config.horizon):
         pool.step(controller.act(pool))
     accuracy, parameters = pool.test(), pool.parameters
-    worth = objective(accuracy, parameters, pool.host_parameters, pool.config.objective)
-    return Outcome(name, accuracy.double().numpy(), parameters.numpy(), worth.double().numpy())
+    worth = pool.payroll.worth(accuracy).double().numpy()
+    return Outcome(name, accuracy.double().numpy(), parameters.numpy(), worth)
 
 
 def mean_interval(values: np.ndarray) -> Interval:

@@ -6,34 +6,55 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import HEADS, Action, Masks, Observation, Op
+from esper_lightning.envs.vector import VectorEnv
 from esper_lightning.growth.restoring import check_count, check_finite, check_like, check_parts
-from esper_lightning.tamiyo.policy import RecurrentState
+from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 
 class Rollout(NamedTuple):
     """Whole sequences of n environments, ready to learn from."""
 
-    observation: Observation  # [T, n, …], normalised: exactly what the policy saw
-    masks: Masks  # [T, n, …]
-    action: Action  # [T, n]
+    observation: Any  # [T, n, …] features normalised: exactly what the policy saw
+    masks: Any  # [T, n, …]
+    action: Any  # [T, n, …]
     log_prob: Tensor  # [T, n] of the action, by the policy that acted
     values: Tensor  # [T, n] normalised, by the policy that acted
     starts: Tensor  # [T, n] bool: the recurrent state was reset before this step
     state: RecurrentState  # [n, width] before the first step
     advantages: Tensor  # [T, n] normalised
     targets: Tensor  # [T, n] normalised returns
+    privileged: Tensor | None = None  # [T, n, P] normalised: what the critic saw beside
 
     def of(self, envs: Tensor) -> "Rollout":
         """The sequences of the environments with indices `envs`."""
 
         def pick(field: Any) -> Any:
-            if isinstance(field, Tensor):
-                return field[:, envs]
+            if field is None or isinstance(field, Tensor):
+                return field if field is None else field[:, envs]
             return type(field)(*(part[:, envs] for part in field))
 
         fields = {name: pick(getattr(self, name)) for name in self._fields if name != "state"}
         return Rollout(**fields, state=RecurrentState(*(part[envs] for part in self.state)))
+
+    def cut(self, sequence: int, later: RecurrentState) -> "Rollout":
+        """The same steps as shorter sequences, which become environments of their own.
+
+        Args:
+            sequence: Ticks L of each; T is a multiple.
+            later: Recurrent states before each sequence but the first [T / L - 1, n, width].
+        """
+
+        def side_by_side(field: Tensor) -> Tensor:  # [T, n, …] -> [L, T / L · n, …]
+            return field.unflatten(0, (-1, sequence)).transpose(0, 1).flatten(1, 2)
+
+        def cut(field: Any) -> Any:
+            if field is None or isinstance(field, Tensor):
+                return field if field is None else side_by_side(field)
+            return type(field)(*map(side_by_side, field))
+
+        fields = {name: cut(getattr(self, name)) for name in self._fields if name != "state"}
+        states = (torch.cat([first, rest.flatten(0, 1)]) for first, rest in zip(self.state, later, strict=True))
+        return Rollout(**fields, state=RecurrentState(*states))
 
     def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator["Rollout"]:
         """Goes over the rollout `epochs` times, each time in `parts` random groups of environments."""
@@ -48,28 +69,41 @@ class RolloutBuffer:
     """Storage for one rollout, filled tick by tick.
 
     Args:
-        ticks: T.
-        observation, masks: Examples with one row per environment.
-        width: Of the recurrent state.
+        env: What there is to store of N environments in T ticks.
+        policy: Whose recurrent state is kept, and whose critic may see more than the policy.
+        sequence: Ticks of one sequence to learn from. None: the whole rollout.
+
+    Raises ValueError if a rollout is not made of whole sequences.
     """
 
-    def __init__(self, ticks: int, observation: Observation, masks: Masks, width: int) -> None:
-        n, device = observation.features.shape[0], observation.features.device
+    def __init__(self, env: VectorEnv, policy: Policy, sequence: int | None = None) -> None:
+        n, device = env.n_envs, env.device
+        self.ticks = env.horizon
+        self.sequence = sequence or self.ticks
+        if self.ticks % self.sequence:
+            raise ValueError(
+                f"ppo.sequence is {sequence}, but a rollout has {self.ticks} ticks; give a divisor of that"
+            )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(ticks, n, *shape, dtype=dtype, device=device)
+            return torch.zeros(self.ticks, n, *shape, dtype=dtype, device=device)
 
-        def like(example: Tensor) -> Tensor:
-            return zeros(*example.shape[1:], dtype=example.dtype)
+        def like(example: Any) -> Any:
+            return type(example)(*(zeros(*part.shape[1:], dtype=part.dtype) for part in example))
 
-        self.ticks = ticks
         self.length = 0
-        self.observation = Observation(*map(like, observation))
-        self.masks = Masks(*map(like, masks))
-        self.action = Action(*(zeros(dtype=torch.int64) for _ in HEADS))
+        self.observation = like(env.observation)
+        self.masks = like(env.masks)
+        self.action = like(env.space.blank(n, device))
         self.log_prob, self.values, self.rewards = zeros(), zeros(), zeros()
         self.terminated, self.truncated, self.starts = (zeros(dtype=torch.bool) for _ in range(3))
-        self.state = RecurrentState(*(torch.zeros(n, width, device=device) for _ in RecurrentState._fields))
+        self.privileged = zeros(env.privileged.shape[-1]) if policy.asymmetric else None
+        self.state = RecurrentState(*(torch.zeros_like(part) for part in policy.initial_state(n)))
+        cuts = self.ticks // self.sequence - 1
+        # Before each sequence but the first [cuts, N, width].
+        self.later = RecurrentState(*(part.new_zeros(cuts, *part.shape) for part in self.state)) if cuts else None
+        # Views of every tick's rows: to make them anew would cost as much as to write into them.
+        self._rows = [t.unbind(0) for t in self._all()]
 
     def clear(self, state: RecurrentState) -> None:
         """Begins a rollout whose first step starts from `state`."""
@@ -77,47 +111,53 @@ class RolloutBuffer:
         for mine, given in zip(self.state, state, strict=True):
             mine.copy_(given)
 
-    def add_sight(self, observation: Observation, masks: Masks, values: Tensor, starts: Tensor) -> None:
+    def keep_state(self, state: RecurrentState) -> None:
+        """Stores the recurrent state before the tick that begins, where a sequence begins with it."""
+        if self.later is not None and self.length and self.length % self.sequence == 0:
+            for mine, given in zip(self.later, state, strict=True):
+                mine[self.length // self.sequence - 1].copy_(given)
+
+    def add_sight(
+        self, observation: Any, masks: Any, values: Tensor, starts: Tensor, privileged: Tensor | None = None
+    ) -> None:
         """Stores what the policy saw in the tick that begins, and thought of it; values are the normalised ones."""
         assert self.length < self.ticks, "the rollout is full"
-        self._write(self._sight(), (*observation, *masks, values, starts))
+        extra = () if self.privileged is None else (privileged,)
+        self._write(0, (*observation, *masks, values, starts, *extra))
 
-    def add_decision(self, action: Action, log_prob: Tensor) -> None:
+    def add_decision(self, action: Any, log_prob: Tensor) -> None:
         """Stores what was done."""
-        self._write((*self.action, self.log_prob), (*action, log_prob))
+        self._write(len(self._sight()), (*action, log_prob))
 
     def add_outcome(self, rewards: Tensor, terminated: Tensor, truncated: Tensor) -> None:
         """Stores what followed, and ends the tick."""
-        self._write((self.rewards, self.terminated, self.truncated), (rewards, terminated, truncated))
+        self._write(-3, (rewards, terminated, truncated))
         self.length += 1
 
-    def _write(self, storage: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> None:
-        for mine, row in zip(storage, rows, strict=True):
-            mine[self.length].copy_(row)
+    def _write(self, first: int, values: tuple[Tensor, ...]) -> None:
+        for i, value in enumerate(values, first):
+            self._rows[i][self.length].copy_(value)
 
     def _sight(self) -> tuple[Tensor, ...]:
-        return (*self.observation, *self.masks, self.values, self.starts)
+        extra = () if self.privileged is None else (self.privileged,)
+        return (*self.observation, *self.masks, self.values, self.starts, *extra)
 
     def _all(self) -> tuple[Tensor, ...]:
         return (*self._sight(), *self.action, self.log_prob, self.rewards, self.terminated, self.truncated)
 
-    def op_frequency(self) -> dict[str, float]:
-        """Share of each op among the decisions that were not forced."""
-        free = ~self.masks.forced[: self.length]
-        chosen = self.action.op[: self.length][free]
-        counts = torch.bincount(chosen, minlength=self.masks.slot.shape[-2]).tolist()
-        return {Op(op).name: count / max(1, sum(counts)) for op, count in enumerate(counts)}
-
     def state_dict(self) -> dict[str, Any]:
         """The ticks filled so far."""
-        return {"ticks": [t[: self.length].clone() for t in self._all()], "state": [t.clone() for t in self.state]}
+        saved = {"ticks": [t[: self.length].clone() for t in self._all()], "state": [t.clone() for t in self.state]}
+        return saved if self.later is None else saved | {"later": [t.clone() for t in self.later]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state_dict` was taken. Raises ValueError unless it is a part of a rollout like this one."""
-        check_parts("the rollout's buffer", state, ("ticks", "state"))
+        check_parts("the rollout's buffer", state, ("ticks", "state", *(() if self.later is None else ("later",))))
         length = check_count("the length of the rollout", len(state["ticks"][0]), self.ticks)
         stored = [t[:length] for t in self._all()]
-        for mine, saved in zip((*stored, *self.state), (*state["ticks"], *state["state"]), strict=True):
+        mine_all = (*stored, *self.state, *(self.later or ()))
+        saved_all = (*state["ticks"], *state["state"], *state.get("later", ()))
+        for mine, saved in zip(mine_all, saved_all, strict=True):
             check_finite("the rollout", check_like("a part of the rollout", saved, mine))
             mine.copy_(saved)
         self.length = length

@@ -1,6 +1,7 @@
 """The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -8,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import HEADS
 from esper_lightning.ppo.buffer import Rollout
 from esper_lightning.tamiyo.policy import Policy
 
@@ -39,7 +39,11 @@ class PPOConfig:
     """Passes over a rollout. With one, the ratio is always 1 and nothing is proximal."""
 
     minibatches: int = 4
-    """Parts of a rollout, by environment, that one pass is made of."""
+    """Parts of a rollout, by environment (or sequence), that one pass is made of."""
+
+    sequence: int | None = None
+    """Ticks that the gradient of an LSTM goes back: each such part of a rollout is a sequence of its own, which begins
+    with the state that was remembered there. Shorter is faster. None: whole rollouts."""
 
     clip: float = 0.2
     """Most that the probability ratio may usefully move from 1."""
@@ -78,12 +82,15 @@ class PPOConfig:
     """Adam's epsilon: larger than usual, because PPO's gradients get small and its steps must not grow for it."""
 
     horizon_is_end: bool = True
-    """Whether the objective is defined at the horizon (a terminal state) or goes on beyond it (a time limit)."""
+    """Whether the objective is defined at the horizon (a terminal state) or goes on beyond it (a time limit).
+    Environments whose episodes do not end with the rollout say themselves which it is."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ppo.{name} must be at least 1, got {getattr(self, name)}")
+        if self.sequence is not None and self.sequence < 1:
+            raise ValueError(f"ppo.sequence must be at least 1 tick, got {self.sequence}")
         if not (0.0 < self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
             raise ValueError(
                 f"ppo: gamma must lie in (0, 1] and gae_lambda in [0, 1], got {self.gamma}, {self.gae_lambda}"
@@ -96,9 +103,12 @@ class PPOConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"ppo.{name} must be {'finite' if value > 0.0 else 'positive'}, got {value}")
-        unknown = set(self.entropy_weights or ()) - set(HEADS)
+
+    def check_heads(self, heads: Iterable[str]) -> None:
+        """Raises ValueError if a weight is meant for a head that is none of these."""
+        unknown = set(self.entropy_weights or ()) - set(heads)
         if unknown:
-            raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(HEADS)}")
+            raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(heads)}")
 
 
 class PPOTerms(NamedTuple):
@@ -142,7 +152,8 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 
 def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     """Runs the policy over a minibatch of whole sequences again and compares it with the one that acted."""
-    distribution, values, _ = policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)
+    seen = (rollout.observation, rollout.state, rollout.masks, rollout.starts, rollout.privileged)
+    distribution, values, _ = policy(*seen)
     learned = ~rollout.masks.forced  # a forced step was no decision
     log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob
     ratio = log_ratio.exp()

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, HostPool, Observation
+from esper_lightning.envs import Action, HostPool
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -37,8 +37,7 @@ class LearnedController:
 
     @torch.no_grad()
     def act(self, pool: HostPool) -> Action:
-        features, blueprints = pool.observation
-        seen = Observation(self.normalise(features), blueprints)
+        seen = pool.observation._replace(features=self.normalise(pool.observation.features))
         # As in training: a rollback begins a new trajectory.
-        distribution, _, self.state = self.policy.step(seen, self.state, pool.masks, pool.terminated)
+        distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.terminated)
         return distribution.mode()

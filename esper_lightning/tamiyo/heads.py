@@ -91,6 +91,10 @@ class Heads(nn.Module):
     def forward(self, hidden: Tensor) -> Tables:  # [..., width]
         return {head: table(hidden) for head, table in self.tables.items()}
 
+    def distribution(self, hidden: Tensor, masks: Masks) -> "FactoredDistribution":
+        """Over actions [...], from hidden features [..., width]."""
+        return FactoredDistribution(self(hidden), masks)
+
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Log-probabilities over the last axis; a row where nothing is possible is uniform, and nobody draws from it."""

@@ -1,28 +1,35 @@
-"""Tamiyo's network: recurrent, with factored masked heads. N environments, K slots, D features."""
+"""The policy's network: with or without memory, its critic with or without more to see. N environments, D features."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs import Masks, Observation
-from esper_lightning.tamiyo.heads import FactoredDistribution, Heads
+from esper_lightning.envs.choices import ChoiceSpace
+from esper_lightning.envs.vector import Space, VectorEnv
+from esper_lightning.tamiyo.choices import ChoiceHeads
+from esper_lightning.tamiyo.heads import Heads
+from esper_lightning.tamiyo.stretches import stretches
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Size of Tamiyo's network."""
+    """Size and kind of the policy's network."""
 
     width: int = 128
     """Hidden features, and cells of the LSTM."""
 
     blueprint_embedding: int = 4
     """Numbers that stand for the blueprint of the seed in a slot."""
+
+    memory: Literal["lstm", "none"] = "lstm"
+    """What carries the past: an LSTM; or nothing, and every decision follows from what is seen now."""
+
+    asymmetric: bool = False
+    """Whether the critic also sees what environments keep from the policy (a critic is needed in training alone)."""
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.blueprint_embedding < 1:
@@ -32,8 +39,34 @@ class PolicyConfig:
             )
 
 
+class PolicyShape(NamedTuple):
+    """What goes into a policy and comes out of it."""
+
+    features: int
+    space: Space
+    fields: int = 0
+    """Whole numbers K that are seen of an environment beside the features."""
+    categories: int = 0
+    """How many values each of them can take."""
+    privileged: int = 0
+    """Features that the critic alone may see."""
+
+
+def shape_of(env: VectorEnv) -> PolicyShape:
+    """The shape of a policy for these environments."""
+    features, *whole = env.observation
+    fields = whole[0].shape[-1] if env.categories else 0
+    privileged = 0 if env.privileged is None else env.privileged.shape[-1]
+    return PolicyShape(features.shape[-1], env.space, fields, env.categories, privileged)
+
+
+def make_heads(width: int, space: Space) -> Heads | ChoiceHeads:
+    """Hosts are acted on by heads of their own."""
+    return ChoiceHeads(width, space) if isinstance(space, ChoiceSpace) else Heads(width, space.sizes)
+
+
 class RecurrentState(NamedTuple):
-    """Of the LSTM; passed in and out, never kept."""
+    """Of the LSTM; passed in and out, never kept. Without memory both parts have no columns."""
 
     hidden: Tensor  # [N, width]
     cell: Tensor  # [N, width]
@@ -42,29 +75,44 @@ class RecurrentState(NamedTuple):
 class Policy(nn.Module):
     """Features -> linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> heads and value.
 
+    Without memory the heads come right after the ReLU.
+
     Args:
-        features: Number D of features.
-        sizes: Number of choices by head.
-        config: Its size.
+        shape: What goes in and comes out.
+        config: Its size and kind.
+
+    Raises ValueError if the critic is to see what there is not.
     """
 
-    def __init__(self, features: int, sizes: Mapping[str, int], config: PolicyConfig) -> None:
+    def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
         super().__init__()
-        width = config.width
+        if config.asymmetric and not shape.privileged:
+            raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
+        width, seen = config.width, shape.features
         self.width = width
-        self.embedding = nn.Embedding(sizes["blueprint"] + 1, config.blueprint_embedding)  # 0: no seed
-        self.encoder = nn.Linear(features + sizes["slot"] * config.blueprint_embedding, width)
+        self.state_width = width if config.memory == "lstm" else 0
+        self.asymmetric = config.asymmetric
+        self.embedding: nn.Embedding | None = None
+        if shape.categories:
+            self.embedding = nn.Embedding(shape.categories, config.blueprint_embedding)
+            seen += shape.fields * config.blueprint_embedding
+        self.encoder = nn.Linear(seen, width)
         self.encoder_norm = nn.LayerNorm(width)
-        self.lstm = nn.LSTM(width, width)
-        self.lstm_norm = nn.LayerNorm(width)
-        self.heads = Heads(width, sizes)
-        self.value = nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
+        self.lstm: nn.LSTM | None = None
+        if config.memory == "lstm":
+            self.lstm = nn.LSTM(width, width)
+            self.lstm_norm = nn.LayerNorm(width)
+        self.heads = make_heads(width, shape.space)
+        judged = width + (shape.privileged if config.asymmetric else 0)
+        self.value = nn.Sequential(nn.Linear(judged, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
 
     def _initialise(self) -> None:
         for layer, gain in ((self.encoder, math.sqrt(2)), (self.value[0], math.sqrt(2)), (self.value[2], 1.0)):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
+        if self.lstm is None:
+            return
         for name, parameter in self.lstm.named_parameters():
             if name.startswith("weight"):
                 nn.init.orthogonal_(parameter)
@@ -75,12 +123,12 @@ class Policy(nn.Module):
 
     def initial_state(self, n_envs: int) -> RecurrentState:
         """The state at the start of an episode."""
-        zeros = self.encoder.weight.new_zeros(n_envs, self.width)
+        zeros = self.encoder.weight.new_zeros(n_envs, self.state_width)
         return RecurrentState(zeros, zeros.clone())
 
     def forward(
-        self, observation: Observation, state: RecurrentState, masks: Masks, starts: Tensor
-    ) -> tuple[FactoredDistribution, Tensor, RecurrentState]:
+        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
+    ) -> tuple[Any, Tensor, RecurrentState]:
         """Goes through T steps of N environments.
 
         Args:
@@ -88,38 +136,55 @@ class Policy(nn.Module):
             state: Before the first step.
             masks: [T, N, …].
             starts: [T, N] bool: the state is reset before this step.
+            privileged: [T, N, P], normalised, where the critic sees it.
 
         Returns:
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
         """
         hidden, state = self._hidden(observation, state, starts)
-        return FactoredDistribution(self.heads(hidden), masks), self.value(hidden).squeeze(-1), state
+        return self.heads.distribution(hidden, masks), self._judge(hidden, privileged), state
 
     def step(
-        self, observation: Observation, state: RecurrentState, masks: Masks, starts: Tensor
-    ) -> tuple[FactoredDistribution, Tensor, RecurrentState]:
+        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
+    ) -> tuple[Any, Tensor, RecurrentState]:
         """`forward` for one step: everything without the axis T."""
-        hidden, state = self._hidden(Observation(*(part[None] for part in observation)), state, starts[None])
-        return FactoredDistribution(self.heads(hidden[0]), masks), self.value(hidden[0]).squeeze(-1), state
+        hidden, state = self._hidden_now(observation, state, starts)
+        return self.heads.distribution(hidden, masks), self._judge(hidden, privileged), state
 
-    def _hidden(
-        self, observation: Observation, state: RecurrentState, starts: Tensor
-    ) -> tuple[Tensor, RecurrentState]:  # [T, N, width]
-        seeds = self.embedding(observation.blueprints).flatten(-2)  # [T, N, K·E]
-        encoded = F.relu(self.encoder_norm(self.encoder(torch.cat([observation.features, seeds], -1))))
+    def decide(self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor) -> tuple[Any, RecurrentState]:
+        """`step` without the critic, who may need to see more than there is after training."""
+        hidden, state = self._hidden_now(observation, state, starts)
+        return self.heads.distribution(hidden, masks), state
+
+    def worth(
+        self, observation: Any, state: RecurrentState, starts: Tensor, privileged: Tensor | None = None
+    ) -> Tensor:  # [N]
+        """`step` without a decision: the normalised value alone."""
+        return self._judge(self._hidden_now(observation, state, starts)[0], privileged)
+
+    def _judge(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
+        return self.value(torch.cat([hidden, privileged], -1) if self.asymmetric else hidden).squeeze(-1)
+
+    def _hidden_now(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        hidden, state = self._hidden([part[None] for part in observation], state, starts[None])
+        return hidden[0], state
+
+    def _hidden(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        features, *whole = observation
+        if self.embedding is not None:
+            features = torch.cat([features, self.embedding(whole[0]).flatten(-2)], -1)  # [T, N, D + K·E]
+        encoded = F.relu(self.encoder_norm(self.encoder(features)))
+        if self.lstm is None:
+            return encoded, state
         remembered, state = self._remember(encoded, state, starts)
         return self.lstm_norm(remembered + encoded), state
 
     def _remember(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        # The LSTM runs whole stretches at once; a stretch ends where any environment's state is reset. Where the first
-        # one begins is known: a single step reads nothing back from the device.
-        resets = [t for t, any_starts in enumerate(starts[1:].any(1).tolist(), 1) if any_starts] if len(x) > 1 else []
-        cuts = sorted({0, *resets, len(x)})
-        outputs = []
-        for begin, end in pairwise(cuts):
-            keep = ~starts[begin, :, None]  # [N, 1]
-            before = tuple((part * keep).unsqueeze(0) for part in state)
-            output, after = self.lstm(x[begin:end], before)
-            state = RecurrentState(*(part.squeeze(0) for part in after))
-            outputs.append(output)
-        return torch.cat(outputs), state
+        before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
+        # A single step reads nothing back from the device.
+        if len(x) == 1 or not starts[1:].any():
+            output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))
+            return output, RecurrentState(*(part.squeeze(0) for part in after))
+        cut = stretches(starts)
+        output, after = self.lstm(cut.pack(x), tuple(cut.begin_with(part).unsqueeze(0) for part in before))
+        return cut.unpack(output.data), RecurrentState(*(part.squeeze(0)[cut.last] for part in after))

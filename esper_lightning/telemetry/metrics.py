@@ -19,6 +19,7 @@ def tick_metrics(step: "StepResult") -> dict[str, float]:
         "hosts/objective": metrics.objective.mean().item(),
         "hosts/parameters": metrics.parameters.float().mean().item(),
         "hosts/reward": metrics.reward.mean().item(),
+        **{f"reward/{name}": paid.mean().item() for name, paid in step.terms.items()},
     }
 
 

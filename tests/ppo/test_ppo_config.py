@@ -24,7 +24,6 @@ def test_an_anneal_is_linear_and_stops_at_its_end() -> None:
         ({"max_grad_norm": -1.0}, "ppo.max_grad_norm must be positive"),
         ({"target_kl": 0.0}, "ppo.target_kl must be positive"),
         ({"value_clip": -0.2}, "ppo.value_clip must be positive"),
-        ({"entropy_weights": {"op": 1.0, "slots": 1.0}}, r"unknown heads \['slots'\]"),
         ({"advantage_floor": 0.0}, "advantage_floor"),  # equal advantages would become 0/0
         ({"lr": Anneal(start=-1e-3, end=1e-4)}, "lr"),
         ({"lr": Anneal(start=1e-3, end=-1e-4)}, "lr"),
@@ -34,3 +33,11 @@ def test_an_anneal_is_linear_and_stops_at_its_end() -> None:
 def test_an_impossible_ppo_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_a_weight_for_a_head_that_there_is_not_is_refused_by_name() -> None:
+    config = PPOConfig(entropy_weights={"op": 1.0, "slots": 1.0})
+
+    with pytest.raises(ValueError, match=r"unknown heads \['slots'\]; there are op, slot"):
+        config.check_heads(["op", "slot"])
+    config.check_heads(["op", "slots", "tempo"])

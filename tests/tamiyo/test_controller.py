@@ -61,13 +61,13 @@ def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
     pool: HostPool, policy: Policy, norm: RunningMeanStd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Observation] = []
-    real = policy.step
+    real = policy.decide
 
     def watched(observation: Observation, *rest: object) -> object:
         shown.append(observation)
         return real(observation, *rest)
 
-    monkeypatch.setattr(policy, "step", watched)
+    monkeypatch.setattr(policy, "decide", watched)
     controller = LearnedController(policy, norm)
     pool.reset([1, 2, 3])
     controller.reset(pool)

@@ -4,18 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_lightning.envs import HEADS, Masks, Observation, Op
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, RecurrentState
+from esper_lightning.envs import ActionSpace, Masks, Observation, Op
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState
 
 TICKS, ENVS, FEATURES, WIDTH = 7, 3, 11, 16
 OPS, SLOTS, BLUEPRINTS, TARGETS, SPEEDS, CURVES = len(Op), 2, 3, 2, 3, 2
-SIZES = dict(zip(HEADS, (OPS, SLOTS, BLUEPRINTS, 2, 2, TARGETS, SPEEDS, CURVES), strict=True))
+SPACE = ActionSpace(*([str(i) for i in range(n)] for n in (OPS, SLOTS, BLUEPRINTS, 2, 2, TARGETS, SPEEDS, CURVES)))
+SHAPE = PolicyShape(FEATURES, SPACE, fields=SLOTS, categories=BLUEPRINTS + 1)
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     torch.manual_seed(0)
-    made = Policy(FEATURES, SIZES, PolicyConfig(width=WIDTH))
+    made = Policy(SHAPE, PolicyConfig(width=WIDTH))
     with torch.no_grad():
         for parameter in made.parameters():  # not the careful start: anything
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -142,7 +143,7 @@ def test_which_blueprint_grows_is_seen(policy: Policy) -> None:
 
 def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient() -> None:
     torch.manual_seed(1)
-    fresh = Policy(FEATURES, SIZES, PolicyConfig(width=WIDTH))
+    fresh = Policy(SHAPE, PolicyConfig(width=WIDTH))
     observation, masks, _ = sequence(6)
     everything = masks._replace(slot=torch.ones_like(masks.slot))
     starts = torch.zeros(TICKS, ENVS, dtype=torch.bool)

@@ -1,0 +1,107 @@
+"""A task that needs memory, in plain tensors: what a VectorEnv is without gymnasium.
+
+A cue is shown once, then noise, then it must be repeated: its row by one head, its column by another that knows the
+row. Until then nothing but waiting is possible; at the end a wrong choice of each head is masked too, so that somebody
+without memory is right in at most one of six episodes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from esper_lightning.envs.choices import Choices, ChoiceSpace
+from esper_lightning.envs.execution.timing import PhaseClock, make_timer
+from esper_lightning.envs.vector import Ended, Seen, VectorStep
+
+ROWS, COLUMNS = 4, 3
+WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
+CUE = ROWS + COLUMNS
+
+
+class CueMemory:
+    """N games side by side.
+
+    Args:
+        n_envs: Games N.
+        horizon: Steps of a rollout.
+        delay: Steps of noise between cue and answer.
+        time_limit: Steps after which a game is cut, as if by a clock. None: it comes to its end.
+    """
+
+    goes_on = True
+    categories = 0
+    device = torch.device("cpu")
+
+    def __init__(self, n_envs: int, horizon: int, delay: int = 16, time_limit: int | None = None) -> None:
+        self.n_envs, self.horizon, self.delay, self.time_limit = n_envs, horizon, delay, time_limit
+        self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, {"column": "row"}, masked=True)
+        self.clock = PhaseClock(make_timer(self.device))
+        self.masks = self.space.free(n_envs, self.device)
+        self.observation = Seen(torch.zeros(n_envs, CUE + 1))
+        self.privileged: Tensor | None = torch.zeros(n_envs, CUE)
+        self.terminated = torch.zeros(n_envs, dtype=torch.bool)
+        self.recent: list[float] = []  # was the answer right, game by game
+        self.cue = np.zeros((n_envs, 2), dtype=np.int64)
+        self.wrong = np.zeros((n_envs, 2), dtype=np.int64)  # a choice of each head that will be masked
+        self.at = np.zeros(n_envs, dtype=np.int64)
+        self.reset(range(n_envs))
+
+    def reset(self, seeds: Sequence[int]) -> Seen:
+        """Begins a game everywhere."""
+        self.random = [np.random.default_rng(seed) for seed in seeds]
+        self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
+        for i in range(self.n_envs):
+            self._begin(i)
+        self.terminated.zero_()
+        self._look()
+        return self.observation
+
+    def _begin(self, i: int) -> None:
+        random = self.random[i]
+        self.cue[i] = random.integers([ROWS, COLUMNS])
+        self.wrong[i] = (self.cue[i] + random.integers(1, [ROWS, COLUMNS])) % [ROWS, COLUMNS]
+        self.noise[i] = random.integers(0, 2, self.noise[i].shape)
+        self.at[i] = 0
+
+    def step(self, action: Choices) -> VectorStep:
+        """Answers where it is time to, and lets time pass everywhere."""
+        answered = self.at == self.delay + 1
+        right = (action.numbers.numpy() == self.cue).all(1)
+        self.recent += right[answered].astype(float).tolist()
+        self.at += 1
+        cut = ~answered & (self.at == self.time_limit if self.time_limit is not None else False)
+        ended = None
+        if cut.any():
+            self.at[answered] = 0  # what is shown of these nobody reads
+            self._look()
+            ended = Ended(Seen(self.observation.features.clone()), self.privileged.clone())
+        for i in np.flatnonzero(answered | cut):
+            self._begin(i)
+        self._look()
+        self.terminated.copy_(torch.from_numpy(answered | cut))
+        reward = torch.from_numpy((right & answered).astype(np.float32))
+        score = float(np.mean(self.recent[-200:])) if self.recent else 0.0
+        return VectorStep(action, reward, torch.from_numpy(answered), torch.from_numpy(cut), ended, {"right": score})
+
+    def _look(self) -> None:
+        cue = torch.cat(
+            [one_hot(torch.from_numpy(self.cue[:, 0]), ROWS), one_hot(torch.from_numpy(self.cue[:, 1]), COLUMNS)], 1
+        ).float()
+        noise = torch.from_numpy(self.noise[np.arange(self.n_envs), self.at]).float()
+        first = torch.from_numpy(self.at == 0)[:, None]
+        self.observation.features[:, :CUE] = torch.where(first, cue, noise)
+        self.observation.features[:, CUE] = first[:, 0].float()
+        self.privileged.copy_(cue)
+        self._mask(torch.from_numpy(self.at == self.delay + 1))
+
+    def _mask(self, answering: Tensor) -> None:  # [N]
+        masks = self.space.split(self.masks.possible)
+        row, column = masks["row"][:, 0], masks["column"]
+        row.copy_((torch.arange(ROWS + 1) == WAIT_ROW) ^ answering[:, None])
+        row[:, :ROWS] &= torch.arange(ROWS) != torch.from_numpy(self.wrong[:, :1])
+        column.copy_(((torch.arange(COLUMNS + 1) == WAIT_COLUMN) ^ answering[:, None])[:, None])
+        column[..., :COLUMNS] &= (torch.arange(COLUMNS) != torch.from_numpy(self.wrong[:, 1:]))[:, None]
+        self.masks.forced.copy_(self.space.forced(self.masks.possible))

@@ -1,0 +1,173 @@
+"""GymVector: any gymnasium vector environment, as PPO needs it. Needs the extra `gym`."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from torch import Tensor
+
+from esper_lightning.envs.choices import Choices, ChoiceSpace
+from esper_lightning.envs.execution.timing import PhaseClock, make_timer
+from esper_lightning.envs.vector import Ended, Seen, VectorStep
+
+RECENT = 100
+"""Episodes over which return and length are averaged."""
+
+
+class GymVector:
+    """Steps gymnasium's environments and keeps what they show in tensors.
+
+    Args:
+        envs: The environments. They must reset themselves in the step in which an episode ends
+            (`AutoresetMode.SAME_STEP`): only then every step is one of an episode, and the last state is shown.
+        horizon: Steps of a rollout.
+        device: Where observations, rewards and masks live. None: torch's default.
+        mask: Name in the environments' info of what is possible: a row of flags per environment, one for each choice,
+            the heads of a MultiDiscrete action one after the other. A head that is given another has as many times its
+            choices: first those for the other's choice 0.
+        privileged: Name in the environments' info of a row of numbers that the critic alone may see.
+        given: By head of a MultiDiscrete action (`head0`, `head1` …) the earlier one that it is drawn after. Without it
+            heads know nothing of each other.
+    """
+
+    goes_on = True
+    categories = 0
+
+    def __init__(
+        self,
+        envs: VectorEnv,
+        horizon: int,
+        device: torch.device | None = None,
+        mask: str | None = None,
+        privileged: str | None = None,
+        given: Mapping[str, str] | None = None,
+    ) -> None:
+        if horizon < 1:
+            raise ValueError(f"horizon must be at least 1 step, got {horizon}")
+        if envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
+            raise ValueError(f"{envs} must be made with autoreset_mode=AutoresetMode.SAME_STEP")
+        if not isinstance(envs.single_observation_space, Box):
+            raise ValueError(
+                f"observations are {envs.single_observation_space}, not a Box; "
+                f"wrap the environment in gymnasium.wrappers.FlattenObservation"
+            )
+        self.envs = envs
+        self.n_envs = envs.num_envs
+        self.horizon = horizon
+        self.device = device = device or torch.get_default_device()
+        self.space = action_space(envs.single_action_space, given or {}, mask is not None)
+        self._first = np.asarray(envs.single_action_space.start)  # gymnasium may count from another number than 0
+        self._one = isinstance(envs.single_action_space, Discrete)
+        self._mask, self._privileged = mask, privileged
+        self.clock = PhaseClock(make_timer(device))
+        seen, info = envs.reset(seed=0)
+        self.observation = Seen(self._rows(seen).clone())
+        self.masks = self.space.free(self.n_envs, device)
+        self.privileged = None if privileged is None else self._rows(info[privileged]).clone()
+        self.terminated = torch.zeros(self.n_envs, dtype=torch.bool, device=device)
+        self._begin(seen, info)
+
+    def reset(self, seeds: Sequence[int]) -> Seen:
+        """Begins an episode everywhere."""
+        self._begin(*self.envs.reset(seed=list(seeds)))
+        return self.observation
+
+    def _begin(self, seen: np.ndarray, info: dict[str, Any]) -> None:
+        self.returns, self.lengths = np.zeros(self.n_envs), np.zeros(self.n_envs, dtype=np.int64)
+        self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return and length of an episode
+        self._shown = {"episode_return": float("nan"), "episode_length": float("nan")}
+        self.terminated.zero_()
+        self._look(seen, info)
+
+    def step(self, action: Choices) -> VectorStep:
+        """Acts in every environment; where an episode ends the next one begins."""
+        chosen = action.numbers.cpu().numpy() + self._first
+        seen, reward, terminated, truncated, info = self.envs.step(chosen[:, 0] if self._one else chosen)
+        ended = self._ended(info) if truncated.any() else None
+        self._count(reward, terminated | truncated)
+        self._look(seen, info)
+        over, cut = self._flags(terminated), self._flags(truncated & ~terminated)
+        torch.logical_or(over, cut, out=self.terminated)
+        rewards = torch.as_tensor(reward, dtype=torch.float32, device=self.device)
+        return VectorStep(action, rewards, over, cut, ended, self._shown)
+
+    def _flags(self, flags: np.ndarray) -> Tensor:
+        return torch.as_tensor(flags, device=self.device)
+
+    def _rows(self, rows: np.ndarray) -> Tensor:  # [N, …] -> [N, …flat] float
+        return torch.as_tensor(rows, dtype=torch.float32, device=self.device).reshape(self.n_envs, -1)
+
+    def _look(self, seen: np.ndarray, info: dict[str, Any]) -> None:
+        self.observation.features.copy_(self._rows(seen))
+        if self._privileged is not None:
+            self.privileged.copy_(self._rows(info[self._privileged]))
+        if self._mask is not None:
+            self.masks.possible.copy_(self._flags(info[self._mask]))
+            self.masks.forced.copy_(self.space.forced(self.masks.possible))
+
+    def _ended(self, info: dict[str, Any]) -> Ended:
+        """The last observations of episodes that are over."""
+        there = info["_final_obs"].nonzero()[0]
+        final = np.zeros((self.n_envs, *self.envs.single_observation_space.shape), dtype=np.float32)
+        for i in there:
+            final[i] = info["final_obs"][i]
+        if self._privileged is None:
+            return Ended(Seen(self._rows(final)), None)
+        hidden = np.zeros((self.n_envs, self.privileged.shape[1]), dtype=np.float32)
+        for i in there:
+            hidden[i] = np.ravel(info["final_info"][self._privileged][i])
+        return Ended(Seen(self._rows(final)), self._rows(hidden))
+
+    def _count(self, reward: np.ndarray, over: np.ndarray) -> None:
+        self.returns += reward
+        self.lengths += 1
+        if over.any():
+            self.recent.extend(zip(self.returns[over].tolist(), self.lengths[over].tolist(), strict=True))
+            self.returns[over] = self.lengths[over] = 0
+            mean_return, mean_length = np.mean(self.recent, axis=0).tolist()
+            self._shown = {"episode_return": mean_return, "episode_length": mean_length}
+
+
+def action_space(space: gymnasium.Space, given: Mapping[str, str], masked: bool) -> ChoiceSpace:
+    """The heads of a gymnasium action space. Raises ValueError if it is not made of choices."""
+    if isinstance(space, Discrete):
+        return ChoiceSpace({"action": int(space.n)}, given, masked)
+    if isinstance(space, MultiDiscrete) and space.nvec.ndim == 1:
+        return ChoiceSpace({f"head{i}": int(n) for i, n in enumerate(space.nvec)}, given, masked)
+    raise ValueError(f"actions are {space}; a policy here decides among choices: Discrete, or MultiDiscrete in a row")
+
+
+def gym_vector(
+    env: str | Callable[..., gymnasium.Env],
+    n_envs: int = 8,
+    horizon: int = 128,
+    settings: Mapping[str, Any] | None = None,
+    time_limit: int | None = None,
+    **adapter: Any,
+) -> GymVector:
+    """N environments of one kind, in this process.
+
+    Args:
+        env: An id of gymnasium (`CartPole-v1`); or what makes an environment, by itself or as `module:name`.
+        n_envs: Environments N.
+        horizon: Steps of a rollout.
+        settings: Passed to each environment.
+        time_limit: Steps after which an episode is cut. None: what the environment's id says, or none.
+        adapter: Of GymVector.
+    """
+    make = env
+    if isinstance(env, str):
+        module, _, name = env.rpartition(":")
+        make = getattr(import_module(module), name) if module else lambda **kwargs: gymnasium.make(env, **kwargs)
+
+    def make_one() -> gymnasium.Env:
+        made = make(**(settings or {}))
+        return made if time_limit is None else gymnasium.wrappers.TimeLimit(made, time_limit)
+
+    return GymVector(SyncVectorEnv([make_one] * n_envs, autoreset_mode=AutoresetMode.SAME_STEP), horizon, **adapter)

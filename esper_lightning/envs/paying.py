@@ -1,0 +1,168 @@
+"""What ticks are worth to the controller: collects what rewards ask for, before and after, and settles accounts."""
+
+from collections.abc import Sequence, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.actions import Op
+from esper_lightning.envs.config import EnvConfig
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.network import count_parameters
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.rewards import (
+    Account,
+    Seed,
+    SlotTick,
+    Tick,
+    compute_rent,
+    objective,
+    pay,
+    settled,
+)
+
+POINTS = 100.0
+
+
+class Moment(NamedTuple):
+    """A host before a decision. Nothing of it is changed by what follows."""
+
+    ended: bool
+    objective: float
+    accuracy: list[float]  # per variant, as last validated
+    loss: float
+    seeds: list[Seed]
+
+
+class Acted(NamedTuple):
+    """A host after a decision, before it trains."""
+
+    seeds: list[Seed]
+    accounts: list[Account]
+    growth: list[float]  # per slot, relative to the host
+    alpha: list[float]
+
+
+class Payroll:
+    """Pays N environments, tick by tick: call `begin`, `decided` and `pay` in this order.
+
+    Args:
+        envs: The environments.
+        config: What they are paid for.
+        chance: Loss of guessing, ln(classes).
+    """
+
+    def __init__(self, envs: Sequence[HostEnv], config: EnvConfig, chance: float) -> None:
+        self.envs = envs
+        self.config = config
+        self.chance = chance
+        self.looks_at_seeds = config.reward.looks_at_seeds
+
+    def begin(self) -> None:
+        """A tick begins: nothing has been done yet."""
+        self.before = [moment(env) if self.looks_at_seeds else moment_without_seeds(env) for env in self.envs]
+
+    def decided(self, decisions: Sequence[Sequence[int]]) -> None:
+        """These decisions were carried out, and no host has trained yet."""
+        smallest = self.config.objective.smallest_host
+        self.ops = [Op(decision[0]).name for decision in decisions]
+        self.acted = [acted(env, smallest) if self.looks_at_seeds else None for env in self.envs]
+
+    def pay(self, diverged: Set[int], worth: Sequence[float]) -> dict[str, Tensor]:
+        """The terms of the reward [N] in float64, on the CPU, and what a rollback costs.
+
+        Args:
+            diverged: Which hosts were rolled back.
+            worth: J after the tick.
+        """
+        paid = []
+        back = [i in diverged for i in range(len(self.envs))]
+        for env, *row in zip(self.envs, self.ops, self.before, self.acted, back, worth, strict=True):
+            tick = as_tick(env, *row, self.chance)
+            paid.append(pay(tick, self.config.reward))
+            if tick.slots and not tick.over:
+                env.accounts = [settled(slot, tick) for slot in tick.slots]
+        terms = {name: torch.tensor([row[name] for row in paid], dtype=torch.float64) for name in paid[0]}
+        if self.config.governor.enabled:
+            terms["rollback"] = -self.config.governor.penalty * torch.tensor(back, dtype=torch.float64)
+        return terms
+
+    def worth(self, accuracy: Tensor) -> Tensor:
+        """J [N] of the hosts with what they have fossilized, if that has `accuracy` [N]."""
+        config, envs = self.config.objective, self.envs
+        parameters = torch.tensor([env.committed_parameters for env in envs])
+        price, compute = None, 0.0
+        if config.varies or config.prices_compute:
+            price, compute_price = torch.tensor([config.prices(env.seed) for env in envs]).unbind(1)
+        if config.prices_compute:
+            flops = torch.tensor([env.committed_flops for env in envs])
+            compute = compute_rent(flops, envs[0].compute.host, compute_price)
+        return objective(accuracy, parameters, envs[0].host_parameters, config, price, compute)
+
+
+def moment_without_seeds(env: HostEnv) -> Moment:
+    return Moment(env.ended, env.objective, env.validated.accuracy, env.validated.loss[0], [])
+
+
+def moment(env: HostEnv) -> Moment:
+    return moment_without_seeds(env)._replace(seeds=[as_seed(slot) for slot in env.slots])
+
+
+def acted(env: HostEnv, smallest_host: int) -> Acted:
+    host = max(env.host_parameters, smallest_host)
+    return Acted(
+        seeds=[as_seed(slot) for slot in env.slots],
+        accounts=list(env.accounts),
+        growth=[count_parameters(slot.seed) / host for slot in env.slots],
+        alpha=[slot.alpha_now if slot.blended else 0.0 for slot in env.slots],
+    )
+
+
+def as_seed(slot: SeedSlot) -> Seed:
+    return Seed(slot.stage, slot.ticks_in_stage, slot.age, slot.fading)
+
+
+def as_tick(
+    env: HostEnv, op: str, before: Moment, after_decision: Acted | None, diverged: bool, objective: float, chance: float
+) -> Tick:
+    """A tick of one host that is over."""
+    accuracy, loss = env.validated.accuracy, env.validated.loss
+    return Tick(
+        op=op,
+        over=before.ended,
+        last=env.tick >= env.horizon,
+        diverged=diverged,
+        objective_before=before.objective,
+        objective=objective,
+        accuracy_at_start=env.history.accuracy[0],
+        accuracy_before=before.accuracy[0],
+        accuracy=accuracy[0],
+        kept_accuracy=accuracy[-1],
+        bare_before=bare(before.accuracy, len(env.slots)),
+        bare=bare(accuracy, len(env.slots)),
+        loss_before=before.loss,
+        loss=loss[0],
+        kept_loss=loss[-1],
+        chance=chance,
+        slots=() if after_decision is None else slot_ticks(env, before, after_decision),
+    )
+
+
+def bare(accuracy: Sequence[float], slots: int) -> float:
+    """Accuracy with every seed switched off, if it was measured: see `HostEnv.variants`."""
+    return accuracy[-2] if len(accuracy) > slots + 2 else accuracy[0]
+
+
+def slot_ticks(env: HostEnv, before: Moment, after_decision: Acted) -> tuple[SlotTick, ...]:
+    """What happened in each slot."""
+    then, now = contributions(before.accuracy, len(env.slots)), contributions(env.validated.accuracy, len(env.slots))
+    after = [as_seed(slot) for slot in env.slots]
+    rows = zip(before.seeds, after_decision.seeds, after, after_decision.accounts, then, now, strict=True)
+    sizes = zip(after_decision.growth, after_decision.alpha, strict=True)
+    return tuple(SlotTick(*row, *size) for row, size in zip(rows, sizes, strict=True))
+
+
+def contributions(accuracy: Sequence[float], slots: int) -> list[float]:
+    """Accuracy points that depend on the seed in each slot, by accuracies per variant; 0 where none is blended."""
+    return [POINTS * (accuracy[0] - without) for without in accuracy[1 : 1 + slots]]

@@ -1,0 +1,97 @@
+"""The distribution over the actions of any environment: see `ChoiceSpace`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs.choices import ChoiceMasks, Choices, ChoiceSpace
+from esper_lightning.tamiyo.heads import ConditionalHead, Tables, masked_log_softmax, normalised_entropy
+
+
+class ChoiceHeads(nn.Module):
+    """The tables of logits of all heads.
+
+    Args:
+        width: Of the hidden features.
+        space: The heads, and what each is given.
+    """
+
+    def __init__(self, width: int, space: ChoiceSpace) -> None:
+        super().__init__()
+        self.space = space
+        self.tables = nn.ModuleDict({head: ConditionalHead(width, *shape) for head, shape in space.tables.items()})
+
+    def forward(self, hidden: Tensor) -> Tables:  # [..., width]
+        return {head: table(hidden) for head, table in self.tables.items()}
+
+    def distribution(self, hidden: Tensor, masks: ChoiceMasks) -> "ChoiceDistribution":
+        """Over actions [...], from hidden features [..., width]."""
+        return ChoiceDistribution(self(hidden), masks, self.space)
+
+
+class ChoiceDistribution:
+    """A distribution over actions [..., N], from the heads' logits and the masks."""
+
+    def __init__(self, logits: Tables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
+        self.heads = tuple(logits)
+        self.given = space.given
+        self.possible: Tables | None = space.split(masks.possible) if space.masked else None
+        self.log_probs: Tables = {
+            head: table.float().log_softmax(-1) if self.possible is None else self._masked(head, table)
+            for head, table in logits.items()
+        }
+
+    def _masked(self, head: str, table: Tensor) -> Tensor:
+        return masked_log_softmax(table, self.possible[head])
+
+    def sample(self, generator: torch.Generator) -> Choices:
+        """Draws from the distribution; `generator` lives on its device."""
+
+        def draw(log_probs: Tensor) -> Tensor:
+            flat = torch.multinomial(log_probs.exp().flatten(0, -2), 1, generator=generator)
+            return flat.view(log_probs.shape[:-1])
+
+        return self._choose(draw)
+
+    def mode(self) -> Choices:
+        """The likeliest choice of each head given what was chosen before."""
+        return self._choose(lambda log_probs: log_probs.argmax(-1))
+
+    def _choose(self, draw: Callable[[Tensor], Tensor]) -> Choices:
+        chosen: dict[str, Tensor] = {}
+        for head in self.heads:
+            chosen[head] = draw(self._row(head, chosen))
+        return Choices(torch.stack(list(chosen.values()), -1))
+
+    def log_prob(self, action: Choices) -> Tensor:  # [...]
+        """Of the whole decision."""
+        chosen = dict(zip(self.heads, action.numbers.unbind(-1), strict=True))
+        rows = [self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)) for head in self.heads]
+        return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).squeeze(-1)
+
+    def _row(self, head: str, chosen: dict[str, Tensor]) -> Tensor:  # [..., choices]
+        """A head's log-probabilities given the choices that were made before it."""
+        table = self.log_probs[head]
+        if head not in self.given:
+            return table.squeeze(-2)
+        row = chosen[self.given[head]]
+        index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
+        return table.gather(-2, index).squeeze(-2)
+
+    def entropy(self) -> tuple[Tensor, Tensor]:
+        """Normalised entropy of each head, and how likely it is that the head matters (always), both [..., heads].
+
+        Exact: averaged over what the head is given by how likely that is.
+        """
+        likely: Tables = {}  # [..., choices] of each head, whatever was chosen before it
+        entropies = []
+        for head in self.heads:
+            table = self.log_probs[head]
+            there = torch.ones_like(table, dtype=torch.bool) if self.possible is None else self.possible[head]
+            per_row = normalised_entropy(table, there)  # [..., rows]
+            rows = likely[self.given[head]] if head in self.given else torch.ones_like(per_row)
+            likely[head] = (rows.unsqueeze(-1) * table.exp()).sum(-2)
+            entropies.append((rows * per_row).sum(-1))
+        entropy = torch.stack(entropies, -1)
+        return entropy, torch.ones_like(entropy)

@@ -1,0 +1,177 @@
+"""A schedule: what to do to a host at which tick, by names, and the JSON file that holds it."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from esper_lightning.blueprints import nearest
+from esper_lightning.envs import HEADS, ActionSpace, HostPool, Op
+from esper_lightning.envs.actions import RELEVANT
+from esper_lightning.growth.saving import replace_file
+
+FORMAT = 1
+"""Number of the file's form; another one is refused."""
+
+NEEDED = ("slot", "blueprint", "target")
+"""Heads that an entry must name where its op has them; of the others the pool's first choice holds."""
+
+KEYS = ("format", "slots", "entries")
+
+MOST_BYTES = 2**20
+"""Of a file: a schedule of a thousand entries has a tenth of it."""
+
+
+class Entry(NamedTuple):
+    """One decision. Heads that its op does not have are None, and others may be: then the pool's first choice holds."""
+
+    tick: int
+    """Host epochs that have passed when it is due: 0 is before the first one."""
+    op: str
+    slot: str
+    blueprint: str | None = None
+    style: str | None = None
+    tempo: str | None = None
+    target: float | None = None
+    speed: int | None = None
+    curve: str | None = None
+
+    def __str__(self) -> str:
+        said = [str(value) for value in self[1:] if value is not None]
+        return f"tick {self.tick}: {' '.join(said)}"
+
+
+class Schedule(NamedTuple):
+    """What is done to one host in an episode."""
+
+    slots: tuple[str, ...]
+    """Of the hosts it is for."""
+    entries: tuple[Entry, ...]
+    """In order: what comes first is done first, where several are due."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.entries)) or "nothing is ever grown"
+
+
+def entry_of(tick: int, decision: Sequence[int], space: ActionSpace) -> Entry:
+    """A decision, a number per head, in names."""
+    chosen = space.choose(decision)
+    said = {head: value for head, value in chosen._asdict().items() if Op(decision[0]) in RELEVANT[head]}
+    return Entry(tick, **said)
+
+
+def decisions(schedule: Schedule, pool: HostPool) -> list[tuple[int, tuple[int, ...]]]:
+    """Tick and numbers of every entry, in the order in which they are due.
+
+    Raises ValueError, naming the entry, if the schedule is not for hosts like the pool's.
+    """
+    space = pool.space
+    if list(schedule.slots) != space.slot:
+        raise ValueError(f"the schedule is for hosts with slots {list(schedule.slots)}, these have {space.slot}")
+    numbered = []
+    for number, entry in enumerate(schedule.entries, 1):
+        where = f"entry {number} of the schedule ({entry})"
+        if entry.tick >= pool.config.horizon:
+            raise ValueError(f"{where}: an episode has {pool.config.horizon} ticks, 0 to {pool.config.horizon - 1}")
+        decision = []
+        for head, choices in zip(HEADS, space, strict=True):
+            value = getattr(entry, head) if Op[entry.op] in RELEVANT[head] else None
+            if value is not None and value not in choices:
+                there = nearest(str(value), [str(choice) for choice in choices])
+                raise ValueError(f"{where}: {head} {value!r} is not on offer here; {there}")
+            decision.append(0 if value is None else choices.index(value))
+        _, slot, blueprint, *_ = decision
+        if entry.blueprint is not None and not pool.masks_on_cpu.blueprint[0, slot, blueprint]:
+            raise ValueError(f"{where}: {entry.blueprint} cannot grow in {entry.slot}")
+        numbered.append((entry.tick, tuple(decision)))
+    return sorted(numbered, key=lambda due: due[0])
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Writes the file, in place of what was there."""
+    said = [{name: value for name, value in e._asdict().items() if value is not None} for e in schedule.entries]
+    whole = {"format": FORMAT, "slots": list(schedule.slots), "entries": said}
+    replace_file(Path(path), lambda draft: draft.write_text(json.dumps(whole, indent=1) + "\n"))
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Reads what `write_schedule` wrote, or somebody by hand. Raises ValueError, naming the entry, if it is unsound."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"schedule {path} cannot be read: {error.strerror}") from None
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"schedule {path} is larger than {MOST_BYTES} bytes: no schedule is")
+    try:
+        return _schedule(json.loads(raw.decode(), object_pairs_hook=_once))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"schedule {path}: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON in which no key stands twice."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"{key!r} is given twice; give it once")
+    return dict(pairs)
+
+
+def _schedule(whole: Any) -> Schedule:
+    if not isinstance(whole, dict):
+        raise ValueError(f"it must hold {', '.join(KEYS)}, got a {type(whole).__name__}")
+    if type(whole.get("format")) is not int or whole["format"] != FORMAT:
+        raise ValueError(f"format is {whole.get('format', 'missing')!r}, this version reads {FORMAT}")
+    _check_keys(whole, KEYS, KEYS)
+    slots, entries = whole["slots"], whole["entries"]
+    if not isinstance(slots, list) or not slots or not all(isinstance(slot, str) for slot in slots):
+        raise ValueError("slots must be a list of at least one name")
+    if len(set(slots)) < len(slots):
+        raise ValueError("slots names one twice; name each once")
+    if not isinstance(entries, list):
+        raise ValueError(f"entries must be a list, got {type(entries).__name__}")
+    read = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            read.append(_entry(entry, slots))
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
+    return Schedule(tuple(slots), tuple(read))
+
+
+def _entry(entry: Any, slots: list[str]) -> Entry:
+    if not isinstance(entry, dict):
+        raise ValueError(f"it must hold a tick, an op and a slot, got a {type(entry).__name__}")
+    _check_keys(entry, Entry._fields, ("tick", "op"))
+    ops = [op.name for op in Op if op is not Op.WAIT]
+    if entry["op"] not in ops:
+        raise ValueError(f"op {entry['op']!r} is none of {', '.join(ops)}; between entries hosts wait by themselves")
+    heads = [head for head in HEADS if Op[entry["op"]] in RELEVANT[head]]
+    _check_keys(entry, ("tick", *heads), [head for head in heads if head in NEEDED])
+    if type(entry["tick"]) is not int or entry["tick"] < 0:
+        raise ValueError(f"tick must be a whole number from 0, got {entry['tick']!r}")
+    if entry["slot"] not in slots:
+        raise ValueError(
+            f"slot {entry['slot']!r} is not among the schedule's slots; {nearest(str(entry['slot']), slots)}"
+        )
+    for head in ("blueprint", "style", "tempo", "curve"):
+        if head in entry and not isinstance(entry[head], str):
+            raise ValueError(f"{head} must be a name, got {entry[head]!r}")
+    if "speed" in entry and (type(entry["speed"]) is not int or entry["speed"] < 0):
+        raise ValueError(f"speed must be a whole number of ticks from 0, got {entry['speed']!r}")
+    target = entry.get("target", 1.0)
+    if type(target) not in (int, float) or not math.isfinite(target) or not 0.0 < target <= 1.0:
+        raise ValueError(f"target must lie in (0, 1], got {target!r}")
+    return Entry(**entry)
+
+
+def _check_keys(given: dict[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}; {nearest(key, list(known))}")
+    for key in needed:
+        if key not in given:
+            raise ValueError(f"{key} is missing")

@@ -1,0 +1,66 @@
+"""VectorData: the module trains on any environments, for example gymnasium's."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning import LightningDataModule
+
+from esper_lightning.data import TickLoader
+from esper_lightning.envs.vector import VectorEnv
+
+
+class VectorData(LightningDataModule):
+    """Environments of any kind. A Lightning batch is a whole rollout: a step of them may take microseconds.
+
+    They are not part of checkpoints: a resumed run begins new episodes.
+
+    Args:
+        env: Makes the environments, a VectorEnv: for example `esper_lightning.envs.adapter.gym_vector`.
+        settings: Passed to it.
+        seed: Decides episodes and exploration.
+    """
+
+    def __init__(self, env: Callable[..., Any], settings: dict[str, Any] | None = None, seed: int = 0) -> None:
+        super().__init__()
+        if seed < 0:
+            raise ValueError(f"data.seed must not be negative, got {seed}")
+        self.pool: VectorEnv = env(**(settings or {}))
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        """Raises ValueError if policy and environments would be on different devices."""
+        theirs, ours = self.pool.device, self.trainer.strategy.root_device
+        if theirs.type != ours.type:
+            raise ValueError(
+                f"the policy would be on {ours.type}, its environments on {theirs.type}; "
+                f"set trainer.accelerator, or the environments' device"
+            )
+
+    @property
+    def n_envs(self) -> int:
+        return self.pool.n_envs
+
+    @property
+    def horizon(self) -> int:
+        return self.pool.horizon
+
+    @property
+    def heads(self) -> Iterable[str]:
+        return self.pool.space.sizes
+
+    def identity(self) -> dict[str, Any]:
+        """What goes into a policy and comes out of it."""
+        pool = self.pool
+        return {
+            "choices": dict(pool.space.sizes),
+            "features": pool.observation.features.shape[-1],
+            "privileged": 0 if pool.privileged is None else pool.privileged.shape[-1],
+            "steps of a rollout": pool.horizon,
+            "environments": pool.n_envs,
+        }
+
+    def settle(self, checkpoint: dict[str, Any]) -> None:
+        """Nothing of the environments is in a checkpoint."""
+
+    def train_dataloader(self) -> TickLoader:
+        return TickLoader(1)

@@ -1,0 +1,134 @@
+"""What a search for the best fixed schedule chooses from."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.evaluation.plans import Generator, Plan, Sprout
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.replay import FixedSchedule
+from tests.conftest import FREE, SMALL
+
+MakePool = Callable[..., HostPool]
+
+HEADS: dict[str, dict[str, Any]] = {"as by default": {"horizon": 12}, "all": FREE}
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def pool(make_pool: MakePool, request: pytest.FixtureRequest) -> HostPool:
+    return make_pool(8, **HEADS[request.param])
+
+
+@pytest.fixture(scope="module")
+def generator(pool: HostPool) -> Generator:
+    return Generator(pool, seed=0)
+
+
+@pytest.fixture(scope="module")
+def drawn(generator: Generator) -> list[Plan]:
+    return [generator.draw() for _ in range(600)]
+
+
+def check(plan: Plan, pool: HostPool) -> None:
+    slots = [seed.slot for seed in plan.seeds]
+    assert slots == [slot for slot in pool.space.slot if slot in slots], "each once, in the order of the host's"
+    assert plan.seeds
+    for seed in plan.seeds:
+        assert seed.blueprint in pool.space.blueprint
+        assert seed.style in pool.space.style and seed.tempo in pool.space.tempo
+        ticks = pool.config.actions.tempos[seed.tempo]
+        assert 0 <= seed.tick <= pool.config.horizon - 1 - (1 + 1 + ticks), "there is time to keep it"
+
+
+def test_plans_are_drawn_from_all_that_there_is(pool: HostPool, drawn: list[Plan]) -> None:
+    for plan in drawn:
+        check(plan, pool)
+    seeds = [seed for plan in drawn for seed in plan.seeds]
+    for number in (1, 2, 3):
+        assert sum(len(plan.seeds) == number for plan in drawn) == pytest.approx(200, abs=5 * (600 * 2 / 9) ** 0.5)
+    assert {seed.slot for seed in seeds} == set(pool.space.slot)
+    assert {seed.blueprint for seed in seeds} == set(pool.space.blueprint)
+    assert {seed.style for seed in seeds} == set(pool.space.style)
+    assert {seed.tick for seed in seeds if seed.tempo == "FAST"} == set(range(9))
+    assert {plan.late for plan in drawn} == {True, False}
+
+
+def test_early_ticks_are_likelier(drawn: list[Plan]) -> None:
+    ticks = Counter(seed.tick for plan in drawn for seed in plan.seeds if seed.tempo == "FAST")
+
+    assert ticks[0] > 2 * ticks[8]
+
+
+def without(plan: Plan, slot: str) -> tuple[Sprout, ...]:
+    return tuple(seed for seed in plan.seeds if seed.slot != slot)
+
+
+def test_a_neighbour_differs_in_one_thing(pool: HostPool, generator: Generator, drawn: list[Plan]) -> None:
+    for plan in drawn:
+        other = generator.neighbour(plan)
+        check(other, pool)
+        changed = set(plan.seeds) ^ set(other.seeds)
+        assert len(changed) <= 2 and len({seed.slot for seed in changed}) <= 2
+        assert (plan.late != other.late) <= (not changed)
+
+
+def test_a_child_has_in_every_slot_what_one_of_its_parents_has_but_for_one_change(
+    pool: HostPool, generator: Generator, drawn: list[Plan]
+) -> None:
+    news = []
+    for one, other in pairwise(drawn):
+        child = generator.child(one, other)
+        check(child, pool)
+        news.append(len(set(child.seeds) - set(one.seeds) - set(other.seeds)))
+    assert set(news) == {0, 1}
+
+
+def test_what_is_known_is_not_tried_again(generator: Generator, drawn: list[Plan]) -> None:
+    known = set(drawn)
+    fresh = generator.distinct(50, known)
+
+    assert len(set(fresh)) == 50 and not known & set(fresh)
+    assert not known & set(generator.distinct(50, known, parents=drawn[:3]))
+
+
+def test_a_space_that_is_exhausted_gives_fewer(make_pool: MakePool) -> None:
+    tiny = make_pool(1, horizon=4, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1))
+    generator = Generator(tiny, seed=0)
+
+    assert len(generator.distinct(100, set())) == 3 * 2, "three slots, one tick, kept early or late"
+    assert generator.distinct(5, set(generator.distinct(100, set()))) == []
+
+
+@pytest.mark.parametrize(("limits", "most"), [({"max_seeds": 2}, 2), ({"max_seeds": 9}, 3), ({}, 3)])
+def test_no_plan_has_more_seeds_than_allowed(pool: HostPool, limits: dict[str, int], most: int) -> None:
+    generator = Generator(pool, 0, **limits)
+
+    assert max(len(generator.draw().seeds) for _ in range(100)) == most
+    assert max(len(generator.neighbour(generator.draw()).seeds) for _ in range(100)) == most
+
+
+def test_every_seed_of_a_plan_is_kept_in_the_end(pool: HostPool, generator: Generator, drawn: list[Plan]) -> None:
+    """Whatever the heads on offer; unless so much is due at once that time runs out. The pool raises at a mask."""
+    roomy = [plan for plan in drawn if len(plan.seeds) <= 2 and max(seed.tick for seed in plan.seeds) <= 3]
+    plans = roomy[: pool.n_envs]
+    controller = FixedSchedule([generator.schedule(plan) for plan in plans])
+    pool.reset(range(pool.n_envs))
+    controller.reset(pool)
+    for _ in range(pool.config.horizon):
+        pool.step(controller.act(pool))
+
+    for env, plan in zip(pool.envs, plans, strict=True):
+        kept = [(slot.name, slot.blueprint) for slot in env.slots if slot.stage is Stage.FOSSILIZED]
+        assert kept == [(seed.slot, seed.blueprint) for seed in plan.seeds]
+
+
+def test_an_episode_too_short_for_any_seed_is_refused(make_pool: MakePool) -> None:
+    short = make_pool(1, horizon=3, lifecycle=replace(SMALL.lifecycle, training_ticks=2))
+
+    with pytest.raises(ValueError, match=r"no seed can be kept within 3 ticks; raise env\.horizon"):
+        Generator(short, seed=0)

@@ -1,0 +1,151 @@
+"""The search for the best fixed schedule, on real hosts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.evaluation.plans import Generator, Plan, Sprout
+from esper_lightning.evaluation.search import Found, Racer, SearchConfig, search
+from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.tamiyo.schedule import Schedule
+
+MakePool = Callable[..., HostPool]
+
+SLOTS = ("block1.pool", "block2.pool", "block3")
+
+EPISODE = 8 * 6
+"""Environment steps of one episode of the pool below."""
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool: MakePool) -> HostPool:
+    """Growth is dear: a kept conv_light costs more than any accuracy it can bring."""
+    return make_pool(8, objective=ObjectiveConfig(price=0.5), training=HostTraining(batches=1), executor="fused")
+
+
+@pytest.fixture(scope="module")
+def dear_and_free(pool: HostPool) -> list[Schedule]:
+    dear = Generator(pool, 0).schedule(Plan((Sprout("block3", "conv_light", "linear_add", "FAST", 0),), late=False))
+    return [dear, Schedule(SLOTS, ())]
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 5])
+def test_of_two_schedules_whose_difference_is_known_the_better_one_wins(
+    pool: HostPool, dear_and_free: list[Schedule], episodes: int
+) -> None:
+    # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of accuracy, which hosts in their first six short epochs cannot win back.
+    for seed in range(3):
+        racer = Racer(pool, seed, episodes, one_in=2)
+        assert racer.race(dear_and_free) == [1, 0]
+        if racer.left:
+            assert racer.race(dear_and_free[::-1]) == [0, 1]
+
+
+def test_all_candidates_of_a_stage_meet_the_same_hosts_and_the_better_part_meets_more(
+    pool: HostPool, dear_and_free: list[Schedule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[list[int]] = []
+    real = pool.reset
+
+    def watched(seeds: Any) -> Any:
+        met.append(list(seeds))
+        return real(seeds)
+
+    monkeypatch.setattr(pool, "reset", watched)
+    dear, free = dear_and_free
+    ranking = Racer(pool, 0, episodes=9, one_in=2).race([dear, dear, dear, free])
+
+    first, second, *rest = met
+    assert first == first[:2] * 4, "two hosts for each of four"
+    assert second == second[:4] * 2, "four for each of two"
+    assert not rest, "and one alone needs no race"
+    assert not set(first) & set(second)
+    assert not any(seed % 2 for seed in first + second), "hosts of training, none that is evaluated on"
+    assert ranking[0] == 3 and sorted(ranking) == [0, 1, 2, 3]
+
+
+def test_more_candidates_than_environments_are_looked_at_one_batch_after_the_other(
+    pool: HostPool, dear_and_free: list[Schedule]
+) -> None:
+    dear, free = dear_and_free
+    racer = Racer(pool, 0, episodes=3, one_in=8)
+
+    ranking = racer.race([*[dear] * 15, free])
+
+    assert ranking[0] == 15
+    assert (racer.spent, racer.left, racer.steps) == (3, 0, 3 * EPISODE)
+
+
+def test_what_there_is_no_budget_for_is_left_out(pool: HostPool, dear_and_free: list[Schedule]) -> None:
+    dear, free = dear_and_free
+    racer = Racer(pool, 0, episodes=1, one_in=2)
+
+    assert set(racer.race([*[dear] * 8, free])) == set(range(8))
+    assert racer.left == 0
+
+
+@pytest.mark.parametrize("steps", [EPISODE, 2 * EPISODE + 5, 3 * EPISODE, 7 * EPISODE, 12 * EPISODE - 1])
+def test_no_more_is_spent_than_the_budget_and_all_of_it_is_counted(
+    pool: HostPool, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = 0
+    real = pool.step
+
+    def watched(action: Any) -> Any:
+        nonlocal spent
+        spent += pool.n_envs
+        return real(action)
+
+    monkeypatch.setattr(pool, "step", watched)
+    found = search(pool, SearchConfig(steps=steps, decisive=4, elites=2))
+
+    assert found.steps + found.confirmation_steps == spent
+    assert 0 < found.steps <= steps
+    assert found.steps > steps - 3 * EPISODE
+
+
+@pytest.fixture(scope="module")
+def found(pool: HostPool) -> Found:
+    return search(pool, SearchConfig(steps=8 * EPISODE, decisive=4))
+
+
+def test_a_search_depends_on_its_seed_alone(pool: HostPool, found: Found) -> None:
+    again = search(pool, SearchConfig(steps=8 * EPISODE, decisive=4))
+
+    assert again == found
+    assert search(pool, SearchConfig(steps=8 * EPISODE, decisive=4, seed=1)).estimate != found.estimate
+
+
+def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(found: Found) -> None:
+    assert found.schedule.slots == SLOTS
+    assert found.candidates > 8
+    assert found.estimate.low < found.estimate.mean < found.estimate.high
+    assert found.lead is not None and found.lead.low <= found.lead.high
+    assert found.confirmation_steps == 2 * EPISODE
+
+
+def test_a_search_finds_what_is_cheap_where_growth_is_dear(pool: HostPool, found: Found) -> None:
+    random = Generator(pool, seed=5)
+    racer = Racer(pool, 5, episodes=4, one_in=2)
+    worth = racer._stage([random.schedule(random.draw()) for _ in range(8)])
+
+    assert found.estimate.mean > np.mean(worth) + 0.1
+
+
+def test_a_budget_below_one_episode_is_refused(pool: HostPool) -> None:
+    with pytest.raises(ValueError, match=f"search.steps is 47, less than one episode of 8 hosts: {EPISODE}"):
+        search(pool, SearchConfig(steps=47))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"steps": 0}, {"seed": -1}, {"max_seeds": 0}, {"explore": 0.0}, {"one_in": 1}, {"decisive": 0}, {"elites": 0}],
+)
+def test_settings_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"search\.{next(iter(bad))} must"):
+        replace(SearchConfig(), **bad)

@@ -1,0 +1,140 @@
+"""PPO once more, in numpy and float64, step by step and by definition: what the package's tensors are held to.
+
+It knows the policy's weights by name and imports nothing of the package.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+State = tuple[Array, Array]
+
+
+class Policy:
+    """One environment's policy with two heads, the second given the first; any weights, any masks.
+
+    Args:
+        weights: A state dict.
+        rows, columns: Choices of the heads.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], rows: int, columns: int) -> None:
+        self.w = {name: value.double().numpy() for name, value in weights.items()}
+        self.rows, self.columns = rows, columns
+        self.width = len(self.w["encoder.bias"])
+        self.remembers = "lstm.weight_ih_l0" in self.w
+
+    def initial(self) -> State:
+        return np.zeros(self.width), np.zeros(self.width)
+
+    def _linear(self, name: str, x: Array) -> Array:
+        return self.w[f"{name}.weight"] @ x + self.w[f"{name}.bias"]
+
+    def _norm(self, name: str, x: Array) -> Array:
+        scaled = (x - x.mean()) / np.sqrt(((x - x.mean()) ** 2).mean() + 1e-5)
+        return scaled * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
+
+    def hidden(self, features: Array, state: State) -> tuple[Array, State]:
+        encoded = np.maximum(0.0, self._norm("encoder_norm", self._linear("encoder", features)))
+        if not self.remembers:
+            return encoded, state
+        h, c = state
+        gates = self.w["lstm.weight_ih_l0"] @ encoded + self.w["lstm.bias_ih_l0"]
+        gates = gates + self.w["lstm.weight_hh_l0"] @ h + self.w["lstm.bias_hh_l0"]
+        i, f, g, o = np.split(gates, 4)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        return self._norm("lstm_norm", h + encoded), (h, c)
+
+    def value(self, hidden: Array, privileged: Array) -> float:
+        seen = np.concatenate([hidden, privileged])
+        return self._linear("value.2", np.maximum(0.0, self._linear("value.0", seen)))[0]
+
+    def _table(self, head: str, context: int, hidden: Array, possible: Array) -> Array:
+        name = f"heads.tables.{head}"
+        inner = np.maximum(0.0, self._linear(f"{name}.input", hidden) + self.w[f"{name}.context"][context])
+        logits = np.where(possible, self._linear(f"{name}.output", inner), -np.inf)
+        odds = np.exp(logits - logits.max())
+        return odds / odds.sum()
+
+    def joint(self, hidden: Array, possible: Array) -> Array:  # [rows, columns]
+        """Probability of every decision; `possible` are flags, the row's first, then the column's for each row."""
+        first = self._table("row", 0, hidden, possible[: self.rows])
+        rest = possible[self.rows :].reshape(self.rows, self.columns)
+        return first[:, None] * np.stack([self._table("column", r, hidden, rest[r]) for r in range(self.rows)])
+
+
+def sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def entropies(joint: Array, possible: Array) -> Array:
+    """Of both heads, each over that of an even choice among what is possible, the second averaged over the first."""
+
+    def even(probabilities: Array, there: Array) -> float:
+        p = probabilities[probabilities > 0.0]
+        return -(p * np.log(p)).sum() / np.log(there.sum()) if there.sum() > 1 else 0.0
+
+    rows, columns = joint.shape
+    first = joint.sum(1)
+    rest = possible[rows:].reshape(rows, columns)
+    second = [first[r] * even(joint[r] / first[r], rest[r]) for r in range(rows) if first[r] > 0.0]
+    return np.array([even(first, possible[:rows]), sum(second)])
+
+
+class Played(NamedTuple):
+    """One environment's rollout, T steps, on scales of its own."""
+
+    features: Array  # [T + 1, D] normalised; the last is what follows
+    privileged: Array  # [T + 1, P]
+    possible: Array  # [T, C]
+    actions: Array  # [T, 2]
+    rewards: Array  # [T]
+    terminated: Array  # [T]
+    truncated: Array  # [T]
+    final: dict[int, tuple[Array, Array]]  # features and privileged after a step that was cut by the clock
+
+
+class Judged(NamedTuple):
+    """What a policy makes of it."""
+
+    log_probs: Array  # [T]
+    values: Array  # [T]
+    beyond: Array  # [T] value of the state that followed, before any reset; 0 after an end
+    entropies: Array  # [T, heads]
+
+
+def judge(policy: Policy, played: Played, state: State) -> Judged:
+    """Goes through the steps one by one."""
+    rows, values, beyond = [], [], []
+    for t, (row, column) in enumerate(played.actions):
+        hidden, state = policy.hidden(played.features[t], state)
+        joint = policy.joint(hidden, played.possible[t])
+        rows.append([np.log(joint[row, column]), *entropies(joint, played.possible[t])])
+        values.append(policy.value(hidden, played.privileged[t]))
+        if played.terminated[t]:
+            worth = 0.0
+        else:
+            cut = (played.features[t + 1], played.privileged[t + 1])
+            features, privileged = played.final[t] if played.truncated[t] else cut
+            worth = policy.value(policy.hidden(features, state)[0], privileged)
+        beyond.append(worth)
+        if played.terminated[t] or played.truncated[t]:
+            state = policy.initial()
+    table = np.array(rows)
+    return Judged(table[:, 0], np.array(values), np.array(beyond), table[:, 1:])
+
+
+def advantages(played: Played, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
+    """A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout."""
+    deltas = played.rewards + gamma * beyond - values
+    over = played.terminated | played.truncated
+    result = np.zeros(len(deltas))
+    for t in range(len(deltas)):
+        for k in range(t, len(deltas)):
+            result[t] += (gamma * lam) ** (k - t) * deltas[k]
+            if over[k]:
+                break
+    return result

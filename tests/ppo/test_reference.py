@@ -1,0 +1,237 @@
+"""GAE, ratio, masks, resets and the loss against an independent float64 reference that goes step by step."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cue import COLUMNS, CUE, ROWS, CueMemory
+from esper_lightning.envs.vector import VectorStep
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from tests.ppo import reference
+from tests.ppo.reference import Judged, Played
+
+TICKS, ENVS = 12, 3
+LIMITS = np.array([2, 99, 4])
+"""Games of 5 steps: the first is always cut by the clock, the second never, the third before its answer."""
+
+CONFIG = PPOConfig(gamma=0.9, gae_lambda=0.8, value_clip=0.1, clip=0.1, advantage_floor=1e-9)
+TIGHT = {"rtol": 1e-4, "atol": 2e-5}
+"""What float32 leaves of float64."""
+
+
+def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutLoop:
+    env = CueMemory(ENVS, TICKS, delay=3, time_limit=LIMITS)
+    torch.manual_seed(0)
+    made = Policy(shape_of(env), PolicyConfig(width=8, **policy))
+    with torch.no_grad():
+        for parameter in made.parameters():  # not the careful start: anything
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
+    return RolloutLoop(env, made, *norms, config, run_seed=3, privileged_norm=RunningMeanStd((CUE,)))
+
+
+def play(loop: RolloutLoop) -> tuple[Rollout, list[Played], list[reference.State]]:
+    """The second rollout of a loop, which begins in the middle of games, as PPO and as the reference are given it."""
+    loop.begin_rollout()
+    for _ in range(TICKS):
+        loop.tick()
+    loop.finish_rollout()
+    loop.begin_rollout()
+    known = [(part * ~loop.starts[:, None]).double().numpy() for part in loop.state]
+    before = list(zip(*known, strict=True))
+    seen, hidden, possible, steps = [], [], [], []
+    for _ in range(TICKS):
+        look(loop, seen, hidden)
+        possible.append(loop.pool.masks.possible.numpy().copy())
+        steps.append(loop.tick())
+    look(loop, seen, hidden)
+    played = [one_of(loop, n, np.stack(seen), np.stack(hidden), np.stack(possible), steps) for n in range(ENVS)]
+    return loop.finish_rollout()[0], played, before
+
+
+def normalised(norm: RunningMeanStd, x: Tensor) -> np.ndarray:
+    mean, var = norm.mean.double().numpy(), norm.var.double().numpy()
+    return np.clip((x.double().numpy() - mean) / np.sqrt(np.where(var > 1e-8, var, 1.0)), -10.0, 10.0)
+
+
+def look(loop: RolloutLoop, seen: list[np.ndarray], hidden: list[np.ndarray]) -> None:
+    seen.append(normalised(loop.observation_norm, loop.pool.observation.features))
+    hidden.append(normalised(loop.privileged_norm or RunningMeanStd((CUE,)), loop.pool.privileged))
+
+
+def one_of(
+    loop: RolloutLoop, n: int, seen: np.ndarray, hidden: np.ndarray, possible: np.ndarray, steps: list[VectorStep]
+) -> Played:
+    asymmetric = loop.policy.asymmetric
+    final = {
+        t: (
+            normalised(loop.observation_norm, step.ended.observation.features)[n],
+            normalised(loop.privileged_norm, step.ended.privileged)[n] if asymmetric else np.zeros(0),
+        )
+        for t, step in enumerate(steps)
+        if step.truncated[n]
+    }
+    return Played(
+        features=seen[:, n],
+        privileged=hidden[:, n] if asymmetric else np.zeros((TICKS + 1, 0)),
+        possible=possible[:, n],
+        actions=np.stack([step.action.numbers[n].numpy() for step in steps]),
+        rewards=np.array([float(step.reward[n]) for step in steps]),
+        terminated=np.array([bool(step.terminated[n]) for step in steps]),
+        truncated=np.array([bool(step.truncated[n]) for step in steps]),
+        final=final,
+    )
+
+
+def judged(loop: RolloutLoop, played: list[Played], before: list[reference.State]) -> list[Judged]:
+    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
+    return [reference.judge(policy, one, state) for one, state in zip(played, before, strict=True)]
+
+
+def columns(rows: list[np.ndarray]) -> np.ndarray:  # N times [T, …] -> [T, N, …]
+    return np.stack(rows, 1)
+
+
+def close(ours: Tensor, reference: np.ndarray) -> None:
+    torch.testing.assert_close(ours.detach().double(), torch.from_numpy(np.asarray(reference)), **TIGHT)
+
+
+KINDS = pytest.mark.parametrize("kind", [{}, {"memory": "none"}, {"asymmetric": True}], ids=str)
+
+
+@KINDS
+@pytest.mark.parametrize("sequence", [None, 4])
+def test_log_probabilities_values_and_gae_are_those_of_the_reference(
+    kind: dict[str, Any], sequence: int | None
+) -> None:
+    """Whatever was reset, cut or masked. Values become targets on the scale of the returns so far."""
+    loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, advantage_floor=1e-9, sequence=sequence), **kind)
+    rollout, played, before = play_with_scale(loop)
+    buffer, (mean, deviation) = loop.buffer, played[1]
+    judgements = judged(loop, played[0], before)
+
+    assert buffer.truncated.any(0).tolist() == [True, False, True] and buffer.terminated.any(0)[1]
+    close(buffer.log_prob, columns([one.log_probs for one in judgements]))
+    close(buffer.values, columns([one.values for one in judgements]))
+    raw = [
+        reference.advantages(
+            one, mean + deviation * its.values, np.where(one.terminated, 0.0, mean + deviation * its.beyond), 0.9, 0.8
+        )
+        for one, its in zip(played[0], judgements, strict=True)
+    ]
+    table, free = columns(raw), ~buffer.masks.forced.numpy()
+    expected = (table - table[free].mean()) / table[free].std()
+    returns = table + mean + deviation * columns([one.values for one in judgements])
+    if sequence is not None:  # four ticks of each environment, three times over
+        expected, returns = (side_by_side(part, sequence) for part in (expected, returns))
+    close(rollout.advantages, expected)
+    close(loop.value_norm.inverse(rollout.targets), returns)
+
+
+def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
+    return np.concatenate([table[begin : begin + ticks] for begin in range(0, len(table), ticks)], 1)
+
+
+def play_with_scale(loop: RolloutLoop) -> tuple[Rollout, tuple[list[Played], tuple[float, float]], list[Any]]:
+    """As `play`, with mean and deviation of the value targets that held while it was played."""
+    scale: list[tuple[float, float]] = []
+    update = loop.value_norm.update
+
+    def watched(batch: Tensor) -> None:
+        scale.append((loop.value_norm.mean.double().item(), loop.value_norm.deviation.double().item()))
+        update(batch)
+
+    loop.value_norm.update = watched
+    rollout, played, before = play(loop)
+    return rollout, (played, scale[1]), before
+
+
+@KINDS
+@pytest.mark.parametrize("sequence", [None, 3, 1])
+def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | None) -> None:
+    loop = make_loop(PPOConfig(sequence=sequence), **kind)
+    rollout, _, _ = play(loop)
+
+    assert rollout.log_prob.shape == (sequence or TICKS, ENVS * TICKS // (sequence or TICKS))
+    for minibatch in rollout.minibatches(1, 2, loop.generator):
+        assert ppo_terms(loop.policy, minibatch, CONFIG).ratio_error < 1e-5
+    assert (rollout.log_prob < -0.1).any(), "there was something to choose"
+
+
+def reference_terms(loop: RolloutLoop, rollout: Rollout, now: list[Judged], entropy: float) -> dict[str, float]:
+    """The terms of PPO by their definition, of a policy that judges differently now."""
+    free = ~rollout.masks.forced.numpy()
+    ratio = np.exp(columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy())
+    gain = rollout.advantages.double().numpy()
+    surrogate = -np.minimum(ratio * gain, np.clip(ratio, 1 - CONFIG.clip, 1 + CONFIG.clip) * gain)
+    old, target = rollout.values.double().numpy(), rollout.targets.double().numpy()
+    value = columns([one.values for one in now])
+    limited = old + np.clip(value - old, -CONFIG.value_clip, CONFIG.value_clip)
+    error = 0.5 * np.maximum((value - target) ** 2, (limited - target) ** 2)
+    bonus = columns([one.entropies for one in now]).sum(-1)
+    terms = {"policy": surrogate[free].mean(), "value": error.mean(), "entropy": bonus[free].mean()}
+    kl = (ratio - 1.0 - np.log(ratio))[free].mean()
+    clipped = (np.abs(ratio - 1.0) > CONFIG.clip)[free].mean()
+    loss = terms["policy"] + 0.5 * terms["value"] - entropy * terms["entropy"]
+    return terms | {"kl": kl, "clip_fraction": clipped, "total": loss}
+
+
+@KINDS
+def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, Any]) -> None:
+    """After the policy has moved, with old and new far enough apart to be clipped; the gradient by differences."""
+    loop = make_loop(**kind)
+    rollout, played, before = play(loop)
+    parameters = dict(loop.policy.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+
+    def expected() -> dict[str, float]:
+        return reference_terms(loop, rollout, judged(loop, played, before), entropy=0.1)
+
+    terms: PPOTerms = ppo_terms(loop.policy, rollout, CONFIG)
+    loss = terms.total(0.5, 0.1)
+    loss.backward()
+    theirs = expected()
+
+    for name in ("policy", "value", "entropy", "kl", "clip_fraction"):
+        assert getattr(terms, name).item() == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    assert loss.item() == pytest.approx(theirs["total"], rel=1e-4)
+    assert theirs["clip_fraction"] > 0.0
+    policy = loop.policy.double()
+    for name in ("encoder.weight", "heads.tables.column.context", "heads.tables.row.output.weight", "value.0.weight"):
+        weight, at = parameters[name], (1, 0)
+        ours = weight.grad[at].item()
+        with torch.no_grad():
+            weight[at] += 1e-6
+            above = expected()["total"]
+            weight[at] -= 2e-6
+            below = expected()["total"]
+            weight[at] += 1e-6
+        assert ours == pytest.approx((above - below) / 2e-6, rel=1e-3, abs=1e-6), name
+    assert policy is loop.policy
+
+
+def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
+    """Against the reference's joint probabilities: exactly 0 where a choice is masked, 1 in sum over the rest."""
+    loop = make_loop()
+    rollout, played, before = play(loop)
+    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
+
+    for one, state in zip(played, before, strict=True):
+        hidden, _ = policy.hidden(one.features[0], state)
+        joint = policy.joint(hidden, one.possible[0])
+        assert joint.sum() == pytest.approx(1.0)
+    possible = rollout.masks.possible
+    first, second = possible[..., : ROWS + 1], possible[..., ROWS + 1 :].unflatten(-1, (ROWS + 1, COLUMNS + 1))
+    row, column = rollout.action.numbers.unbind(-1)
+    assert first.gather(-1, row[..., None]).all()
+    assert second.flatten(-2).gather(-1, (row * (COLUMNS + 1) + column)[..., None]).all()
+    assert torch.equal(rollout.masks.forced, rollout.log_prob == 0.0), "where nothing is left to decide, certainty"

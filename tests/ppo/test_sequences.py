@@ -1,0 +1,90 @@
+"""Rollouts cut into shorter sequences: the same steps, from the states that were remembered."""
+
+import pytest
+import torch
+
+from benchmarks.cue import CUE, CueMemory
+from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from tests.runs import differences
+
+TICKS, ENVS = 12, 3
+
+
+def make_loop(sequence: int | None) -> RolloutLoop:
+    env = CueMemory(ENVS, TICKS, delay=5)
+    torch.manual_seed(0)
+    policy = Policy(shape_of(env), PolicyConfig(width=8))
+    norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
+    return RolloutLoop(env, policy, *norms, PPOConfig(sequence=sequence), run_seed=3)
+
+
+def play(loop: RolloutLoop, ticks: int = TICKS) -> None:
+    loop.begin_rollout()
+    for _ in range(ticks):
+        loop.tick()
+
+
+def test_shorter_sequences_hold_the_same_steps() -> None:
+    whole, cut = make_loop(None), make_loop(4)
+    for loop in (whole, cut):
+        play(loop)
+    (a, _), (b, _) = whole.finish_rollout(), cut.finish_rollout()
+
+    assert b.log_prob.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
+    for name in ("log_prob", "values", "advantages", "targets", "starts"):
+        ours, theirs = getattr(b, name), getattr(a, name)
+        assert torch.equal(torch.cat([ours[:, i * ENVS : (i + 1) * ENVS] for i in range(3)]), theirs)
+    assert torch.equal(b.state.hidden[:ENVS], a.state.hidden)
+    assert b.state.hidden[ENVS:].any(), "the later ones begin with what was remembered"
+    ours, theirs = ppo_terms(cut.policy, b, PPOConfig()), ppo_terms(whole.policy, a, PPOConfig())
+    torch.testing.assert_close(ours.value, theirs.value)
+    torch.testing.assert_close(ours.policy, theirs.policy, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_ends_where_a_sequence_begins() -> None:
+    def reach(sequence: int | None) -> torch.Tensor:
+        loop = make_loop(sequence)
+        play(loop)
+        rollout, _ = loop.finish_rollout()
+        features = rollout.observation.features.requires_grad_()
+        values = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)[1]
+        values[-1, -1].backward()  # the last step of the last environment
+        return features.grad[:, -1].abs().sum(-1) > 0
+
+    assert reach(None).tolist() == [False] * 7 + [True] * 5, "back to where its game began"
+    assert reach(3).tolist() == [True] * 3
+
+
+@pytest.mark.parametrize("ticks", [0, 3, 4, 9, 12])
+def test_a_rollout_that_is_saved_at_any_tick_continues_with_the_same_sequences(ticks: int) -> None:
+    loop, other = make_loop(4), make_loop(4)
+    play(loop, ticks)
+    other.begin_rollout()
+    for _ in range(ticks):
+        other.pool.step(loop.pool.space.blank(ENVS, loop.pool.device))  # its environments come to the same moment
+    saved = loop.state_dict()
+    assert {"beyond", "later"} <= {*saved, *saved["buffer"]}
+
+    other.load_state_dict(saved)
+
+    assert differences(other.state_dict(), saved) == []
+    if ticks < TICKS:
+        other.pool.observation.features.copy_(loop.pool.observation.features)
+        assert torch.equal(loop.tick().action.numbers, other.tick().action.numbers)
+
+
+def test_environments_that_go_on_are_reset_once() -> None:
+    loop = make_loop(None)
+    play(loop)
+    at = loop.pool.at.copy()
+    remembered = loop.state.hidden.clone()
+    loop.finish_rollout()
+
+    loop.begin_rollout()
+
+    assert (loop.pool.at == at).all() and at.any(), "in the middle of a game"
+    assert torch.equal(loop.buffer.state.hidden, remembered)
+    assert loop.episode == 2 and not loop.starts.any()

@@ -1,0 +1,230 @@
+"""Every mode on real hosts: what is paid is what happened, whatever happens."""
+
+import io
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import MODES, Account, ModeName, ObjectiveConfig, RewardConfig, bound
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Split
+from tests.conftest import FREE
+from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.envs.breaking import CALM, UNWATCHED, breaking
+
+ALL = get_args(ModeName)
+LEARNS = HostTraining(batches=8)
+
+
+@pytest.fixture(scope="module")
+def pool_of(make_pool: Callable[..., HostPool]) -> Callable[..., HostPool]:
+    """`pool_of(mode, n_envs, …)`: a small pool that is paid by `mode`."""
+
+    def make(mode: ModeName, n_envs: int = 3, **changes: Any) -> HostPool:
+        return make_pool(n_envs, reward=RewardConfig(mode=mode), **changes)
+
+    return make
+
+
+def loaded(pool: HostPool) -> dict[str, Any]:
+    """Its state, as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(pool.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
+    pool, wanderer = pool_of(mode, **FREE), RandomValid(5)
+    config = pool.config.reward
+    for episode in range(2):
+        pool.reset([3 * episode, 3 * episode + 1, 3 * episode + 2])
+        for _ in range(pool.config.horizon):
+            step = pool.step(wanderer.act(pool))
+            assert list(step.terms) == [*MODES[mode], "rollback"]
+            torch.testing.assert_close(sum(step.terms.values()).float(), step.reward, rtol=0.0, atol=1e-6)
+            assert torch.equal(step.reward, step.metrics.reward)
+            for name, term in MODES[mode].items():
+                assert step.terms[name].abs().max() <= term.bound(config, 3), name
+            assert step.reward.abs().max() <= bound(config, 3)
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_the_reward_depends_on_the_state_and_the_action_alone(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
+    """A pool with another past that is given the state is paid the same: nothing else is remembered."""
+    pool, other, wanderer, past = pool_of(mode), pool_of(mode), RandomValid(7), RandomValid(8)
+    pool.reset([1, 2, 3])
+    other.reset([4, 5, 6])
+    for tick in range(pool.config.horizon):
+        action, state = wanderer.act(pool), loaded(pool)
+        paid = pool.step(action)
+        if tick % 2:
+            other.step(past.act(other))
+            other.load_state_dict(state)
+            again = other.step(action)
+            assert torch.equal(paid.reward, again.reward)
+            assert all(torch.equal(paid.terms[name], again.terms[name]) for name in MODES[mode])
+
+
+def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callable[..., HostPool]) -> None:
+    pool, wanderer = pool_of("objective", 4, training=LEARNS), RandomValid(2)
+    pool.reset([5, 6, 7, 8])
+    start = torch.tensor([env.objective for env in pool.envs])
+    rewards = torch.stack([pool.step(wanderer.act(pool)).reward for _ in range(pool.config.horizon)])
+    end = torch.tensor([env.objective for env in pool.envs])
+    torch.testing.assert_close(rewards.sum(0), end - start, rtol=0.0, atol=1e-6)
+
+
+def test_sparse_pays_it_at_the_end(pool_of: Callable[..., HostPool]) -> None:
+    pool, wanderer = pool_of("sparse", training=LEARNS), RandomValid(2)
+    pool.reset([5, 6, 7])
+    *before, last = [pool.step(wanderer.act(pool)).reward.clone() for _ in range(pool.config.horizon)]
+    assert not torch.stack(before).any()
+    assert last.tolist() == [env.objective for env in pool.envs]
+
+
+@pytest.mark.parametrize("mode", ["simplified", "basic", "basic_plus", "shaped"])
+def test_shaping_of_an_episode_sums_to_nothing(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
+    pool, wanderer = pool_of(mode, 4), RandomValid(3)
+    pool.reset([5, 6, 7, 8])
+    shaping = torch.stack([pool.step(wanderer.act(pool)).terms["shaping"] for _ in range(pool.config.horizon)])
+    assert shaping.any(0).all()
+    torch.testing.assert_close(shaping.sum(0), torch.zeros(4, dtype=torch.float64), rtol=0.0, atol=1e-9)
+
+
+KEEP = [  # a seed that is kept, one that is culled, one that is kept too late
+    [germinate(0, 2), germinate(0, 2), germinate(0, 2)],
+    *[[WAIT] * 3] * 5,
+    [fossilize(0), cull(0), WAIT],
+    *[[WAIT] * 3] * 3,
+]
+
+
+def test_escrow_pays_in_all_what_kept_seeds_are_credited_with(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("escrow", training=LEARNS, horizon=len(KEEP))
+    pool.reset([1, 2, 3])
+    rewards, owed = [], []
+    for rows in KEEP:
+        rewards.append(pool.step(act(*rows)).reward.clone())
+        owed.append([sum(account.credit for account in env.accounts) for env in pool.envs])
+        torch.testing.assert_close(torch.stack(rewards).sum(0), torch.tensor(owed[-1]), rtol=0.0, atol=1e-4)
+    assert min(owed[5]) > 0.0, "all three have earned something"
+    assert [credit > 0.0 for credit in owed[-1]] == [True, False, False]
+    assert owed[-1][0] == owed[5][0], "frozen when it was kept"
+
+
+def test_the_start_of_a_seed_is_the_accuracy_that_it_met(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("shaped", 2, training=LEARNS)
+    pool.reset([1, 2])
+    met = pool.step(act(WAIT, WAIT)).metrics.accuracy[0].item()
+    pool.step(act(germinate(1, 2), WAIT))
+    pool.step(act(WAIT, WAIT))
+    assert pool.envs[0].accounts[1].start == pytest.approx(met)
+    assert pool.envs[1].accounts == [Account()] * 3
+
+
+@torch.no_grad()
+def right_answers(network: nn.Module, data: Split) -> float:
+    return (network(data.inputs).argmax(1) == data.targets).double().mean().item()
+
+
+def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("shaped", 1, training=LEARNS, horizon=20)
+    pool.reset([1])
+    for row in (germinate(0, 2), WAIT, WAIT, WAIT, fossilize(0), germinate(1, 2), *[WAIT] * 5):
+        pool.step(act(row))
+    (env,) = pool.envs
+    whole, *_, bare, kept = env.validated.accuracy
+    for empty, known in ((set(Stage), bare), (set(Stage) - {Stage.FOSSILIZED}, kept), (set(), whole)):
+        network = deepcopy(env.network).eval()
+        for slot in slots_of(network).values():
+            if slot.stage in empty:
+                slot.empty()
+        assert right_answers(network, pool.data.validation) == pytest.approx(known)
+    assert len({whole, bare, kept}) == 3, "they differ, so the test can tell them apart"
+    assert len(env.variants()) == 6
+    assert len(pool_of("escrow", 1).envs[0].variants()) == 5
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
+    mode: ModeName, pool_of: Callable[..., HostPool]
+) -> None:
+    pool = pool_of(mode, 2, training=LEARNS, horizon=10, governor=CALM)
+    pool.reset([1, 2])
+    steps = [pool.step(act(*rows)) for rows in ([germinate(0, 2)] * 2, *[[WAIT] * 2] * 4)]
+    lent = {name: sum(step.terms[name][0].item() for step in steps) for name in steps[0].terms}
+    with breaking(pool, [0]):
+        step = pool.step(act(WAIT, WAIT))
+    assert step.terminated.tolist() == [True, False]
+    paid = {name: values[0].item() for name, values in step.terms.items()}
+    taken_back = {name: -lent[name] for name, term in MODES[mode].items() if term.closes}
+    assert paid == pytest.approx(dict.fromkeys(paid, 0.0) | taken_back | {"rollback": -0.75})
+    assert step.reward[0].item() == pytest.approx(sum(paid.values()))
+    assert all(account.credit == 0.0 for account in pool.envs[0].accounts)
+    # What follows is another trajectory: nothing of the seeds that were alive is paid or taken any more.
+    after = pool.step(act(WAIT, WAIT))
+    assert {name: after.terms[name][0].item() for name in taken_back} == dict.fromkeys(taken_back, 0.0)
+
+
+def test_what_is_kept_keeps_its_credit_through_a_rollback(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("escrow", 1, training=LEARNS, horizon=12, governor=CALM)
+    pool.reset([1])
+    total = sum(pool.step(act(row)).reward.item() for row in (germinate(0, 2), WAIT, WAIT, WAIT, WAIT))
+    with breaking(pool, [0]):  # in the very tick in which it is kept
+        total += pool.step(act(fossilize(0))).reward.item() + CALM.penalty
+    account = pool.envs[0].accounts[0]
+    assert account.credit > 0.0
+    assert account.credit == pytest.approx(total, abs=1e-4)
+    assert account.rest == 12 - 5
+    assert sum(pool.step(act(WAIT)).reward.item() for _ in range(6)) == 0.0
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_a_host_whose_episode_is_over_is_paid_nothing(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of(mode, 1, governor=CALM)
+    pool.reset([1])
+    pool.step(act(germinate(0, 2)))
+    for _ in range(CALM.max_rollbacks + 1):
+        with breaking(pool, [0]):
+            pool.step(act(WAIT))
+    assert pool.envs[0].ended
+    for _ in range(pool.config.horizon - pool.envs[0].tick):
+        assert pool.step(act(WAIT)).reward.item() == 0.0
+
+
+def test_without_a_governor_there_is_no_rollback_to_pay_for(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("basic", 1, governor=UNWATCHED)
+    pool.reset([1])
+    assert list(pool.step(act(WAIT)).terms) == ["shaping", "rent", "bonus", "end"]
+
+
+def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("escrow", 1)
+    pool.reset([1])
+    pool.step(act(germinate(0, 2)))
+    state = loaded(pool)
+    (host,) = state["envs"]
+    for bad in ([[0.0, 0, 0.0]], [[0.0, 0]] * 3, [[0.0, 99, 0.0]] * 3, [[0.0, 0, float("nan")]] * 3, "abc"):
+        host["accounts"] = bad
+        with pytest.raises(ValueError, match=r"account|ticks that were left"):
+            pool.load_state_dict(state)
+    del host["accounts"]
+    pool.load_state_dict(state)
+    assert pool.envs[0].accounts == [Account()] * 3
+
+
+def test_rewards_of_seeds_cost_nothing_where_nobody_is_paid_for_them(make_pool: Callable[..., HostPool]) -> None:
+    """By default nothing is measured that was not measured before there were modes."""
+    pool = make_pool(1, objective=ObjectiveConfig())
+    assert not pool.envs[0].bare
+    assert pool.envs[0].compute is None
+    assert pool.config.reward.mode == "objective"

@@ -1,0 +1,82 @@
+"""Every mode trains Tamiyo, is plotted term by term, and is explained where users look for it."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from esper_lightning.envs import EnvConfig
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.rewards import MODES, ModeName, RewardConfig
+from tests.runs import (
+    EPOCHS,
+    HORIZON,
+    ROOT,
+    SaveEveryTick,
+    cli,
+    continuation,
+    differences,
+    fit,
+    only_run,
+    with_callback,
+)
+
+ALL = get_args(ModeName)
+PAGE = (ROOT / "docs" / "rewards.md").read_text()
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: Path) -> None:
+    fit(tmp_path, "--data.env.reward.mode", mode)
+    points = only_run(tmp_path).scalars()
+    shown = {tag.removeprefix("reward/") for tag in points if tag.startswith("reward/")}
+    assert shown == {*MODES[mode], "rollback"}
+    for i, (_, reward) in enumerate(points["hosts/reward"]):
+        assert sum(points[f"reward/{name}"][i][1] for name in shown) == pytest.approx(reward, abs=1e-5)
+    assert len(points["hosts/reward"]) == EPOCHS * HORIZON
+
+
+def test_a_run_with_accounts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    paid = ("--data.env.reward.mode", "escrow", *with_callback(SaveEveryTick))
+    fit(tmp_path / "whole", *paid)
+    whole = only_run(tmp_path / "whole")
+    at = whole.checkpoints / f"tick{HORIZON + 3}.ckpt"
+    expected = continuation(whole.latest)
+    fit(tmp_path / "resumed", *paid, "--ckpt_path", str(at))
+    assert differences(expected, continuation(whole.latest)) == []
+
+
+def test_the_discount_of_shaping_is_that_of_ppo(tmp_path: Path) -> None:
+    built = fit(tmp_path, "--model.ppo.gamma", "0.9", "--model.ppo.horizon_is_end", "false")
+    assert built.model.ppo.gamma == built.datamodule.pool.config.reward.gamma == 0.9
+    assert built.datamodule.pool.config.reward.horizon_is_end is False
+
+
+def test_it_is_so_by_default_too() -> None:
+    reward, ppo = RewardConfig(), PPOConfig()
+    assert (reward.gamma, reward.horizon_is_end) == (ppo.gamma, ppo.horizon_is_end)
+
+
+def test_it_cannot_be_set_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, "--data.env.reward.gamma", "0.5")
+    assert "data.env.reward.gamma" in capsys.readouterr().err
+
+
+def test_every_mode_is_named_in_help_with_what_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    *_, option = said.split("--data.env.reward.mode")
+    for mode in ALL:
+        assert f"{mode}:" in option[:2000], mode
+        assert mode in option.partition("}")[0], mode
+
+
+def test_every_mode_and_every_term_is_on_its_page() -> None:
+    modes, _, _ = PAGE.partition("| setting |")
+    rows = {line.split("|")[1].strip(" `"): line for line in modes.splitlines() if line.startswith("| `")}
+    assert set(rows) == set(ALL)
+    for mode, terms in MODES.items():
+        assert not [name for name in terms if f"`{name}`" not in rows[mode]], mode
+    assert not [field for field in vars(EnvConfig().reward) if f"`{field}`" not in PAGE]

@@ -1,0 +1,42 @@
+"""docs/ppo.md: what it shows runs."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser
+
+from esper_lightning.module import TamiyoModule
+from esper_lightning.vector_data import VectorData
+from tests.runs import ROOT
+
+PAGE = (ROOT / "docs" / "ppo.md").read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+(YAML,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_trains_a_policy_and_plays_it(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gymnasium")
+    torch.manual_seed(0)
+    page: dict[str, object] = {}
+
+    for block in PYTHON:
+        exec(block, page)
+
+    assert "True tensor(" in capsys.readouterr().out
+    assert page["module"].loop.ticks == 256
+    assert page["step"].reward.tolist() == [1.0, 1.0]
+
+
+def test_the_pages_config_is_one() -> None:
+    pytest.importorskip("gymnasium")
+    settings = yaml.safe_load(YAML)
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(TamiyoModule, "model")
+    parser.add_lightning_class_args(VectorData, "data")
+
+    built = parser.instantiate_classes(parser.parse_object({name: settings[name] for name in ("model", "data")}))
+
+    assert built.model.ppo.sequence == 32
+    assert (built.data.n_envs, built.data.pool.horizon) == (8, 128)
