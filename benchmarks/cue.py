@@ -3,22 +3,52 @@
 A cue is shown once, then noise, then it must be repeated: its row by one head, its column by another that knows the
 row. Until then nothing but waiting is possible; at the end a wrong choice of each head is masked too, so that somebody
 without memory is right in at most one of six episodes.
+
+    python -m benchmarks.cue [--seeds 0 1 2 3 4] [--csv benchmarks/results/cue.csv]
+
+trains a policy with memory and one without for each seed: the share of games that they then win without exploring.
 """
 
-from collections.abc import Sequence
+import argparse
+import csv
+import logging
+import statistics
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning import Callback, Trainer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from callbacks import RolloutState
 from esper_lightning.envs.choices import Choices, ChoiceSpace
 from esper_lightning.envs.execution.timing import PhaseClock, make_timer
-from esper_lightning.envs.vector import Ended, Seen, VectorStep
+from esper_lightning.envs.vector import Ended, Seen, VectorEnv, VectorStep
+from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.losses import Anneal, PPOConfig
+from esper_lightning.tamiyo.controller import LearnedController
+from esper_lightning.tamiyo.policy import PolicyConfig
+from esper_lightning.vector_data import VectorData
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
 CUE = ROWS + COLUMNS
+
+ENVS, HORIZON = 64, 40
+ROLLOUTS = 300
+GAMES = 256
+
+LEARNING = PPOConfig(
+    lr=Anneal(start=1e-3, end=0.0),
+    minibatches=4,
+    gamma=0.95,
+    entropy=Anneal(start=3e-3, end=0.0),
+    target_kl=0.05,
+)
 
 
 class CueMemory:
@@ -105,3 +135,85 @@ class CueMemory:
         column.copy_(((torch.arange(COLUMNS + 1) == WAIT_COLUMN) ^ answering[:, None])[:, None])
         column[..., :COLUMNS] &= (torch.arange(COLUMNS) != torch.from_numpy(self.wrong[:, 1:]))[:, None]
         self.masks.forced.copy_(self.space.forced(self.masks.possible))
+
+
+def trained(
+    data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
+) -> TamiyoModule:
+    """A policy that has met as many steps as there are in whole rollouts, and no more than `steps`."""
+    torch.manual_seed(seed)
+    module = TamiyoModule(policy, ppo)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=steps // (data.pool.horizon * data.n_envs),
+        callbacks=[RolloutState(), *watching],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return module
+
+
+def controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
+    """The policy without exploration, at the start of episodes that it has not met."""
+    pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
+    made = module.controller()
+    made.reset(pool)
+    return made
+
+
+class Remembered(NamedTuple):
+    """How one seed did."""
+
+    memory: str
+    steps: int
+    seed: int
+    right: float
+
+
+def remembered(memory: str, seed: int, rollouts: int = ROLLOUTS) -> Remembered:
+    """The share of 256 games that the greedy policy wins in the end."""
+    data = VectorData(lambda: CueMemory(ENVS, HORIZON), seed=seed)
+    module = trained(data, PolicyConfig(width=64, memory=memory), LEARNING, rollouts * ENVS * HORIZON, seed)
+    pool = CueMemory(GAMES, 1)
+    decide = controller(module, pool, seed)
+    for _ in range(pool.delay + 2):
+        pool.step(decide.act(pool))
+    return Remembered(memory, module.loop.ticks * ENVS, seed, statistics.fmean(pool.recent))
+
+
+def write(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A CSV; numbers with a fraction have five digits."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as out:
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(names)
+        lines.writerows([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+
+
+def quietly() -> None:
+    """One thread, and none of Lightning's remarks."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--csv", type=Path, help="where to write what was learned")
+    args = parser.parse_args()
+    quietly()
+    rows = []
+    for memory in ("lstm", "none"):
+        for seed in args.seeds:
+            rows.append(remembered(memory, seed))
+            print(rows[-1], flush=True)
+            if args.csv:
+                write(args.csv, Remembered._fields, rows)
+
+
+if __name__ == "__main__":
+    main()

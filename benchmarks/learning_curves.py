@@ -8,7 +8,7 @@ drawn too, on test images.
 """
 
 import argparse
-import csv
+import json
 from pathlib import Path
 
 import matplotlib
@@ -22,7 +22,7 @@ from esper_lightning.envs.execution import PHASES
 
 ACTING = "rollout/objective"
 SPEED = "time/env_steps_per_second"
-RULE_COLOURS = {"random": "tab:gray", "wait": "tab:brown", "heuristic": "tab:olive"}
+RULE_COLOURS = {"random": "tab:gray", "small static": "tab:brown", "heuristic": "tab:olive"}
 
 
 def load(run: Path) -> EventAccumulator:
@@ -60,14 +60,14 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
         n_envs = round(median(values(events, SPEED)) / median(values(events, "time/ticks_per_second")))
         steps = [event.step * n_envs for event in events.Scalars(ACTING)]
         (line,) = axes.plot(steps, values(events, ACTING), label=f"Tamiyo, {name(run)}, exploring, validation")
-        table = run / "evaluation.csv"
-        for row in csv.DictReader(table.open()) if table.exists() else ():
-            mean, low, high = (float(row[f"objective_{end}"]) for end in ("mean", "low", "high"))
-            if row["controller"] == "tamiyo":
+        table = run / "evaluation" / "evaluation.json"
+        for controller, found in json.loads(table.read_text())["controllers"].items() if table.exists() else ():
+            mean, low, high = (found["objective"][end] for end in ("mean", "low", "high"))
+            if controller == "tamiyo":
                 place = steps[-1] * (1.03 + 0.02 * number)
                 axes.errorbar(place, mean, [[mean - low], [high - mean]], fmt="o", ms=4, color=line.get_color())
             else:
-                rules.setdefault(row["controller"], []).append(mean)
+                rules.setdefault(controller, []).append(mean)
     for rule, means in rules.items():
         axes.axhline(sum(means) / len(means), ls="--", lw=1, color=RULE_COLOURS.get(rule), label=f"{rule}, test")
     axes.set_xlabel("environment steps (host epochs)")

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import sys
+from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +19,10 @@ from esper_lightning.checkpoint import IDENTITY_KEY, check_checkpoint, check_ide
 from esper_lightning.data import HostPoolData, say
 from esper_lightning.disk import AtomicCheckpointIO
 from esper_lightning.endings import fail, one_line_errors
+from esper_lightning.evaluation.learned import check_distinct
 from esper_lightning.module import TamiyoModule, identity
 from esper_lightning.provenance import RunRecord
-from esper_lightning.trainer import EsperTrainer
+from esper_lightning.trainer import EsperTrainer, run_folder
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
@@ -66,6 +69,9 @@ LIGHTNINGS_NAMES = frozenset({"last", "best", "hpc", "registry"})
 """Of checkpoints; with some of them Lightning silently starts anew."""
 
 
+NO_CHECKPOINT = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there is one (a config may name
+none)"""
+
 THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
 
@@ -80,11 +86,15 @@ class Parser(LightningArgumentParser):
 
 
 class EsperCLI(LightningCLI):
-    """`fit`, with the callbacks, the run folder and the checks of this project."""
+    """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "evaluate": {"model", "datamodule"},
+            "information": {"model", "datamodule"},
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
@@ -128,16 +138,29 @@ class EsperCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         with one_line_errors():  # before Lightning uses them, which would end in a traceback
-            super().parse_arguments(parser, args)
+            with_settings = settings_of_run(sys.argv[1:] if args is None else args)
+            if with_settings is None:
+                super().parse_arguments(parser, args)
+            else:
+                self.config = parser.parse_args(with_settings)
             config = self.config[self.config.subcommand]
             if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
                 raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
-            if config.weights_only is False:
+            if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
             self.resumed: dict[str, Any] | None = None
-            if config.ckpt_path is not None:
-                config.ckpt_path = find_checkpoint(str(config.ckpt_path), root_of(config.trainer.default_root_dir))
+            if config.get("ckpt_path") is not None:
+                doing = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
+                root = root_of(config.trainer.default_root_dir)
+                config.ckpt_path = find_checkpoint(str(config.ckpt_path), root, doing)
                 self.resumed = check_checkpoint(config.ckpt_path)[IDENTITY_KEY]
+            if self.config.subcommand == "evaluate":
+                if config.ckpt_path is None:
+                    raise ValueError(NO_CHECKPOINT)
+                config.more = [config.more] if isinstance(config.more, str) else config.more or []
+                for path in config.more:
+                    check_checkpoint(path)
+                check_distinct([config.ckpt_path, *config.more])
 
     def instantiate_classes(self) -> None:
         with one_line_errors():
@@ -161,8 +184,10 @@ class EsperCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
-        checkpoint = self._get(self.config_init, "ckpt_path")
-        if config["logger"] in (None, True):
+        if self.subcommand != "fit":
+            config["logger"] = False  # their results are files of their own
+        elif config["logger"] in (None, True):
+            checkpoint = self._get(self.config_init, "ckpt_path")
             config["logger"] = make_logger(root_of(config["default_root_dir"]), checkpoint)
         plugins = config["plugins"] or []
         config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
@@ -171,10 +196,26 @@ class EsperCLI(LightningCLI):
     def before_fit(self) -> None:
         """Builds the hosts before anything is written: settings that do not fit each other end here."""
         with one_line_errors():
-            self.model.check(self.datamodule)
-            self.datamodule.build(self.trainer.strategy.root_device)
+            self._build()
             if self.resumed is not None:
                 check_identity(self.resumed, identity(self.model, self.datamodule))
+
+    def _build(self) -> None:
+        self.model.check(self.datamodule)
+        self.datamodule.build(self.trainer.strategy.root_device)
+        self._get(self.config_init, "evaluation").check(self.datamodule.pool)
+
+    def before_evaluate(self) -> None:
+        """The same, before any checkpoint's weights are looked at."""
+        with one_line_errors():
+            if self._get(self.config_init, "evaluation").hosts == 0:
+                raise ValueError("evaluation.hosts is 0, so there is nothing to evaluate; give at least 2")
+            self._build()
+
+    def before_information(self) -> None:
+        """The same, before anything is played."""
+        with one_line_errors():
+            self._build()
 
 
 def root_of(default_root_dir: str | Path | None) -> Path:
@@ -182,7 +223,41 @@ def root_of(default_root_dir: str | Path | None) -> Path:
     return Path(default_root_dir or "runs")
 
 
-def find_checkpoint(named: str, root: Path) -> str:
+def settings_of_run(args: Sequence[str]) -> list[str] | None:
+    """The arguments of `evaluate`, with the settings of the checkpoint's run where they name none.
+
+    None: they are another command's, or have settings, or ask for help alone.
+
+    Raises ValueError if they name no checkpoint, or one whose run has left no settings.
+    """
+    if not args or args[0] != "evaluate":
+        return None
+    if any(arg.partition("=")[0] in ("--config", "-c", "--help", "-h") for arg in args):
+        return None
+    named = value_of("--ckpt_path", args)
+    if named is None:
+        raise ValueError(NO_CHECKPOINT)
+    path = find_checkpoint(named, root_of(value_of("--trainer.default_root_dir", args)), "evaluating")
+    check_checkpoint(path)
+    config = run_folder(path) / "config.yaml"
+    if not config.is_file():
+        raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")
+    say(f"settings of {config}")
+    return [args[0], "--config", str(config), *args[1:], "--ckpt_path", path]
+
+
+def value_of(flag: str, args: Sequence[str]) -> str | None:
+    """What a flag is given on the command line, the last time that it is there."""
+    found = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        if arg == flag:
+            found = following
+        elif arg.startswith(f"{flag}="):
+            found = arg.removeprefix(f"{flag}=")
+    return found
+
+
+def find_checkpoint(named: str, root: Path, doing: str) -> str:
     """The path of the checkpoint that is `named`; `latest`: the latest.ckpt below `root` that was written last.
 
     Raises ValueError if there is none, or if it has a name that means something else to Lightning.
@@ -195,7 +270,7 @@ def find_checkpoint(named: str, root: Path) -> str:
     if not found:
         raise ValueError(f"ckpt_path latest: there is no run with a latest.ckpt below {str(root)!r}; name a checkpoint")
     newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path))
-    say(f"going on from {newest}")
+    say(f"{doing} {newest}")
     return str(newest)
 
 

@@ -116,11 +116,11 @@ class HostPoolData(LightningDataModule):
             if self.pool.selection is not None:
                 say(*self.pool.selection.report())
 
-    def make_pool(self, n_envs: int, device: torch.device) -> HostPool:
-        """Another pool of the same kind: same task, hosts, rules and executor."""
+    def make_pool(self, n_envs: int, device: torch.device, held_out: bool = False) -> HostPool:
+        """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others."""
         executor, onednn = self.pool.choice
         env = replace(self.env, executor=executor, training=replace(self.env.training, onednn=onednn))
-        return HostPool(self.task, self.dataset, self.host, env, n_envs, device, self.others)
+        return HostPool(self.task, self.dataset, self.host, env, n_envs, device, self.others, held_out)
 
     @property
     def horizon(self) -> int:

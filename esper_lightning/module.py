@@ -121,6 +121,7 @@ class TamiyoModule(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
+        before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
         watched: list[PPOTerms] = []
         grad_norms: list[torch.Tensor] = []
         for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
@@ -133,6 +134,7 @@ class TamiyoModule(LightningModule):
             self.manual_backward(terms.total(self.ppo.value_coefficient, entropy_coefficient))
             optimizer.step()
             grad_norms.append(self.grad_norm)
+        after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
         means = PPOTerms(*(torch.stack(values).mean(0) for values in zip(*watched, strict=True)))
         metrics = {
             "loss.policy": means.policy.item(),
@@ -141,14 +143,18 @@ class TamiyoModule(LightningModule):
             "kl": watched[-1].kl.item(),
             "clip_fraction": means.clip_fraction.item(),
             "first_ratio_error": watched[0].ratio_error.item(),
+            "ratio_low": torch.stack([terms.ratio_low for terms in watched]).min().item(),
+            "ratio_high": torch.stack([terms.ratio_high for terms in watched]).max().item(),
+            "weight_change": (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item(),
             "explained_variance": summary.explained_variance,
             "grad_norm": torch.stack(grad_norms).mean().item() if grad_norms else 0.0,
             "minibatches": float(len(grad_norms)),
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
         }
-        entropies = zip(self.policy.heads.tables, watched[0].head_entropy.tolist(), strict=True)
-        metrics |= {f"entropy.{head}": entropy for head, entropy in entropies}
+        for name, numbers in (("entropy", watched[0].head_entropy), ("freedom", watched[0].head_freedom)):
+            of_heads = zip(self.policy.heads.tables, numbers.tolist(), strict=True)
+            metrics |= {f"{name}.{head}": number for head, number in of_heads}
         self.report = UpdateReport(summary, metrics)
         # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
         chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown

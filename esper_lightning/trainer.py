@@ -1,4 +1,7 @@
-"""EsperTrainer: Lightning's Trainer, with one line where a start is refused, interrupted, or a disk has failed."""
+"""EsperTrainer: Lightning's Trainer, with one line where a start is refused, interrupted, or a disk has failed.
+
+It trains, it evaluates what was trained, and it says whether there is anything to gain.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +11,7 @@ from typing import Any
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from esper_lightning.data import HostPoolData, say
 from esper_lightning.endings import (
     BAD_INPUT,
     DISK_FAILED,
@@ -18,11 +22,20 @@ from esper_lightning.endings import (
     one_line_errors,
 )
 from esper_lightning.envs.failure import is_out_of_memory
+from esper_lightning.evaluation.comparison import RACERS, Comparison
+from esper_lightning.evaluation.information import InformationConfig, value_of_information
+from esper_lightning.evaluation.information_report import print_information, write_information
+from esper_lightning.evaluation.learned import load_tamiyos, other_settings
+from esper_lightning.evaluation.publish import publish
 from esper_lightning.growth.reading import NOT_TENSORS
+from esper_lightning.module import TamiyoModule
 
 UNUSABLE = (*NOT_TENSORS, RecursionError, MisconfigurationException)
 """What a damaged checkpoint has been seen to raise where it is restored."""
 
+
+EVALUATION_FOLDER = "evaluation"
+"""Of a run's folder: what comparisons leave."""
 
 COMPARISON_LOST = "trained, but not compared; for the table resume from the run's latest.ckpt"
 
@@ -63,6 +76,84 @@ class EsperTrainer(Trainer):
                     fail(COMPARISON_LOST if self.begun else "interrupted before training began", INTERRUPTED)
                 raise
 
+    def evaluate(
+        self,
+        model: TamiyoModule,
+        datamodule: HostPoolData,
+        ckpt_path: str | Path | None = None,
+        more: str | list[str] | None = None,
+        out: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Compares a trained Tamiyo with rules, schedules and static controls on fresh hosts, and reports.
+
+        Args:
+            ckpt_path: Her checkpoint; `latest`: the newest run's. Without --config the settings are those of the
+                config.yaml in its run folder.
+            more: Checkpoints of further training seeds of the same settings: then she is reported seed by seed and for
+                all seeds together.
+            out: Folder for tables and figures. None: `evaluation` in the run folder of the first checkpoint.
+            weights_only: As for `fit`; it cannot be switched off.
+        """
+        comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
+        paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
+        folder = Path(out) if out is not None else run_folder(paths[0]) / EVALUATION_FOLDER
+        device = self.strategy.root_device
+        try:
+            with one_line_errors():
+                self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
+                model.setup("evaluate")
+                model.to(device)
+                tamiyos = load_tamiyos(model, datamodule, paths)
+                say(*other_settings(paths))
+                folder.mkdir(parents=True, exist_ok=True)
+            contest = comparison.play(datamodule, tamiyos, device)
+            publish(comparison, contest, datamodule.pool.space.slot, folder, self.record())
+        except KeyboardInterrupt:
+            fail("interrupted before the comparison was over", INTERRUPTED)
+        except OSError as error:
+            if (failure := disk_failure(error)) is None:
+                raise
+            where = f" ({failure.filename})" if failure.filename else ""
+            fail(
+                f"{failure.strerror}{where}; free some space and start again, or name another folder by --out",
+                DISK_FAILED,
+            )
+
+    def information(
+        self,
+        model: TamiyoModule,
+        datamodule: HostPoolData,
+        look: InformationConfig = InformationConfig(),
+        out: str | Path | None = None,
+    ) -> None:
+        """Says what it is worth to know the facts in which the hosts of a family differ, before anybody trains there.
+
+        Args:
+            look: How closely.
+            out: Folder for the table, the best schedule and the settings as files. None: they are only printed.
+        """
+        self.datamodule = datamodule
+        folder = None if out is None else Path(out)
+        with one_line_errors():
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            found = value_of_information(datamodule.make_pool(RACERS, self.strategy.root_device), look)
+        print_information(found)
+        if folder is not None:
+            write_information(found, folder, self.record())
+
+    def record(self) -> dict[str, Any]:
+        """With what settings and software, where and how this process runs."""
+        from esper_lightning.provenance import RunRecord, provenance  # which imports this module
+
+        records = [callback for callback in self.callbacks if isinstance(callback, RunRecord)]
+        data = self.datamodule
+        return {
+            "settings": records[0].settings if records else {},
+            "run": provenance(data.seed, self.strategy.root_device, str(data.pool.choice)),
+        }
+
     def _run_stage(self) -> Any:
         result = super()._run_stage()
         self.begun = True  # where there was nothing left to train
@@ -80,6 +171,12 @@ class EsperTrainer(Trainer):
             f"{what}{where}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
             f"--config {run / 'config.yaml'} --ckpt_path {latest}"
         )
+
+
+def run_folder(checkpoint: str | Path) -> Path:
+    """Of the run that wrote a checkpoint."""
+    folder = Path(checkpoint).resolve().parent
+    return folder.parent if folder.name == "checkpoints" else folder
 
 
 @contextmanager

@@ -32,8 +32,8 @@ from tests.runs import (
 )
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
-RULES = ["random", "wait", "heuristic", "periodic", "climbing", "climbing, zero"]
-CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed"]
+RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
+CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed", "static tamiyo", "static tamiyo, equal FLOPs"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
@@ -70,19 +70,20 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
 
 
 def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> None:
-    with (smoke.folder / "evaluation.csv").open() as file:
+    with (smoke.folder / "evaluation" / "evaluation.csv").open() as file:
         rows = list(csv.DictReader(file))
-    hosts = json.loads((smoke.folder / "evaluation.json").read_text())
+    summary = json.loads((smoke.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
 
-    assert [row["controller"] for row in rows] == list(hosts) == CONTROLLERS
-    for row in rows:
-        worth = hosts[row["controller"]]["objective"]
-        assert int(row["hosts"]) == len(worth) == 4
-        assert float(row["objective_mean"]) == pytest.approx(sum(worth) / 4, rel=1e-5)
+    assert list(summary)[: len(CONTROLLERS)] == CONTROLLERS
+    assert len(summary) == len(CONTROLLERS) + 2, "and static twins of the best rule"
+    for controller, found in summary.items():
+        worth = [float(row["objective"]) for row in rows if row["controller"] == controller]
+        assert len(worth) == 4
+        assert found["objective"]["mean"] == pytest.approx(sum(worth) / 4, rel=1e-5)
         for column in ("accuracy", "parameters", "objective", "ahead"):
-            low, mean, high = (float(row[f"{column}_{end}"]) for end in ("low", "mean", "high"))
+            low, mean, high = (found[column][end] for end in ("low", "mean", "high"))
             assert low <= mean <= high
-    assert rows[0]["ahead_mean"] == rows[0]["ahead_low"] == "0"  # of herself
+    assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of herself
 
 
 def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:

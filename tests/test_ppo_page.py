@@ -1,5 +1,6 @@
 """docs/ppo.md: what it shows runs."""
 
+import csv
 import re
 
 import pytest
@@ -40,3 +41,17 @@ def test_the_pages_config_is_one() -> None:
 
     assert built.model.ppo.sequence == 32
     assert (built.data.n_envs, built.data.pool.horizon) == (8, 128)
+
+
+def test_the_pages_returns_are_those_of_the_benchmarks_file() -> None:
+    rows = csv.DictReader((ROOT / "benchmarks" / "results" / "peers.csv").read_text().splitlines())
+    measured: dict[str, list[float]] = {}  # runs of 50,000 steps come first
+    for row in rows:
+        if row["program"] == "ours":
+            measured.setdefault(row["seed"], []).extend(float(row[name]) for name in ("mean_return", "last_return"))
+
+    shown = re.findall(r"^\| (\d+) \| ([\d. |]+) \|$", PAGE, re.MULTILINE)
+
+    assert len(shown) == 5
+    for seed, numbers in shown:
+        assert [float(number) for number in numbers.split(" | ")] == pytest.approx(measured[seed], abs=0.051)

@@ -26,6 +26,7 @@ from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tamiyo.heuristic import HeuristicConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
 from esper_lightning.tasks import AugmentConfig
+from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds
 from tests.runs import CONFIGS, ROOT, cli
 
 ROOMS = (
@@ -45,7 +46,7 @@ ROOMS = (
 LEAVES: dict[str, set[str]] = {
     "rewards": {"growth.stages"},
     "governor": set(),
-    "telemetry": {"growth.stages"},
+    "telemetry": {"growth.stages", "growth.restoring"},
     "checkpoint": {"growth.reading", "growth.restoring"},
 }
 """Numbers in, numbers out: what else of the package each may import."""
@@ -160,6 +161,8 @@ SETTINGS: dict[str, type] = {
     "data.env.reward": RewardConfig,
     "data.env.governor": GovernorConfig,
     "evaluation.heuristic": HeuristicConfig,
+    "telemetry.anomalies": AnomalyConfig,
+    "telemetry.anomalies.kl": Bounds,
 }
 
 LINKED = {"data.env.reward": {"gamma", "horizon_is_end"}}
@@ -223,6 +226,14 @@ def test_every_setting_is_reachable_from_yaml_and_explained_by_help(
     for name in section:
         doc = docs[name]
         assert squeezed(doc) in help_of_options[f"{prefix}.{name}"], name
+
+
+def test_anomalies_point_to_settings_that_there_are(printed_config: dict[str, Any]) -> None:
+    for name in {name for rule in RULES for name in rule.settings}:
+        section: Any = printed_config
+        for key in name.split("."):
+            assert key in section, name
+            section = section[key]
 
 
 PERSONAL = re.compile(r"/(?:work|root|home|Users|tmp/dev|tmp/pytest)/")

@@ -9,6 +9,8 @@ from torch import nn
 
 from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.execution import COMPILED, ONLY_ON
+from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.observation import SightConfig
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -49,6 +51,12 @@ class EnvConfig:
 
     governor: GovernorConfig = field(default_factory=GovernorConfig)
     """When a host counts as diverged, and what follows."""
+
+    family: FamilyConfig = field(default_factory=FamilyConfig)
+    """Which facts differ between episodes, hidden until training reveals them."""
+
+    sight: SightConfig = field(default_factory=SightConfig)
+    """What a policy is shown."""
 
     def __post_init__(self) -> None:
         if self.horizon < 1:

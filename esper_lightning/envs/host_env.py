@@ -1,6 +1,5 @@
 """One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ from esper_lightning.blueprints import get, initialise
 from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.compute import Compute
 from esper_lightning.envs.guard import Guard
+from esper_lightning.envs.habitat import Habitat
 from esper_lightning.envs.measured import History, Measured, Validated
 from esper_lightning.envs.restore import check_accounts, check_guard, check_host
-from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import Reading, Verdict
 from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
 from esper_lightning.growth.gates import LifecycleConfig
@@ -23,8 +22,8 @@ from esper_lightning.growth.network import SeedEvent, count_parameters
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import Account
-from esper_lightning.tasks import Batches, draw_choices
+from esper_lightning.rewards import Account, ObjectiveConfig, Prices
+from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
     from esper_lightning.envs.execution import Laps
@@ -36,20 +35,22 @@ class HostEnv:
     Args:
         network: A host with empty slots, on its device.
         space: The choices that actions index.
-        training, lifecycle, actions: Settings.
+        habitat: What it lives in, until it joins another one.
+        lifecycle, actions: Settings.
         horizon: Ticks T in an episode.
         device: Where the network is.
         laps: Of the time that is spent on this host.
         guard: Watches over it. None: nobody does.
         bare: Validate it without any seed, too.
         compute: What its forward pass costs. None: nobody asks.
+        kind: Its architecture: hosts of one kind can be stacked.
     """
 
     def __init__(
         self,
         network: nn.Module,
         space: ActionSpace,
-        training: HostTraining,
+        habitat: Habitat,
         lifecycle: LifecycleConfig,
         actions: ActionConfig,
         horizon: int,
@@ -58,32 +59,41 @@ class HostEnv:
         guard: Guard | None = None,
         bare: bool = False,
         compute: Compute | None = None,
+        kind: str = "",
     ) -> None:
         self.network = network
         self.space = space
-        self.training = training
         self.actions = actions
         self.horizon = horizon
         self.host_parameters = count_parameters(network)
-        self.optimizer = training.make_optimizer(network)
         self.device = device
         self.laps = laps
         self.guard = guard
         self.bare = bare
         self.compute = compute
+        self.kind = kind
+        self.join(habitat)
+        self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
-        self.scaler = training.make_scaler(self.device)
+        self.scaler = self.training.make_scaler(self.device)
         self.growing = GrowingNetwork(
             network,
             self.optimizer,
             horizon=horizon,
             lifecycle=lifecycle,
-            seed_options=training.options("seed"),
-            carry_over=training.carry_over,
+            seed_options=self.training.options("seed"),
+            carry_over=self.training.carry_over,
             generator=self.generator,
         )
         self.seed = 0
         self._begin()
+
+    def join(self, habitat: Habitat) -> None:
+        """From the next reset on it is a host of this habitat."""
+        self.habitat = habitat
+        self.training = habitat.training
+        if self.guard is not None:
+            self.guard.chance = habitat.chance
 
     def _begin(self) -> None:
         self.tick = 0
@@ -170,14 +180,17 @@ class HostEnv:
         return self.guard.vet(chosen.op, parameters / self.host_parameters)
 
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
-        """The next tick's minibatches: the training data in a new order, again and again if need be."""
-        size = self.training.batch_size
-        needed = size * self.training.steps(samples)
-        passes = math.ceil(needed / samples)
-        device = self.generator.device
-        orders = [torch.randperm(samples, generator=self.generator, device=device) for _ in range(passes)]
-        indices = torch.cat(orders)[:needed].view(-1, size)
-        return Batches(indices, draw_choices(self.training.augment, indices.shape, self.generator))
+        """The next tick's minibatches, with so many samples in each variant of the data."""
+        return self.habitat.draw_batches(self.training, samples, self.seed, self.generator)
+
+    def prices(self, objective: ObjectiveConfig) -> Prices:
+        """What growth costs in this episode."""
+        return self.habitat.prices(objective, self.seed)
+
+    @property
+    def failing(self) -> list[SeedSlot]:
+        """Slots whose seed gets no gradient."""
+        return self.habitat.failing(self.slots, self.seed)
 
     def variants(self) -> list[Variant]:
         """Seeds to validate with: all, all but each slot's in turn, none if `bare`, and the fossilized ones alone."""

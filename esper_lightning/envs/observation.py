@@ -4,14 +4,16 @@ The names are the layout: `features` of an environment returns them with their v
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from esper_lightning.blueprints import nearest
 from esper_lightning.envs.actions import STYLES
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.transfer import send
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
@@ -37,6 +39,39 @@ LOG_SIZE_SCALE = 5.0
 
 LOG_NORM_SCALE = 5.0
 """Natural log of 1 + gradient norm is divided by this, and larger ones count as 1: that is a norm of 147."""
+
+
+BLUEPRINTS = "blueprints"
+"""Name of the blueprint in each slot, which is seen beside the features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SightConfig:
+    """What a policy is shown: for ablations. Hand-written rules know what they ask for in any case."""
+
+    shown: list[str] = field(default_factory=lambda: ["*"])
+    """Names or patterns of features (`loss.*`); `blueprints` for what grows in each slot. [progress]: time alone."""
+
+    hidden: list[str] = field(default_factory=list)
+    """Names or patterns of those that are not shown all the same. ["*.contribution*"]: no counterfactuals."""
+
+    masks: bool = True
+    """Whether the policy is offered only what is possible. False: everything, always, and what is impossible is done as
+    WAIT, while the policy learns from what it chose."""
+
+    def select(self, names: Sequence[str]) -> list[bool]:
+        """Which of `names` are shown. Raises ValueError if a pattern fits none, or none is left."""
+        for pattern in (*self.shown, *self.hidden):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(f"env.sight: no feature is called {pattern!r}; {nearest(pattern, names)}")
+        chosen = [
+            any(fnmatchcase(name, pattern) for pattern in self.shown)
+            and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
+            for name in names
+        ]
+        if not any(shown for name, shown in zip(names, chosen, strict=True) if name != BLUEPRINTS):
+            raise ValueError("env.sight shows no feature; show one at least, as `progress`")
+        return chosen
 
 
 class Observation(NamedTuple):
@@ -83,7 +118,7 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen |= last(history.accuracy, "accuracy")
     seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     seen["plateau"] = plateau_length(history.accuracy) / env.horizon
-    prices = objective.prices(env.seed)
+    prices = env.prices(objective)
     seen["price"] = min(1.0, prices.parameters)
     if objective.prices_compute:
         seen["price.compute"] = min(1.0, prices.compute)
@@ -141,14 +176,6 @@ def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
     """Seed gradient over host gradient on a bounded logarithmic scale; 0 where either is unknown, zero or infinite."""
     ratio = seed.ratio(host) if seed is not None and host is not None else None
     return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
-
-
-def observe(envs: list[HostEnv], objective: ObjectiveConfig, into: Observation) -> None:
-    """Writes what the environments look like now into the storage `into`."""
-    rows = [list(features(env, objective).values()) for env in envs]
-    into.features.copy_(send(torch.tensor(rows), into.features.device))
-    seeds = [[seed_number(env, slot.blueprint) for slot in env.slots] for env in envs]
-    into.blueprints.copy_(send(torch.tensor(seeds), into.blueprints.device))
 
 
 def seed_number(env: HostEnv, blueprint: str | None) -> int:

@@ -50,13 +50,11 @@ class Payroll:
     Args:
         envs: The environments.
         config: What they are paid for.
-        chance: Loss of guessing, ln(classes).
     """
 
-    def __init__(self, envs: Sequence[HostEnv], config: EnvConfig, chance: float) -> None:
+    def __init__(self, envs: Sequence[HostEnv], config: EnvConfig) -> None:
         self.envs = envs
         self.config = config
-        self.chance = chance
         self.looks_at_seeds = config.reward.looks_at_seeds
 
     def begin(self) -> None:
@@ -79,7 +77,7 @@ class Payroll:
         paid = []
         back = [i in diverged for i in range(len(self.envs))]
         for env, *row in zip(self.envs, self.ops, self.before, self.acted, back, worth, strict=True):
-            tick = as_tick(env, *row, self.chance)
+            tick = as_tick(env, *row)
             paid.append(pay(tick, self.config.reward))
             if tick.slots and not tick.over:
                 env.accounts = [settled(slot, tick) for slot in tick.slots]
@@ -92,13 +90,13 @@ class Payroll:
         """J [N] of the hosts with what they have fossilized, if that has `accuracy` [N]."""
         config, envs = self.config.objective, self.envs
         parameters = torch.tensor([env.committed_parameters for env in envs])
-        price, compute = None, 0.0
-        if config.varies or config.prices_compute:
-            price, compute_price = torch.tensor([config.prices(env.seed) for env in envs]).unbind(1)
+        hosts = torch.tensor([env.host_parameters for env in envs])
+        price, compute = torch.tensor([env.prices(config) for env in envs]).unbind(1)
+        charge: Tensor | float = 0.0
         if config.prices_compute:
-            flops = torch.tensor([env.committed_flops for env in envs])
-            compute = compute_rent(flops, envs[0].compute.host, compute_price)
-        return objective(accuracy, parameters, envs[0].host_parameters, config, price, compute)
+            flops = torch.tensor([[env.committed_flops, env.compute.host] for env in envs])
+            charge = compute_rent(*flops.unbind(1), compute)
+        return objective(accuracy, parameters, hosts, config, price, charge)
 
 
 def moment_without_seeds(env: HostEnv) -> Moment:
@@ -124,7 +122,7 @@ def as_seed(slot: SeedSlot) -> Seed:
 
 
 def as_tick(
-    env: HostEnv, op: str, before: Moment, after_decision: Acted | None, diverged: bool, objective: float, chance: float
+    env: HostEnv, op: str, before: Moment, after_decision: Acted | None, diverged: bool, objective: float
 ) -> Tick:
     """A tick of one host that is over."""
     accuracy, loss = env.validated.accuracy, env.validated.loss
@@ -144,7 +142,7 @@ def as_tick(
         loss_before=before.loss,
         loss=loss[0],
         kept_loss=loss[-1],
-        chance=chance,
+        chance=env.habitat.chance,
         slots=() if after_decision is None else slot_ticks(env, before, after_decision),
     )
 

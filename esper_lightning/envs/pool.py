@@ -1,33 +1,29 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-import math
 from collections.abc import Iterable, Sequence, Set
-from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from esper_lightning.blueprints import build_on
 from esper_lightning.envs.actions import HEADS, Action, to_action
+from esper_lightning.envs.bench import Bench
 from esper_lightning.envs.compiling import compile_hosts
-from esper_lightning.envs.compute import measure_compute
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_fits
-from esper_lightning.envs.execution import Laps, LoopExecutor, PhaseClock, make_timer
+from esper_lightning.envs.execution import LoopExecutor, PhaseClock, make_timer
 from esper_lightning.envs.execution.auto import Selection, select
 from esper_lightning.envs.execution.choice import Choice, candidates, go_on
 from esper_lightning.envs.failure import alone
-from esper_lightning.envs.guard import Guard
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.masks import Legal, Masks, legal, make_masks
 from esper_lightning.envs.measured import Measured, as_measured
-from esper_lightning.envs.observation import Observation, features, observe
-from esper_lightning.envs.offer import describe_host, offer
+from esper_lightning.envs.observation import Observation
 from esper_lightning.envs.oversight import conclude, refuse
 from esper_lightning.envs.paying import Payroll
 from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
+from esper_lightning.envs.sight import Sight
 from esper_lightning.envs.transfer import download, send
 from esper_lightning.growth.counterfactual import Variant
+from esper_lightning.growth.restoring import check_count, check_parts
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Split, Task, TaskData
 
@@ -46,10 +42,13 @@ class HostPool:
         n_envs: Environments N.
         device: Where observations, rewards and masks live, and hosts.
         others: More devices for hosts: they are dealt out to `device` and these in turn.
+        held_out: Meet the members of the family that training never meets.
+
+    Attributes:
+        privileged: What each episode hides, [N, facts]: her critic may be shown it. None: nothing is hidden.
     """
 
     goes_on = False  # a rollout is one episode of every host
-    privileged: Tensor | None = None  # nothing is hidden from Tamiyo that her critic could be shown
 
     def __init__(
         self,
@@ -60,45 +59,29 @@ class HostPool:
         n_envs: int,
         device: torch.device,
         others: Sequence[torch.device] = (),
+        held_out: bool = False,
     ) -> None:
         check_fits(config, data, n_envs, device)
         self.config = config
         self.device = device
         devices = [device, *others]
-        self.data = data.spread(devices)
         self.task = task
         self.clock = PhaseClock(make_timer(device))
-
-        def build(on: torch.device) -> nn.Module:
-            return build_on(on, lambda: host(data.input_shape, data.classes), torch.Generator(on).manual_seed(0))
-
-        batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-        self.space, growable = offer(build(device), task, batch, config.actions, config.lifecycle.birth)
-        compute = measure_compute(build(device), batch.inputs[:1]) if config.objective.prices_compute else None
-        make = (config.training, config.lifecycle, config.actions, config.horizon)
-        steps = config.training.steps(data.train.samples)
-
-        def make_env(on: torch.device) -> HostEnv:
-            guard = Guard(config.governor, math.log(data.classes), steps, on) if config.governor.enabled else None
-            return HostEnv(build(on), self.space, *make, on, Laps(make_timer(on)), guard, config.reward.bare, compute)
-
-        self.envs = [make_env(on) for on in islice(cycle(devices), n_envs)]
-        self.payroll = Payroll(self.envs, config, math.log(data.classes))
+        self.bench = Bench(task, data.spread(devices), host, config, devices, held_out)
+        self.data, self.space, growable = self.bench.data, self.bench.space, self.bench.growable
+        self.envs = [self.bench.seat(i, i) for i in range(n_envs)]
+        self.payroll = Payroll(self.envs, config)
         if config.training.compile is not None:
-            trials = [make_env(on) for on in devices]
+            trials = [self.bench.seat(n_envs * len(devices) + i, 0) for i in range(len(devices))]
+            batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
         self._choose(growable)
-        self.host_parameters = self.envs[0].host_parameters
         # Of what is measured: that of the hosts, at least float32.
         self._dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
-        self.host_kind = describe_host(self.envs[0].network)
-        self.masks_on_cpu = make_masks(n_envs, self.space, growable)
-        self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
-        self.feature_names = list(features(self.envs[0], config.objective))
-        self.observation = Observation(
-            features=torch.zeros(n_envs, len(self.feature_names), device=device),
-            blueprints=torch.zeros(n_envs, len(self.space.slot), dtype=torch.int64, device=device),
-        )
+        self.sight = Sight(self.envs, self.bench, device)
+        self.masks, self.masks_on_cpu = self.sight.masks, self.sight.masks_on_cpu
+        self.observation, self.feature_names = self.sight.observation, self.sight.names
+        self.privileged = self.sight.privileged
         self.terminated = torch.zeros(n_envs, dtype=torch.bool, device=device)  # in the last step
         self.reset(range(n_envs))
 
@@ -112,6 +95,11 @@ class HostPool:
             self.selection = select(self.envs, growable, self.task, self.data, self.choices)
             choice = self.selection.choice
         self._execute(choice)
+
+    @property
+    def host_kind(self) -> str:
+        """Tells pools of different hosts apart."""
+        return self.bench.host_kind
 
     def _execute(self, choice: Choice) -> None:
         """From now on hosts are executed so."""
@@ -135,8 +123,10 @@ class HostPool:
         """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
         assert len(seeds) == self.n_envs, "one seed per environment"
         with self.clock.measure("bookkeeping"):
-            for env, seed in zip(self.envs, seeds, strict=True):
-                env.reset(seed)
+            for i, seed in enumerate(seeds):
+                self.envs[i] = self.bench.seat(i, seed)
+                self.envs[i].reset(seed)
+            self.sight.tell()
             self.terminated.zero_()
         with self.clock.measure("validate", [env.laps for env in self.envs]):
             validated = self.executor.validate(self.envs, self.data.validation)
@@ -144,9 +134,15 @@ class HostPool:
         with self.clock.measure("bookkeeping"):
             self._record(self.envs, validated)
             self._remember_objective(self._metrics())
-            self._look()
+            self.sight.look()
         self._keep(self.envs)
         return self.observation
+
+    def load_host(self, place: int, state: dict[str, Any]) -> None:
+        """Puts a host in the pool's `place` that continues where `HostEnv.state_dict` was taken."""
+        check_parts("a host", state, ("seed",))
+        self.envs[place] = self.bench.seat(place, check_count("seed", state["seed"], 2**64))
+        self.envs[place].load_state_dict(state)
 
     def _record(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Takes in the validation of hosts that have not trained since the last one."""
@@ -174,7 +170,7 @@ class HostPool:
         Raises ValueError if an action is not allowed by the masks.
         """
         with self.clock.measure("bookkeeping"):
-            decisions = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+            decisions = self.sight.possible(list(zip(*download(torch.stack(action)).tolist(), strict=True)), WAIT)
             self._check(decisions)  # all of them first: a refused step leaves every host as it was
             vetoes = refuse(self.envs, decisions)
             if vetoes:
@@ -192,7 +188,7 @@ class HostPool:
             diverged = torch.tensor([i in gone for i in range(self.n_envs)])
             metrics, terms = self._pay(gone)
             self._remember_objective(metrics)
-            self._look()
+            self.sight.look()
             self.terminated.copy_(send(diverged, self.device))
             truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
             result = StepResult(
@@ -216,7 +212,7 @@ class HostPool:
         nobody watches over the hosts."""
         for _ in range(ticks):
             self._tick(watched=False)
-        self._look()
+        self.sight.look()
 
     def _tick(self, watched: bool) -> tuple[list[HostEvent], list[HostVerdict]]:
         """Trains and validates every host, judges it, and lets time pass for its seeds."""
@@ -285,15 +281,6 @@ class HostPool:
         for env, value in zip(self.envs, metrics.objective.tolist(), strict=True):
             env.objective = value
 
-    def _look(self) -> None:
-        """Brings observation and masks up to date, in their storage."""
-        rows = zip(*(legal(env.growing, self.space, self.config.actions, env.ended) for env in self.envs), strict=True)
-        for name, row in zip(Legal._fields, rows, strict=True):
-            known: Tensor = getattr(self.masks_on_cpu, name)
-            known.copy_(torch.tensor(row))
-            getattr(self.masks, name).copy_(send(known, self.device))
-        observe(self.envs, self.config.objective, self.observation)
-
     def test(self, committed: bool = True) -> Tensor:
         """Accuracy [N] on the test split of each host with what it has fossilized, or else with all its seeds."""
         validated = self.executor.validate(self.envs, self.data.test)
@@ -330,8 +317,9 @@ class HostPool:
         if choice != self.choice:
             self._execute(choice)
             self.reset(range(self.n_envs))  # an executor meets hosts before anything has grown on them
-        for env, saved in zip(self.envs, state["envs"], strict=True):
-            env.load_state_dict(saved)
+        for i, saved in enumerate(state["envs"]):
+            self.load_host(i, saved)
+        self.sight.tell()
         self.terminated.zero_()
-        self._look()
+        self.sight.look()
         return note

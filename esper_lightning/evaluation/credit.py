@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import Interval
 from esper_lightning.evaluation.fork import matched_fork
+from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.growth.counterfactual import Variant, full_family, leave_one_out
 from esper_lightning.growth.shapley import MAX_EXACT, Credit, interactions, sampled_shapley, shapley_values
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import Interval, mean_interval
+from esper_lightning.evaluation.intervals import Interval, mean_interval
 
 
 class Fork(NamedTuple):
@@ -40,8 +40,9 @@ def matched_fork(pool: HostPool, state: Mapping[str, Any], slot: str, ticks: int
         raise ValueError(f"a matched fork needs pairs of environments, the pool has {pool.n_envs}; give it 2·R")
     if ticks < 0:
         raise ValueError(f"a matched fork goes on for at least 0 host epochs, got {ticks}")
-    for i, env in enumerate(pool.envs):
-        env.load_state_dict(state)
+    for i in range(pool.n_envs):
+        pool.load_host(i, state)
+        env = pool.envs[i]
         env.generator.manual_seed(i // 2)
         if i % 2:
             env.growing.remove(slot)

@@ -1,54 +1,171 @@
-"""A comparison as a table for people, and as files for programs."""
+"""A comparison as tables for people, and as files for programs. S training seeds, H hosts."""
 
 import csv
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
+from esper_lightning.evaluation import intervals
+from esper_lightning.evaluation.comparison import Contender, Contest
+from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
 from esper_lightning.growth.saving import replace_file
+from esper_lightning.tamiyo.schedule import write_schedule
 
-COLUMNS = ("accuracy", "parameters", "objective")
+COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
+"""Of an outcome, one number per host."""
+
+INTERVALS = (
+    f"{100 * intervals.CONFIDENCE:g} % percentile bootstrap, {intervals.RESAMPLES} resamples, seed {intervals.SEED}: "
+    f"of hosts, and where there are several training seeds of training seeds and of hosts"
+)
 
 
 def show(interval: Interval, digits: int) -> str:
-    """`0.573 ± 0.017`"""
+    """`0.573 ± 0.017`: half the interval's width; its ends are in the files."""
     return f"{interval.mean:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}"
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per controller; differences are of the objective, first controller minus this one, host by host."""
-    first = outcomes[0]
-    result = Table(
-        title=f"{len(first.objective)} fresh hosts, test images, mean ± 95 % interval",
-        caption=f"{first.controller} ahead: objective of {first.controller} minus this row's, paired by host",
+def show_effect(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def tables(contest: Contest) -> list[Table]:
+    """How well everyone did, at what cost, and for several training seeds how far each Tamiyo is ahead."""
+    made = [results(contest), costs(contest)]
+    return [*made, per_training_seed(contest)] if len(contest.tamiyos) > 1 else made
+
+
+def make_table(title: str, caption: str, headings: Sequence[str]) -> Table:
+    """The first column holds names, the others numbers."""
+    made = Table(title=title, caption=caption)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return made
+
+
+def results(contest: Contest) -> Table:
+    """One row per contender; differences are of the objective, Tamiyo minus this row, host by host."""
+    ours, several = contest.ours.name, len(contest.tamiyos) > 1
+    result = make_table(
+        f"{len(contest.seeds)} fresh hosts, test images, mean ± 95 % interval",
+        f"{ours} ahead: objective of {ours} minus this row's, paired by host"
+        + (f"; mean over {len(contest.tamiyos)} training seeds" if several else ""),
+        ("controller", "test accuracy", "objective", f"{ours} ahead", "d_z"),
     )
-    for heading in ("controller", "test accuracy", "parameters", "objective", f"{first.controller} ahead"):
-        result.add_column(heading, justify="left" if heading == "controller" else "right", no_wrap=True)
-    for outcome in outcomes:
-        ahead = "" if outcome is first else show(paired_difference(first, outcome), 3)
-        accuracy, parameters, worth = (mean_interval(getattr(outcome, column)) for column in COLUMNS)
-        result.add_row(outcome.controller, show(accuracy, 3), show(parameters, 0), show(worth, 3), ahead)
+    for contender in contest.contenders:
+        lead, effect = contest.ahead(contender)
+        ahead = ("", "") if contender is contest.ours else (show(lead, 3), show_effect(effect))
+        accuracy, worth = (mean_interval(contender.values(column)) for column in ("accuracy", "objective"))
+        result.add_row(contender.name, show(accuracy, 3), show(worth, 3), *ahead)
     return result
 
 
-def write(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """`evaluation.csv`: the table; `evaluation.json`: every host of every controller."""
+def costs(contest: Contest) -> Table:
+    """One row per contender: means over hosts, and over training seeds."""
+    result = make_table(
+        "what it took, mean per host",
+        "loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
+        ("controller", "loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds"),
+    )
+    for contender in contest.contenders:
+        loss, parameters, flops, ticks, fossils, rollbacks = (
+            float(contender.values(column).mean())
+            for column in ("loss", "parameters", "flops", "ticks", "fossils", "rollbacks")
+        )
+        numbers = (f"{loss:.3f}", f"{parameters:.0f}", f"{flops / 1e6:.3g}", f"{ticks:.1f}", f"{fossils:.2f}")
+        result.add_row(contender.name, *numbers, f"{rollbacks:.2f}", f"{contender.values('seconds').mean():.1f}")
+    return result
+
+
+def per_training_seed(contest: Contest) -> Table:
+    """Each Tamiyo's lead over each row, and that of all together."""
+    names = [label(contest, number) for number in range(len(contest.tamiyos))]
+    result = make_table(
+        f"{contest.ours.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
+        "all: interval over training seeds and hosts",
+        ("controller", *names, "all"),
+    )
+    for contender in contest.contenders[1:]:
+        leads = contest.lead(contender)
+        result.add_row(contender.name, *(show(mean_interval(lead), 3) for lead in leads), show(mean_interval(leads), 3))
+    return result
+
+
+def label(contest: Contest, number: int) -> str:
+    """Of a training seed."""
+    seed = contest.tamiyos[number].training_seed
+    return f"seed {seed}" if seed is not None else f"checkpoint {number + 1}"
+
+
+def write(contest: Contest, folder: Path, record: Mapping[str, Any]) -> None:
+    """`evaluation.csv`: a row per host and controller. `evaluation.json`: how it was made, and the summary. Schedules
+    that were found: a file each."""
     folder.mkdir(parents=True, exist_ok=True)
-    ends = ("mean", "low", "high")
-    rows = [["controller", "hosts", *(f"{column}_{end}" for column in (*COLUMNS, "ahead") for end in ends)]]
-    for outcome in outcomes:
-        intervals = [mean_interval(getattr(outcome, column)) for column in COLUMNS]
-        intervals.append(paired_difference(outcomes[0], outcome))
-        numbers = [f"{number:.6g}" for interval in intervals for number in interval]
-        rows.append([outcome.controller, str(len(outcome.objective)), *numbers])
-    write_rows(folder / "evaluation.csv", rows)
-    hosts = {o.controller: {column: getattr(o, column).tolist() for column in COLUMNS} for o in outcomes}
-    replace_file(folder / "evaluation.json", lambda path: path.write_text(json.dumps(hosts, indent=1) + "\n"))
+    write_rows(folder / "evaluation.csv", host_rows(contest))
+    text = json.dumps(without_nan(summary(contest, record)), indent=1, allow_nan=False) + "\n"
+    replace_file(folder / "evaluation.json", lambda path: path.write_text(text))
+    for name, schedule in contest.schedules.items():
+        write_schedule(schedule, folder / f"{name}.json")
+
+
+def host_rows(contest: Contest) -> list[list[str]]:
+    """Long format: one row per host and controller, and per training seed where a controller has one."""
+    rows = [["controller", "training_seed", "host", "host_seed", *COLUMNS, "pool_seconds"]]
+    for contender in contest.contenders:
+        trained = is_trained(contest, contender)
+        for number, outcome in enumerate(contender.outcomes):
+            seed = contest.tamiyos[number].training_seed if trained else None
+            who = [contender.name, "" if seed is None else str(seed)]
+            for host, host_seed in enumerate(contest.seeds):
+                numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
+                rows.append([*who, str(host), str(host_seed), *numbers, f"{outcome.seconds:.3f}"])
+    return rows
+
+
+def is_trained(contest: Contest, contender: Contender) -> bool:
+    """Does the row depend on a checkpoint?"""
+    names = (contest.ours.name, "sampled", "replayed")
+    return contender.name in names or contender.name.startswith(f"static {contest.ours.name}")
+
+
+def summary(contest: Contest, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What `evaluation.json` holds; a number that is none is null."""
+    controllers = {}
+    for contender in contest.contenders:
+        lead, effect = contest.ahead(contender)
+        rows = zip(contest.tamiyos, contest.lead(contender), strict=True)
+        controllers[contender.name] = {
+            **{column: mean_interval(contender.values(column))._asdict() for column in COLUMNS},
+            "pool_seconds": [outcome.seconds for outcome in contender.outcomes],
+            "ahead": lead._asdict() | {"d_z": effect},
+            "ahead_by_training_seed": [
+                {"training_seed": one.training_seed} | mean_interval(row)._asdict() | {"d_z": effect_size(row)}
+                for one, row in rows
+            ],
+        }
+    return {
+        "intervals": INTERVALS,
+        "ahead": f"objective of {contest.ours.name} minus that of the controller, paired by host",
+        "d_z": "mean over standard deviation of the paired differences over hosts",
+        "hosts": len(contest.seeds),
+        "checkpoints": [{"training_seed": one.training_seed, "source": one.source} for one in contest.tamiyos],
+        "controllers": controllers,
+        "notes": contest.notes,
+        **record,
+    }
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
@@ -59,33 +176,3 @@ def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
             csv.writer(file).writerows(rows)
 
     replace_file(path, write_draft)
-
-
-def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
-    """One row per blueprint: what its fossils are worth on average, with intervals over seeds."""
-    result = Table(
-        title=f"seeds kept by the first {config.hosts} hosts: accuracy points on test images, mean ± 95 % interval",
-        caption=f"caused: {config.fork_ticks} more host epochs with the seed minus the same without it",
-    )
-    for heading in ("blueprint", "seeds", "switched off", "fair share", "caused"):
-        result.add_column(heading, justify="left" if heading == "blueprint" else "right", no_wrap=True)
-    for blueprint in sorted({seed.blueprint for seed in seeds}):
-        of = [seed for seed in seeds if seed.blueprint == blueprint]
-        columns = [
-            np.array([seed.contribution for seed in of]),
-            np.array([seed.shapley.value for seed in of]),
-            np.array([seed.effect.mean for seed in of]),
-        ]
-        result.add_row(blueprint, str(len(of)), *(show(mean_interval(column), 2) for column in columns))
-    return result
-
-
-def write_seeds(seeds: Sequence[SeedCredit], folder: Path) -> None:
-    """`seeds.csv`: one row per fossil, in accuracy points."""
-    effect = [f"effect_{end}" for end in Interval._fields]
-    rows = [["host", "slot", "blueprint", "contribution", "shapley", "shapley_error", "interaction", *effect]]
-    for seed in seeds:
-        numbers = (seed.contribution, *seed.shapley, seed.interaction, *seed.effect)
-        shown = ["" if number is None else f"{number:.6g}" for number in numbers]
-        rows.append([str(seed.host), seed.slot, seed.blueprint, *shown])
-    write_rows(folder / "seeds.csv", rows)

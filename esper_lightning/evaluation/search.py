@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import Interval, mean_interval, paired_difference, play
+from esper_lightning.evaluation.compare import paired_difference, play
+from esper_lightning.evaluation.intervals import Interval, mean_interval
 from esper_lightning.evaluation.plans import Generator, Plan
 from esper_lightning.rollout import EVALUATION, TRAINING, episode_seeds
 from esper_lightning.tamiyo.replay import FixedSchedule

@@ -20,6 +20,7 @@ class CNN(nn.Module):
         outputs: Number of classes.
         base: Channels of the first block; each block has twice the one before.
         blocks: Number of blocks.
+        widths: Channels of each block, in place of base and blocks: a narrow one is a bottleneck.
         kernel: Side of the convolutions; odd.
         pools: Number of blocks that end in a 2×2 max-pool, from the first on. None: all.
         slots: Where seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: after every block,
@@ -45,14 +46,19 @@ class CNN(nn.Module):
         isolate: bool | None = None,
         checkpoint_activations: bool = False,
         channels_last: bool = True,
+        widths: list[int] | None = None,
     ) -> None:
         super().__init__()
+        if widths is None:
+            widths = [base * 2**i for i in range(blocks)]
+        else:
+            base, blocks = min(widths, default=0), len(widths)
         self.pools = blocks if pools is None else pools
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
         _check(input_shape, base, blocks, kernel, self.pools)
 
-        widths = [input_shape[0]] + [base * 2**i for i in range(blocks)]
+        widths = [input_shape[0], *widths]
         self.convs = nn.ModuleList(
             nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
         )

@@ -117,10 +117,13 @@ class PPOTerms(NamedTuple):
     policy: Tensor
     value: Tensor
     entropy: Tensor  # weighted sum over heads, to be maximised
-    head_entropy: Tensor  # [heads of the policy] mean of each, normalised, over the steps where it mattered
+    head_entropy: Tensor  # [heads of the policy] mean of each, normalised, where it mattered and had a choice
+    head_freedom: Tensor  # [heads of the policy] share of the decisions where it mattered and had a choice
     kl: Tensor
     clip_fraction: Tensor
     ratio_error: Tensor  # largest |ratio - 1|
+    ratio_low: Tensor  # least ratio
+    ratio_high: Tensor  # largest ratio
 
     def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
         """The loss to minimise."""
@@ -165,13 +168,19 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         kl = masked_mean(kl_estimate(log_ratio), learned)
         clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)
         steps = learned[..., None] * share
-        head_entropy = (entropy * steps).sum((0, 1)) / steps.sum((0, 1)).clamp(min=1e-6)
+        free = (learned[..., None] * distribution.freedom()).sum((0, 1))
+        # Where there is no choice the entropy is 0, whatever the policy: such steps say nothing of it.
+        head_entropy = (entropy * steps).sum((0, 1)) / free.clamp(min=1e-6)
+        ratio_low, ratio_high = ratio.aminmax()
     return PPOTerms(
         policy=masked_mean(surrogate, learned),
         value=masked_mean(value_loss(values, rollout.values, rollout.targets, config.value_clip), ~rollout.masks.ended),
         entropy=masked_mean((entropy * share * per_head).sum(-1), learned),
         head_entropy=head_entropy,
+        head_freedom=free / learned.sum().clamp(min=1),
         kl=kl,
         clip_fraction=clipped,
-        ratio_error=(ratio.detach() - 1.0).abs().max(),
+        ratio_error=torch.max(ratio_high - 1.0, 1.0 - ratio_low),
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
     )

@@ -74,23 +74,23 @@ class ObjectiveConfig:
 
 def rent(
     parameters: Tensor,
-    host_parameters: int,
+    host_parameters: Tensor | int,
     config: ObjectiveConfig,
     price: Tensor | None = None,
     compute: Tensor | float = 0.0,
 ) -> Tensor:
-    """What networks with `parameters` [N], grown from a host of `host_parameters`, cost: price·ln(1 + growth), capped.
+    """What networks with `parameters` [N], grown from hosts of `host_parameters`, cost: price·ln(1 + growth), capped.
 
     Args:
         price: Of each episode, [N]. None: the config's.
         compute: What compute costs beside that, [N]: see `compute_rent`. The cap is on the sum.
     """
-    growth = (parameters - host_parameters) / max(host_parameters, config.smallest_host)
+    growth = (parameters - host_parameters) / torch.as_tensor(host_parameters).clamp(min=config.smallest_host)
     charged = (config.price if price is None else price) * torch.log1p(growth)
     return (charged + compute).clamp(max=config.rent_cap)
 
 
-def compute_rent(flops: Tensor, host_flops: int, price: Tensor) -> Tensor:
+def compute_rent(flops: Tensor, host_flops: Tensor | int, price: Tensor) -> Tensor:
     """Price·ln(1 + growth) [N] of networks whose forward pass takes `flops` [N], grown from one of `host_flops`."""
     return price * torch.log1p((flops - host_flops) / host_flops)
 
@@ -98,7 +98,7 @@ def compute_rent(flops: Tensor, host_flops: int, price: Tensor) -> Tensor:
 def objective(
     accuracy: Tensor,
     parameters: Tensor,
-    host_parameters: int,
+    host_parameters: Tensor | int,
     config: ObjectiveConfig,
     price: Tensor | None = None,
     compute: Tensor | float = 0.0,

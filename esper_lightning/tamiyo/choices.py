@@ -84,14 +84,24 @@ class ChoiceDistribution:
 
         Exact: averaged over what the head is given by how likely that is.
         """
-        likely: Tables = {}  # [..., choices] of each head, whatever was chosen before it
-        entropies = []
-        for head in self.heads:
-            table = self.log_probs[head]
-            there = torch.ones_like(table, dtype=torch.bool) if self.possible is None else self.possible[head]
-            per_row = normalised_entropy(table, there)  # [..., rows]
-            rows = likely[self.given[head]] if head in self.given else torch.ones_like(per_row)
-            likely[head] = (rows.unsqueeze(-1) * table.exp()).sum(-2)
-            entropies.append((rows * per_row).sum(-1))
-        entropy = torch.stack(entropies, -1)
+        entropy = self._over_contexts(lambda head: normalised_entropy(self.log_probs[head], self._there(head)))
         return entropy, torch.ones_like(entropy)
+
+    def freedom(self) -> Tensor:  # [..., heads]
+        """The probability that a head has more than one choice: only then it can have entropy."""
+        return self._over_contexts(lambda head: (self._there(head).sum(-1) > 1).float())
+
+    def _there(self, head: str) -> Tensor:
+        table = self.log_probs[head]
+        return torch.ones_like(table, dtype=torch.bool) if self.possible is None else self.possible[head]
+
+    def _over_contexts(self, of_rows: Callable[[str], Tensor]) -> Tensor:  # [..., heads]
+        """The mean of each head's `of_rows(head)` [..., rows]."""
+        likely: Tables = {}  # [..., choices] of each head, whatever was chosen before it
+        means = []
+        for head in self.heads:
+            per_row = of_rows(head)
+            rows = likely[self.given[head]] if head in self.given else torch.ones_like(per_row)
+            likely[head] = (rows.unsqueeze(-1) * self.log_probs[head].exp()).sum(-2)
+            means.append((rows * per_row).sum(-1))
+        return torch.stack(means, -1)

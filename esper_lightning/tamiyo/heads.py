@@ -180,20 +180,28 @@ class FactoredDistribution:
         A head's entropy is normalised (1: uniform over what is possible) and averaged over its contexts by how likely
         they are. Their product summed over heads is the decision's entropy in these units.
         """
+        return self._over_contexts(lambda head: normalised_entropy(self.log_probs[head], self.possible[head]))
+
+    def freedom(self) -> Tensor:  # [..., heads]
+        """The probability that a head matters and has more than one choice: only then it can have entropy."""
+        free, share = self._over_contexts(lambda head: (self.possible[head].sum(-1) > 1).float())
+        return free * share
+
+    def _over_contexts(self, of_rows: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """The mean of each head's `of_rows(head)` [..., rows], and how likely it is that the head matters."""
         op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
         columns = [HEADS.index(head) for head in self.heads]
         use = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
         share = use.sum(-2)
-        both = [self._entropy(head, use[..., i], share[..., i]) for i, head in enumerate(self.heads)]
-        entropies, shares = zip(*both, strict=True)
-        return torch.stack(entropies, -1), torch.stack(shares, -1)
+        both = [self._mean(head, of_rows(head), use[..., i], share[..., i]) for i, head in enumerate(self.heads)]
+        means, shares = zip(*both, strict=True)
+        return torch.stack(means, -1), torch.stack(shares, -1)
 
-    def _entropy(self, head: str, use: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one head: its mean over contexts, and how likely it is that the head matters.
+    def _mean(self, head: str, per_row: Tensor, use: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one head: the mean over contexts, and how likely it is that the head matters.
 
         `use` [..., ops]: how likely each op is, where it needs the head; `share` [...]: their sum.
         """
-        per_row = normalised_entropy(self.log_probs[head], self.possible[head])  # [..., rows]
         if head == "op":
             return per_row.squeeze(-1), share
         if CONTEXTS[head] == ("op",):

@@ -5,6 +5,7 @@ from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.digits import Digits
 from esper_lightning.tasks.integrity import check_data, fingerprint
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
+from esper_lightning.tasks.variants import Variant, vary
 
 __all__ = [
     "AugmentConfig",
@@ -14,8 +15,10 @@ __all__ = [
     "Split",
     "Task",
     "TaskData",
+    "Variant",
     "check_data",
     "draw_choices",
     "fetch",
     "fingerprint",
+    "vary",
 ]

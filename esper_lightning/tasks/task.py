@@ -15,8 +15,16 @@ class Split(NamedTuple):
     inputs: Tensor  # [samples, …]
     targets: Tensor  # [samples, …] int64
 
+    variants = 1  # of the same data, one behind the other: see VariedSplit
+
     def to(self, device: torch.device) -> "Split":
         return Split(self.inputs.to(device), self.targets.to(device))
+
+    def of(self, variant: int) -> "Split":
+        """One variant of the data, without a copy."""
+        if self.variants == 1:
+            return self
+        return Split(*(part.unflatten(0, (self.variants, -1))[variant] for part in self))
 
     def spread(self, devices: Sequence[torch.device]) -> "Split":
         """With a copy kept on each of these devices."""
@@ -24,12 +32,31 @@ class Split(NamedTuple):
             return self.to(devices[0])
         copies = {device: self.to(device) for device in devices}
         split = SpreadSplit(*copies[devices[0]])
-        split.copies = copies
+        split.copies, split.variants = copies, self.variants
         return split
 
     @property
     def samples(self) -> int:
-        return self.inputs.shape[0]
+        """Of one variant."""
+        return self.inputs.shape[0] // self.variants
+
+
+class VariedSplit(Split):
+    """Several variants of the same number of samples: inputs and targets are [variants · samples, …]."""
+
+    variants: int
+
+    @classmethod
+    def join(cls, variants: Sequence[Split]) -> "VariedSplit":
+        """All of these, one behind the other."""
+        split = cls(*(torch.cat(parts) for parts in zip(*variants, strict=True)))
+        split.variants = len(variants)
+        return split
+
+    def to(self, device: torch.device) -> "VariedSplit":
+        split = VariedSplit(*super().to(device))
+        split.variants = self.variants
+        return split
 
 
 class SpreadSplit(Split):

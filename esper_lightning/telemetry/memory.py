@@ -1,5 +1,6 @@
 """How much memory this process holds."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -23,3 +24,12 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         metrics["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
     return metrics
+
+
+def memory_share(device: torch.device) -> dict[str, float]:
+    """The most memory that was in use so far, as a share of the device's; nothing where that is not known."""
+    if device.type == "cuda":
+        share = torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
+        return {"share": share}
+    now = resident()
+    return {} if now is None else {"share": now * 2**20 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}

@@ -83,7 +83,7 @@ def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, mon
         os.kill(os.getpid(), signal.SIGINT)
         return play(*args)
 
-    monkeypatch.setattr("callbacks.evaluation.play", interrupted)
+    monkeypatch.setattr("esper_lightning.evaluation.comparison.play", interrupted)
 
     with pytest.raises((SystemExit, AssertionError)):  # by us, or by whoever had the signal before
         fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2")

@@ -145,7 +145,7 @@ def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Call
 
 def test_what_the_cpu_knows_is_what_is_on_the_device(make_pool: Callable[..., HostPool]) -> None:
     pool, wanderer = make_pool(2), RandomValid(0)
-    pool.masks = Masks(*(mask.clone() for mask in pool.masks))  # as on a GPU: not the same memory
+    pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks))  # as on a GPU: not the same memory
     for _ in range(pool.config.horizon):
         step = pool.step(wanderer.act(pool))
 

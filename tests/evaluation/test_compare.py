@@ -3,12 +3,15 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from esper_lightning.envs import Action, HostPool, Op
 from esper_lightning.envs.training import HostTraining
-from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference, play
+from esper_lightning.evaluation.compare import Outcome, Trace, paired_difference, play
+from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
@@ -16,39 +19,10 @@ from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from tests.decisions import WAIT, act, fossilize, germinate
 
 
-@pytest.mark.parametrize(
-    ("values", "half_width"),
-    [
-        # Student's t for 95 % from the printed table, times deviation over the root of n.
-        ([1.0, 3.0], 12.706 * 2**0.5 / 2**0.5),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], 2.776 * 2.5**0.5 / 5**0.5),
-        ([0.0] * 8 + [1.0] * 8, 2.131 * (4 / 15) ** 0.5 / 4),
-    ],
-)
-def test_an_interval_is_that_of_the_table(values: list[float], half_width: float) -> None:
-    mean, low, high = mean_interval(np.array(values))
-
-    assert mean == pytest.approx(np.mean(values))
-    assert high - mean == pytest.approx(half_width, rel=1e-3)
-    assert mean - low == pytest.approx(half_width, rel=1e-3)
-
-
-@pytest.mark.parametrize("hosts", [3, 10, 40])
-def test_an_interval_holds_the_truth_as_often_as_it_promises(hosts: int) -> None:
-    samples = 2.0 + 3.0 * np.random.default_rng(hosts).normal(size=(500, hosts))
-
-    hits = [low <= 2.0 <= high for _, low, high in map(mean_interval, samples)]
-
-    assert np.mean(hits) == pytest.approx(0.95, abs=0.03)
-
-
-@pytest.mark.parametrize("values", [[0.5], [0.25, 0.25, 0.25]])
-def test_without_spread_the_interval_is_the_mean(values: list[float]) -> None:
-    assert mean_interval(np.array(values)) == Interval(values[0], values[0], values[0])
-
-
 def outcome(name: str, objective: np.ndarray) -> Outcome:
-    return Outcome(name, np.zeros_like(objective), np.zeros_like(objective), objective)
+    none = np.zeros_like(objective)
+    trace = Trace(none[None], none[None], none[None, :, None])
+    return Outcome(name, none, none, none, objective, none, none, none, none, 0.0, [()] * len(none), trace)
 
 
 @given(seed=st.integers(0, 1000), gain=st.floats(-1.0, 1.0))
@@ -103,6 +77,7 @@ def test_only_committed_seeds_are_judged_and_paid_for(pool: HostPool, keep: int,
                 slot.empty()
         right = (network(inputs).argmax(1) == targets).float().mean().item()
         assert played.accuracy[i] == pytest.approx(right)
+        assert played.loss[i] == pytest.approx(F.cross_entropy(network(inputs), targets).item(), rel=1e-4)
     assert played.controller == "grower"
     assert played.parameters.tolist() == [parameters] * 2
     rent = 0.5 * np.log(1 + (parameters - 390) / 390)
@@ -115,8 +90,11 @@ def test_a_game_is_reproducible_whatever_was_played_before(pool: HostPool) -> No
     again = play(pool, "random", RandomValid(0), [1, 3])
     other = play(pool, "random", RandomValid(0), [7, 9])
 
-    for ours, theirs in zip(first[1:], again[1:], strict=True):
+    for column in ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks"):
+        assert np.array_equal(getattr(first, column), getattr(again, column)), column
+    for ours, theirs in zip(first.trace, again.trace, strict=True):
         assert np.array_equal(ours, theirs)
+    assert first.kept == again.kept
     assert not np.array_equal(first.accuracy, other.accuracy)
 
 
@@ -125,3 +103,29 @@ def test_controllers_meet_the_same_hosts(pool: HostPool) -> None:
 
     assert paired_difference(one, other) == Interval(0.0, 0.0, 0.0)
     assert one.accuracy[0] != one.accuracy[1], "and no two hosts are alike"
+
+
+def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
+    trace = play(pool, "grower", OnlyGerminates(1), [1, 3]).trace
+
+    assert trace.ops[:3, 0].tolist() == [Op.GERMINATE] * 3
+    assert (trace.ops[:, 0] == Op.FOSSILIZE).sum() == 1
+    kept = (trace.ops[:, 0] == Op.FOSSILIZE).argmax()
+    assert (trace.stages[kept:, :, 0] == Stage.FOSSILIZED).all()
+    assert not (trace.stages[:kept, :, 0] == Stage.FOSSILIZED).any()
+    for i, env in enumerate(pool.envs):
+        assert trace.accuracy[:-1, i] == pytest.approx(env.history.accuracy[1:-1])
+        assert trace.accuracy[-1, i] == pytest.approx(env.validated.accuracy[-1]), "of what is kept alone"
+
+
+def test_rollbacks_are_counted_host_by_host(pool: HostPool) -> None:
+    class Poisons(WaitOnly):
+        """Before its third tick the second host's weights become no numbers."""
+
+        def act(self, pool: HostPool) -> Action:
+            if pool.envs[1].tick == 2:
+                with torch.no_grad():
+                    next(pool.envs[1].network.parameters()).fill_(float("nan"))
+            return super().act(pool)
+
+    assert play(pool, "poisons", Poisons(), [1, 3]).rollbacks.tolist() == [0, 1]

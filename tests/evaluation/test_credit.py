@@ -8,9 +8,9 @@ import pytest
 
 from callbacks import Evaluation
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import Interval
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, credit_seeds
-from esper_lightning.evaluation.report import seed_table, write_seeds
+from esper_lightning.evaluation.credit_report import seed_table, write_seeds
+from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.growth.counterfactual import committed_only
 from esper_lightning.growth.shapley import Credit
 from tests.decisions import WAIT, act, fossilize, germinate
@@ -72,7 +72,7 @@ def test_the_table_has_a_row_per_blueprint_and_the_file_one_per_seed(tmp_path: P
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["blueprint"] == ["conv_small", "norm"]
     assert columns["seeds"] == ["1", "2"]
-    assert columns["caused"] == ["-1.00 ± 0.00", "2.00 ± 12.71"]  # t for two values: 12.706
+    assert columns["caused"] == ["-1.00 ± 0.00", "2.00 ± 1.00"]  # of two values, resamples are 1, 2 and 3
     assert "7 more host epochs" in table.caption
     with (tmp_path / "seeds.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -93,7 +93,11 @@ def test_a_run_looks_at_seeds_when_it_is_asked_to(tmp_path: Path) -> None:
         "--evaluation.credit.repetitions=2",
     )
 
-    assert (only_run(tmp_path).folder / "seeds.csv").read_text().startswith("host,slot,blueprint,contribution,shapley")
+    assert (
+        (only_run(tmp_path).folder / "evaluation" / "seeds.csv")
+        .read_text()
+        .startswith("host,slot,blueprint,contribution,shapley")
+    )
 
 
 @pytest.mark.parametrize(

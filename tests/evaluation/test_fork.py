@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import mean_interval
 from esper_lightning.evaluation.fork import matched_fork
+from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.growth.counterfactual import leave_one_out
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate

@@ -1,25 +1,63 @@
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from torch import nn
 
-from esper_lightning.evaluation.compare import Interval, Outcome, mean_interval, paired_difference
-from esper_lightning.evaluation.report import show, table, write
+from esper_lightning.envs import Op
+from esper_lightning.evaluation.compare import Outcome, Trace
+from esper_lightning.evaluation.comparison import Contender, Contest
+from esper_lightning.evaluation.figures import curves, draw, pareto, timeline
+from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.learned import Tamiyo
+from esper_lightning.evaluation.report import COLUMNS, show, tables, write
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tamiyo.schedule import Schedule, read_schedule
+
+HOSTS, TICKS, SLOTS = 6, 4, ["block1", "block2"]
 
 
-@pytest.fixture
-def outcomes() -> list[Outcome]:
+def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
+    random = np.random.default_rng(len(name))
+    trace = Trace(
+        accuracy=random.uniform(size=(TICKS, HOSTS)),
+        ops=random.integers(0, 4, size=(TICKS, HOSTS)),
+        stages=random.integers(0, 6, size=(TICKS, HOSTS, len(SLOTS))),
+    )
+    whole = np.arange(HOSTS)
+    return Outcome(
+        name, accuracy, 1 - accuracy, whole + parameters, accuracy - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
+        [()] * HOSTS, trace,
+    )  # fmt: skip
+
+
+def contest(training_seeds: Sequence[int | None]) -> Contest:
     random = np.random.default_rng(0)
-    host = random.uniform(0.3, 0.9, size=6)
-    return [
-        Outcome("tamiyo", host + 0.1, np.array([410, 390, 682, 410, 390, 410]), host + 0.08),
-        Outcome("wait-only", host, np.full(6, 390), host + 0.0),
-        Outcome("random, valid", host - 0.05, random.integers(390, 900, 6), host - 0.1 + 0.01 * random.normal(size=6)),
-    ]
+    host = random.uniform(0.3, 0.9, size=HOSTS)
+    trained = [host + 0.1 * (1 + i) + 0.01 * random.normal(size=HOSTS) for i in range(len(training_seeds))]
+    return Contest(
+        tamiyos=[Tamiyo(seed, f"{seed}.ckpt", nn.Identity(), nn.Identity()) for seed in training_seeds],
+        seeds=[101 + 2 * i for i in range(HOSTS)],
+        contenders=[
+            Contender("tamiyo", [outcome("tamiyo", row, 400) for row in trained]),
+            Contender("random", [outcome("random", host, 390)]),
+            Contender("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)]),
+            Contender("static tamiyo", [outcome("static tamiyo", row + 0.2, 400) for row in trained]),
+        ],
+        schedules={"schedule": Schedule(tuple(SLOTS), ())},
+        notes=["6 of 6 hosts"],
+        credits=[],
+    )
+
+
+@pytest.fixture(params=[[0], [0, 7], [None]], ids=["one training seed", "two", "unknown"])
+def played(request: pytest.FixtureRequest) -> Contest:
+    return contest(request.param)
 
 
 def test_an_interval_is_shown_as_mean_and_half_width() -> None:
@@ -27,58 +65,145 @@ def test_an_interval_is_shown_as_mean_and_half_width() -> None:
     assert show(Interval(-412.4, -420.4, -404.4), 0) == "-412 ± 8"
 
 
-def test_the_csv_reads_back_as_one_row_per_controller(outcomes: list[Outcome], tmp_path: Path) -> None:
-    write(outcomes, tmp_path)
+def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Contest, tmp_path: Path) -> None:
+    write(played, tmp_path, {})
 
     with (tmp_path / "evaluation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["controller"] for row in rows] == ["tamiyo", "wait-only", "random, valid"]
-    assert [row["hosts"] for row in rows] == ["6"] * 3
-    for row, outcome in zip(rows, outcomes, strict=True):
-        for column in ("accuracy", "parameters", "objective"):
-            read = [float(row[f"{column}_{end}"]) for end in ("mean", "low", "high")]
-            assert read == pytest.approx(mean_interval(getattr(outcome, column)), rel=1e-5)
-        read = [float(row[f"ahead_{end}"]) for end in ("mean", "low", "high")]
-        assert read == pytest.approx(paired_difference(outcomes[0], outcome), rel=1e-5)
-    assert float(rows[1]["ahead_mean"]) == pytest.approx(0.08)
+    expected = [(c, i, host) for c in played.contenders for i in range(len(c.outcomes)) for host in range(HOSTS)]
+    assert len(rows) == len(expected)
+    for row, (contender, i, host) in zip(rows, expected, strict=True):
+        trained = contender.name.endswith("tamiyo")
+        seed = played.tamiyos[i].training_seed if trained else None
+        assert (row["controller"], row["training_seed"]) == (contender.name, "" if seed is None else str(seed))
+        assert (row["host"], row["host_seed"]) == (str(host), str(101 + 2 * host))
+        for column in COLUMNS:
+            assert float(row[column]) == pytest.approx(float(getattr(contender.outcomes[i], column)[host]), rel=1e-8)
+        assert row["pool_seconds"] == "1.500"
 
 
-def test_the_json_reads_back_as_every_host_of_every_controller(outcomes: list[Outcome], tmp_path: Path) -> None:
-    write(outcomes, tmp_path)
+def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: Contest, tmp_path: Path) -> None:
+    write(played, tmp_path, {"settings": {"data.n_envs": "2"}, "run": {"seed": 3}})
 
     read = json.loads((tmp_path / "evaluation.json").read_text())
-    assert list(read) == ["tamiyo", "wait-only", "random, valid"]
-    for outcome in outcomes:
-        for column in ("accuracy", "parameters", "objective"):
-            assert read[outcome.controller][column] == getattr(outcome, column).tolist()
+    ours = played.contenders[0]
+    assert list(read["controllers"]) == [contender.name for contender in played.contenders]
+    assert read["settings"] == {"data.n_envs": "2"}
+    assert read["run"] == {"seed": 3}
+    assert read["checkpoints"] == [{"training_seed": t.training_seed, "source": t.source} for t in played.tamiyos]
+    for contender in played.contenders[1:]:
+        said = read["controllers"][contender.name]
+        for column in COLUMNS:
+            assert said[column] == mean_interval(contender.values(column))._asdict()
+        lead = ours.values("objective") - contender.values("objective")
+        if contender.name != "static tamiyo":
+            assert said["ahead"]["d_z"] == pytest.approx(effect_size(lead))
+        assert [said["ahead"][end] for end in Interval._fields] == list(mean_interval(lead))
+        assert len(said["ahead_by_training_seed"]) == len(played.tamiyos)
+        for one, row in zip(said["ahead_by_training_seed"], lead, strict=True):
+            assert one["mean"] == pytest.approx(row.mean())
+    assert read["controllers"]["tamiyo"]["ahead"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "d_z": None}
 
 
-def test_a_report_makes_its_folder_and_replaces_an_older_one(outcomes: list[Outcome], tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "digits"
-    write(outcomes, folder)
-    write(outcomes[:1], folder)
+def test_a_number_that_is_none_is_null(tmp_path: Path) -> None:
+    broken = contest([0])
+    broken.contenders[1].outcomes[0].loss[2] = np.inf
 
-    assert list(json.loads((folder / "evaluation.json").read_text())) == ["tamiyo"]
-    assert len((folder / "evaluation.csv").read_text().splitlines()) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["evaluation.csv", "evaluation.json"]
+    write(broken, tmp_path, {})
+
+    assert json.loads((tmp_path / "evaluation.json").read_text())["controllers"]["random"]["loss"]["mean"] is None
 
 
-def test_the_table_compares_every_controller_with_the_first(outcomes: list[Outcome]) -> None:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(table(outcomes))
-    shown = console.file.getvalue()
+def test_schedules_that_were_found_are_files(played: Contest, tmp_path: Path) -> None:
+    write(played, tmp_path / "deep" / "folder", {})
 
-    lines = {name: next(line for line in shown.splitlines() if name in line) for name in ("wait-only", "random, valid")}
+    assert read_schedule(tmp_path / "deep" / "folder" / "schedule.json") == played.schedules["schedule"]
+
+
+def printed(played: Contest) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    for table in tables(played):
+        console.print(table)
+    return console.file.getvalue()
+
+
+def test_the_tables_fit_and_compare_everyone_with_tamiyo(played: Contest) -> None:
+    shown = printed(played)
+
     assert "6 fresh hosts" in shown
-    assert "0.080 ± 0.000" in lines["wait-only"], "a constant lead has no spread"
-    assert "390 ± 0" in lines["wait-only"]
-    assert show(mean_interval(outcomes[2].accuracy), 3) in lines["random, valid"]
+    assert "…" not in shown, "nothing is cut off"
+    rows = [line for line in shown.splitlines() if "│ random " in line]
+    lead = mean_interval(played.lead(played.contenders[1]))
+    assert show(lead, 3) in rows[0]
+    assert show(mean_interval(played.contenders[1].values("accuracy")), 3) in rows[0]
+    assert len(rows) == (3 if len(played.tamiyos) > 1 else 2)
 
 
-def test_a_single_host_can_be_reported(tmp_path: Path) -> None:
-    only = Outcome("tamiyo", np.array([0.5]), np.array([390]), np.array([0.45]))
-    write([only], tmp_path)
+def test_several_training_seeds_are_told_apart_and_taken_together() -> None:
+    played = contest([0, 7])
+    lines = printed(played).splitlines()
 
-    with (tmp_path / "evaluation.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert (row["objective_mean"], row["objective_low"], row["objective_high"]) == ("0.45",) * 3
+    start = next(i for i, line in enumerate(lines) if "by training seed" in line)
+    heading = next(line for line in lines[start:] if "controller" in line)
+    assert [word.strip() for word in heading.split("┃")[1:-1]] == ["controller", "seed 0", "seed 7", "all"]
+    row = next(line for line in lines[start:] if "│ random " in line)
+    leads = played.contenders[0].values("objective") - played.contenders[1].values("objective")
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [
+        *(show(mean_interval(lead), 3) for lead in leads),
+        show(mean_interval(leads), 3),
+    ]
+
+
+def test_the_pareto_figure_has_every_controller_where_it_belongs(played: Contest) -> None:
+    figure = pareto(played)
+
+    for axes, (column, scale) in zip(figure.axes, (("parameters", 1.0), ("flops", 1e-6)), strict=True):
+        drawn = [tuple(float(line.get_xydata()[0][k]) for k in (0, 1)) for line, *_ in axes.containers]
+        expected = [
+            (scale * contender.values(column).mean(), contender.values("accuracy").mean())
+            for contender in played.contenders
+        ]
+        np.testing.assert_allclose(drawn, expected)
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == [contender.name for contender in played.contenders]
+
+
+def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: Contest) -> None:
+    (axes,) = curves(played).axes
+
+    for line, contender in zip(axes.lines, played.contenders, strict=True):
+        expected = np.mean([one.trace.accuracy for one in contender.outcomes], axis=(0, 2))
+        np.testing.assert_allclose(line.get_xydata(), np.column_stack([range(1, TICKS + 1), expected]))
+
+
+def test_a_timeline_has_a_row_per_host_and_a_column_per_tick(played: Contest) -> None:
+    trace = played.ours.outcomes[0].trace
+    figure = timeline(trace, SLOTS, "tamiyo")
+
+    assert [axes.get_title() for axes in figure.axes] == ["action", *SLOTS]
+    cells = [axes.images[0].get_array() for axes in figure.axes]
+    np.testing.assert_array_equal(cells[0], trace.ops.T)
+    for k in (0, 1):
+        np.testing.assert_array_equal(cells[1 + k], trace.stages[:, :, k].T)
+    there = {Op(op).name for op in np.unique(trace.ops)} | {Stage(stage).name for stage in np.unique(trace.stages)}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == there
+
+
+def test_a_timeline_gives_every_op_and_stage_a_colour_of_its_own() -> None:
+    ops = np.arange(len(Op))[:, None]
+    stages = np.arange(len(Stage))[:, None, None]
+    figure = timeline(Trace(ops * 0.0, ops, stages), ["slot"], "all")
+
+    for axes, number in zip(figure.axes, (len(Op), len(Stage)), strict=True):
+        image = axes.images[0]
+        colours = image.cmap(image.norm(image.get_array()))
+        assert len({tuple(colour) for colour in colours.reshape(-1, 4)}) == number
+
+
+def test_figures_are_png_files_one_timeline_for_each_tamiyo(played: Contest, tmp_path: Path) -> None:
+    paths = draw(played, SLOTS, tmp_path)
+
+    timelines = ["timeline"] if len(played.tamiyos) == 1 else ["timeline0", "timeline1"]
+    assert [path.stem for path in paths] == ["pareto", "curves", *timelines]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}

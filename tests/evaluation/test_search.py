@@ -9,9 +9,13 @@ import pytest
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.evaluation.compare import play
+from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.evaluation.plans import Generator, Plan, Sprout
 from esper_lightning.evaluation.search import Found, Racer, SearchConfig, search
 from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.rollout import EVALUATION, episode_seeds
+from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule
 
 MakePool = Callable[..., HostPool]
@@ -121,10 +125,12 @@ def test_a_search_depends_on_its_seed_alone(pool: HostPool, found: Found) -> Non
     assert search(pool, SearchConfig(steps=8 * EPISODE, decisive=4, seed=1)).estimate != found.estimate
 
 
-def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(found: Found) -> None:
+def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(pool: HostPool, found: Found) -> None:
+    fresh = episode_seeds(0, EVALUATION, 1, 8)
+
     assert found.schedule.slots == SLOTS
     assert found.candidates > 8
-    assert found.estimate.low < found.estimate.mean < found.estimate.high
+    assert found.estimate == mean_interval(play(pool, "found", FixedSchedule(found.schedule), fresh).objective)
     assert found.lead is not None and found.lead.low <= found.lead.high
     assert found.confirmation_steps == 2 * EPISODE
 

@@ -178,6 +178,7 @@ def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutLoo
     blueprint = HEADS.index("blueprint")
     assert hardly.entropy < 1e-3 < 0.1 < often.entropy
     assert hardly.head_entropy[blueprint] > 0.9, "although its choices are as even as ever"
+    assert hardly.head_freedom[blueprint] < 1e-2 < 0.1 < often.head_freedom[blueprint]
 
 
 def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutLoop, rollout: Rollout) -> None:
@@ -186,6 +187,7 @@ def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutLoop, r
 
     moved = ppo_terms(loop.policy, rollout._replace(log_prob=rollout.log_prob - math.log(1.5)), PPOConfig(clip=0.2))
     assert moved.ratio_error.item() == pytest.approx(0.5, rel=1e-4)
+    assert moved.ratio_low.item() == pytest.approx(1.5, rel=1e-4) == moved.ratio_high.item()
     assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)
     assert moved.clip_fraction == 1
     assert moved.total(0.5, 0.1) == moved.policy + 0.5 * moved.value - 0.1 * moved.entropy

@@ -113,7 +113,7 @@ def test_each_host_pays_and_sees_the_price_of_its_episode(make_pool: Callable[..
     assert len(set(prices)) == 3
     assert step.observation.features[:, at].tolist() == pytest.approx(prices)
     rent = step.metrics.accuracy - step.metrics.objective
-    growth = torch.log1p(torch.tensor(148 / pool.host_parameters))
+    growth = torch.log1p(torch.tensor(148 / pool.envs[0].host_parameters))
     torch.testing.assert_close(rent, torch.tensor(prices) * growth, rtol=0.0, atol=1e-6)
 
 

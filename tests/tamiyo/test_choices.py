@@ -56,15 +56,17 @@ def test_entropy_is_the_joint_one_in_units_of_even_choices(space: ChoiceSpace) -
         likely = {}
         for i, head in enumerate(space.sizes):
             rows = likely.get(space.given.get(head), torch.ones(1))
-            after, expected = torch.zeros(space.sizes[head]), 0.0
+            after, expected, free = torch.zeros(space.sizes[head]), 0.0, 0.0
             for row, probability in enumerate(rows):
                 table = drawn.log_probs[head][n, row].exp()
                 there = space.split(masks.possible)[head][n, row].sum() if space.masked else len(table)
                 if there > 1:
+                    free += probability
                     expected += probability * Categorical(table).entropy() / torch.as_tensor(float(there)).log()
                 after += probability * table
             likely[head] = after
             torch.testing.assert_close(entropy[n, i], torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(drawn.freedom()[n, i], torch.as_tensor(free), rtol=1e-4, atol=1e-5)
 
 
 @each_space

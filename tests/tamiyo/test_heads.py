@@ -277,12 +277,15 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(size
     masks, logits = random_masks(5, seed, sizes), random_logits(5, seed, sizes)
     distribution = FactoredDistribution(logits, masks)
     entropy, share = distribution.entropy()
+    freedom = distribution.freedom()
 
     assert distribution.heads == tuple(head for head in HEADS if head in logits)
     for row in range(5):
         of = probabilities(logits, masks, row, sizes)
         for h, head in enumerate(distribution.heads):
             situations = conditional(of, head)
+            free = sum(total for total, choices in situations if len(choices) > 1)
+            assert freedom[row, h].item() == pytest.approx(free, abs=1e-5), head
             if head == "curve":  # at once there is none to choose
                 situations = [(total, choices) for total, choices in situations if len(choices) > 1]
             matters = sum(total for total, _ in situations)
@@ -323,6 +326,7 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide() -> None:
     entropy, share = distribution.entropy()
 
     assert masks.forced.all()
+    assert not distribution.freedom().any()
     assert all(not head.any() for head in action)
     assert distribution.log_prob(action).tolist() == [0.0, 0.0]
     assert not (entropy * share).any()

@@ -87,7 +87,7 @@ class LoopExecutor:
         return torch.full((2, len(variants)), torch.nan, device=env.device)
 
     def _forward(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
-        inputs, targets = data.to(env.device)
+        inputs, targets = data.to(env.device).of(env.habitat.variant)
         env.network.eval()
         env.laps.start()
         length = 1  # of the batch, over that of the host as it is: what is beyond that is counterfactual work

@@ -50,6 +50,9 @@ class HostEpoch:
         env.optimizer.zero_grad()
         for part in range(i * self.parts, (i + 1) * self.parts):
             self._learn(self.batches.at(part))
+        for slot in env.failing:
+            for parameter in slot.seed.parameters():
+                parameter.grad.zero_()
         env.scaler.unscale_(env.optimizer)
         if i == len(self) - 1:
             self.gradients = env.growing.gradient_tensors().flatten()

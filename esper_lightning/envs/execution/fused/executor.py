@@ -1,6 +1,6 @@
 """The fused executor: one set of kernels trains and validates all hosts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ MAX_NUMBERS = 2**22
 
 
 class FusedExecutor(LoopExecutor):
-    """As LoopExecutor, with N hosts stacked to one network.
+    """As LoopExecutor, with N hosts stacked to one network, or to one for each kind of host.
 
     Between epochs weights, optimizer state and loss scales live in the environments, as with every other executor; an
     epoch begins with collecting them and ends with handing them back.
@@ -32,25 +32,29 @@ class FusedExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.stack: HostStack | None = None
+        self.stacks: dict[str, HostStack] = {}  # by kind of host
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with convolutions(self.training.onednn), together(envs):
-            epoch = FusedEpoch(self._stack(envs, data), envs, self.task, data)
-            for i in range(len(epoch)):
-                epoch.step(i)
-            return epoch.result()
+            return by_kind(lambda alike: self._train_all(alike, data), envs)
+
+    def _train_all(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
+        epoch = FusedEpoch(self._stack(envs, data), envs, self.task, data)
+        for i in range(len(epoch)):
+            epoch.step(i)
+        return epoch.result()
 
     def _stack(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
-        if self.stack is None:
+        kind = envs[0].kind
+        if kind not in self.stacks:
             check_stack(envs[0], data.inputs)
-            self.stack = HostStack(envs[0].network)
-        return self.stack
+            self.stacks[kind] = HostStack(envs[0].network)
+        return self.stacks[kind]
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with convolutions(self.training.onednn), together(envs):
-            return self._measure_all(envs, data, [env.variants() for env in envs])
+            return by_kind(lambda alike: self._measure_all(alike, data, [env.variants() for env in alike]), envs)
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
         with together([env]):
@@ -62,6 +66,9 @@ class FusedExecutor(LoopExecutor):
         stack = self._stack(envs, data)
         stack.load([env.network for env in envs]).give(learn=False)
         rows = max(self.training.batch_size, MAX_NUMBERS // (len(envs) * data.inputs[0].numel()))
+        several = data.variants > 1
+        inputs, targets = (part.unflatten(0, (data.variants, -1)) if several else part for part in data)
+        own = [env.habitat.variant for env in envs] if several else None
         totals, laps = 0.0, envs[0].laps
         laps.start()
 
@@ -70,17 +77,33 @@ class FusedExecutor(LoopExecutor):
             laps.lap(validate=base, counterfactual=1.0 - base)
 
         stack.views.watch = watch
-        for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
-            with self.training.autocast(inputs.device):
-                outputs = stack.evaluate(inputs, variants)
+        for some, right in zip(*(part.split(rows, int(several)) for part in (inputs, targets)), strict=True):
+            with self.training.autocast(some.device):
+                outputs = stack.evaluate(some, variants, own)
             entries = stack.views.count
-            measures = self.task.measure(outputs, targets.repeat(entries, *[1] * (targets.ndim - 1)))
+            if own is None:
+                right = right.repeat(entries, *[1] * (right.ndim - 1))
+            else:
+                right = right[upload([own[host] for host in stack.views.hosts], right.device)].flatten(0, 1)
+            measures = self.task.measure(outputs, right)
             sums = [values.view(entries, -1).sum(1) for values in (measures.loss, measures.correct)]
             totals = totals + torch.stack(sums)  # [2, entries]
             watch(entries)
         stack.release()
-        places = upload(stack.views.places(), data.inputs.device)
+        places = upload(stack.views.places(), inputs.device)
         return (totals / data.samples)[:, places].transpose(0, 1)
+
+
+def by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]) -> Tensor:
+    """The rows of `work`, which takes hosts of one kind alone, in the order of `envs`."""
+    kinds: dict[str, list[int]] = {}
+    for i, env in enumerate(envs):
+        kinds.setdefault(env.kind, []).append(i)
+    rows = torch.cat([work([envs[i] for i in alike]) for alike in kinds.values()])
+    order = [i for alike in kinds.values() for i in alike]
+    if order == list(range(len(envs))):
+        return rows
+    return rows[upload(sorted(range(len(order)), key=order.__getitem__), rows.device)]
 
 
 class FusedEpoch:
@@ -98,6 +121,10 @@ class FusedEpoch:
         # The first host's: for the time that all of them take together.
         self.laps = envs[0].laps
         self.laps.start()
+        failing = {(i, group_of(slot.name)) for i, env in enumerate(envs) for slot in env.failing}
+        learns = [float((group.host, group.name) not in failing) for group in hosts + seeds]
+        # None: all of them do, nearly always.
+        self.learns = upload(learns, self.arena.values.device, self.arena.values.dtype) if failing else None
         self.parts = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).in_parts(self.parts) for env in envs])
         self.laps.lap(data=1.0)
@@ -115,6 +142,8 @@ class FusedEpoch:
         self.arena.grads.zero_()
         for part in range(i * self.parts, (i + 1) * self.parts):
             self._learn(self.batches.at(part))
+        if self.learns is not None:
+            self.arena.grads *= self.optimizer.spread(self.learns)
         healthy = None
         if self.scaler is not None:
             healthy = self.scaler.unscale(self.optimizer)

@@ -83,8 +83,16 @@ class HostStack:
         self.members.all(self.count)
         return self._run(inputs, self.count)
 
-    def evaluate(self, inputs: Tensor, variants: Sequence[Sequence[Variant]]) -> Tensor:  # [B, …] -> [G·B, …]
-        """One pass of the same inputs through every host with each of its combinations of seeds: see `views`."""
+    def evaluate(
+        self, inputs: Tensor, variants: Sequence[Sequence[Variant]], own: Sequence[int] | None = None
+    ) -> Tensor:  # [B, …] -> [G·B, …]
+        """One pass of the same inputs through every host with each of its combinations of seeds: see `views`.
+
+        Args:
+            inputs: Those of all hosts; or [M, B, …], several variants of them.
+            variants: V combinations for each host.
+            own: The inputs' variant that each host sees.
+        """
         self._mode(False)
         off_trunk = {name: slot.blended for name, slot in self.slots.items() if not self.found[0][name].trunk}
         self.views.begin(variants, off_trunk)
@@ -92,7 +100,10 @@ class HostStack:
             self.members.all(self.count)
         else:
             self.members.some(upload(self.views.hosts, inputs.device))
-        return self._run(inputs.repeat(self.views.count, *[1] * (inputs.ndim - 1)), self.views.count)
+        if own is None:
+            return self._run(inputs.repeat(self.views.count, *[1] * (inputs.ndim - 1)), self.views.count)
+        seen = upload([own[host] for host in self.views.hosts], inputs.device)
+        return self._run(inputs.index_select(0, seen).flatten(0, 1), self.views.count)
 
     def _mode(self, training: bool) -> None:
         """Only where it changes: there are many modules."""

@@ -1,0 +1,120 @@
+"""What each part of Tamiyo is good for: the same training with one thing changed, three seeds each.
+
+    python -m benchmarks.ablations --csv benchmarks/results/ablations.csv [--only memoryless masks] [--seeds 0 1 2]
+
+Every run is a `fit` of its own, and rows that the CSV has already are not run again.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
+
+ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
+    "one kind of host, as configured": (ONE, ()),
+    "no memory": (ONE, ("--model.policy.memory", "none")),
+    "time alone is seen": (ONE, ("--data.env.sight.shown", "[progress]")),
+    "no counterfactuals": (ONE, ("--data.env.sight.hidden", "['*.contribution*']")),
+    "no masks": (ONE, ("--data.env.sight.masks", "false")),
+    "1 update epoch": (ONE, ("--model.ppo.epochs", "1")),
+    "3 update epochs": (ONE, ("--model.ppo.epochs", "3")),
+    "12 update epochs": (ONE, ("--model.ppo.epochs", "12")),
+    "seeds born at random": (ONE, ("--data.env.lifecycle.birth", "random")),
+    "reward sparse": (ONE, ("--data.env.reward.mode", "sparse")),
+    "reward minimal": (ONE, ("--data.env.reward.mode", "minimal")),
+    "reward simplified": (ONE, ("--data.env.reward.mode", "simplified")),
+    "reward shaped": (ONE, ("--data.env.reward.mode", "shaped")),
+    "reward basic": (ONE, ("--data.env.reward.mode", "basic")),
+    "reward basic_plus": (ONE, ("--data.env.reward.mode", "basic_plus")),
+    "reward escrow": (ONE, ("--data.env.reward.mode", "escrow")),
+    "reward loss": (ONE, ("--data.env.reward.mode", "loss")),
+    "a family, as configured": (FAMILY, ()),
+    "family, no memory": (FAMILY, ("--model.policy.memory", "none")),
+    "family, critic sees no more": (FAMILY, ("--model.policy.asymmetric", "false")),
+    "family, time alone is seen": (FAMILY, ("--data.env.sight.shown", "[progress]")),
+    "family, no counterfactuals": (FAMILY, ("--data.env.sight.hidden", "['*.contribution*']")),
+}
+"""By name: the config, and what is changed."""
+
+HOSTS = 96
+"""Evaluated after each run, the same in all runs of a config; on their test images."""
+
+COLUMNS = ("ablation", "seed", "objective", "accuracy", "parameters", "fossils")
+
+
+class Run(NamedTuple):
+    """A training to be done."""
+
+    name: str
+    seed: int
+
+
+def train(run: Run) -> dict[str, str]:
+    """A row of the table: how Tamiyo's hosts ended, greedily, after the changed training."""
+    config, changes = ABLATIONS[run.name]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "esper_lightning", "fit", "--config", config, *changes]
+        command += ["--seed_everything", str(run.seed), "--trainer.default_root_dir", folder]
+        command += ["--trainer.enable_progress_bar", "false", "--evaluation.hosts", str(HOSTS)]
+        command += ["--evaluation.against", "[]", "--evaluation.controls", "false"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{run.name}, seed {run.seed}: exit {done.returncode}: {done.stderr[-2000:]}")
+        (found,) = Path(folder).rglob("evaluation.json")
+        summary = json.loads(found.read_text())
+    ours = summary["controllers"]["tamiyo"]
+    means = {name: f"{ours[name]['mean']:.6g}" for name in ("objective", "accuracy", "parameters", "fossils")}
+    return {"ablation": run.name, "seed": str(run.seed)} | means
+
+
+def table(rows: Sequence[dict[str, str]]) -> Table:
+    """Means over seeds, with every seed's objective, beside the run as configured."""
+    result = Table(title=f"objective on {HOSTS} fresh hosts, test images")
+    for heading in ("ablation", "mean", "seeds", "fossils"):
+        result.add_column(heading)
+    for name in ABLATIONS:
+        own = [row for row in rows if row["ablation"] == name]
+        if own:
+            scores = [float(row["objective"]) for row in own]
+            kept = np.mean([float(row["fossils"]) for row in own])
+            result.add_row(name, f"{np.mean(scores):.3f}", " ".join(f"{s:.3f}" for s in scores), f"{kept:.2f}")
+    return result
+
+
+def main() -> None:
+    """Runs what is missing, row by row into the CSV, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, required=True, help="rows are added here")
+    parser.add_argument("--only", nargs="*", choices=list(ABLATIONS), default=list(ABLATIONS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a core each")
+    args = parser.parse_args()
+    rows = list(csv.DictReader(args.csv.open())) if args.csv.exists() else []
+    known = {Run(row["ablation"], int(row["seed"])) for row in rows}
+    wanted = [run for name in args.only for seed in args.seeds if (run := Run(name, seed)) not in known]
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as workers:
+        for row in workers.map(train, wanted):
+            rows.append(row)
+            with args.csv.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
+    Console().print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

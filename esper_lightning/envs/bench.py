@@ -1,0 +1,150 @@
+"""The bench: hosts of every kind of a family, made once and kept for the episodes that want them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from esper_lightning.blueprints import build_on
+from esper_lightning.envs.compute import measure_compute
+from esper_lightning.envs.config import EnvConfig, HostFactory
+from esper_lightning.envs.execution import Laps, make_timer
+from esper_lightning.envs.family import Family, Member, fails
+from esper_lightning.envs.guard import Guard
+from esper_lightning.envs.habitat import Habitat
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.offer import describe_host, offer
+from esper_lightning.tasks import Split, Task, TaskData, vary
+
+
+class Bench:
+    """Makes and keeps environments, and finds the one that an episode wants.
+
+    Args:
+        task: Judges outputs; its data are `data`.
+        data: As the task has them, on the hosts' devices.
+        host: Makes a host.
+        config: What an environment is, and which facts differ.
+        devices: Where hosts live: they are dealt out to these in turn.
+        held_out: Of the members that training never meets.
+
+    Attributes:
+        data: All variants that the family's members learn from, on the devices.
+        space, growable: What a controller can do: the same on hosts of every kind.
+
+    Raises ValueError if members do not fit the task, the host, or one another.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: TaskData,
+        host: HostFactory,
+        config: EnvConfig,
+        devices: Sequence[torch.device],
+        held_out: bool = False,
+    ) -> None:
+        self.config = config
+        self.host = host
+        self.devices = devices
+        self.classes = data.classes
+        self.family = Family(config.family, held_out)
+        self.variants = list(dict.fromkeys(member.variant.stored for member in self.family.members))
+        plain = len(self.variants) == 1 and self.variants[0] == Member().variant
+        self.data = data if plain else vary(data, self.variants).spread(devices)
+        for member in self.family.members:
+            member.variant.check(data)
+        self.steps = config.training.steps(data.train.samples)
+        self.shape = data.input_shape
+        batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
+        architectures = {kind_of(member): member for member in self.family.members}
+        if config.training.compile is not None and len(architectures) > 1:
+            raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
+        offers = {
+            kind: offer(self._build(member, devices[0]), task, batch, config.actions, config.lifecycle.birth)
+            for kind, member in architectures.items()
+        }
+        (_, (self.space, self.growable)), *others = offers.items()
+        for kind, (space, growable) in others:
+            if space != self.space or not torch.equal(growable, self.growable):
+                raise ValueError(
+                    f"family: on hosts with {kind} other slots or seeds can grow than on the first; all members need "
+                    f"the same, name slots and blueprints that fit all"
+                )
+        self.compute = None
+        if config.objective.prices_compute:
+            self.compute = {
+                kind: measure_compute(self._build(member, devices[0]), batch.inputs[:1])
+                for kind, member in architectures.items()
+            }
+        hosts = [describe_host(self._build(member, devices[0])) for member in architectures.values()]
+        several = len(self.family.members) > 1
+        self.host_kind = f"{len(self.family.members)} members, {config.family.checksum}" if several else hosts[0]
+        self.habitats = {repr(member): self._habitat(member) for member in self.family.members}
+        self.kept: dict[tuple[int, str], HostEnv] = {}  # by place and kind
+
+    def _build(self, member: Member, on: torch.device) -> nn.Module:
+        try:
+            return build_on(
+                on,
+                lambda: self.host(self.shape, self.classes, **member.architecture),
+                torch.Generator(on).manual_seed(0),
+            )
+        except TypeError as error:
+            if not member.architecture:
+                raise
+            raise ValueError(f"family: the host cannot be made with {member.architecture}: {error}") from error
+
+    def _habitat(self, member: Member) -> Habitat:
+        variant = member.variant
+        training = member.training(self.config.training)
+        return Habitat(member, training, self.variants.index(variant.stored), variant.classes or self.classes)
+
+    def seat(self, place: int, seed: int) -> HostEnv:
+        """The environment of the pool's `place` in the episode that begins with `seed`; to be reset."""
+        habitat = self.habitats[repr(self.family.draw(seed))]
+        kind = kind_of(habitat.member)
+        if (place, kind) not in self.kept:
+            self.kept[place, kind] = self._make(habitat, kind, self.devices[place % len(self.devices)])
+        env = self.kept[place, kind]
+        env.join(habitat)
+        return env
+
+    def _make(self, habitat: Habitat, kind: str, on: torch.device) -> HostEnv:
+        config = self.config
+        guard = Guard(config.governor, 0.0, self.steps, on) if config.governor.enabled else None
+        return HostEnv(
+            self._build(habitat.member, on),
+            self.space,
+            habitat,
+            config.lifecycle,
+            config.actions,
+            config.horizon,
+            on,
+            Laps(make_timer(on)),
+            guard,
+            config.reward.bare,
+            self.compute[kind] if self.compute is not None else None,
+            kind,
+        )
+
+    @property
+    def secrets(self) -> int:
+        """Numbers in `tell`; 0: nothing is hidden."""
+        return len(self.family.tell(self.family.members[0])) + self.family.fails * self.growable.numel()
+
+    def tell(self, env: HostEnv) -> list[float]:
+        """What an episode hides, as numbers: the facts of its member, and which grafts fail."""
+        told = self.family.tell(env.habitat.member)
+        if self.family.fails:
+            told += [
+                float(fails(env.seed, slot, blueprint, env.habitat.member.chance_to_fail(blueprint)))
+                for slot in self.space.slot
+                for blueprint in self.space.blueprint
+            ]
+        return told
+
+
+def kind_of(member: Member) -> str:
+    """Members of one kind have hosts of one architecture."""
+    return ", ".join(f"{name} {value}" for name, value in member.architecture.items())

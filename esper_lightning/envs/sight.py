@@ -1,0 +1,76 @@
+"""What is seen of a pool's environments, and what can be done to them. N environments, D features, K slots."""
+
+from collections.abc import Sequence
+
+import torch
+
+from esper_lightning.envs.bench import Bench
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.masks import Legal, Masks, legal, make_masks
+from esper_lightning.envs.observation import BLUEPRINTS, Observation, features, seed_number
+from esper_lightning.envs.transfer import send
+
+
+class Sight:
+    """Keeps what is seen up to date, in storage of its own.
+
+    Args:
+        envs: The environments; the list may change.
+        bench: Where they come from.
+        device: Where tensors live.
+
+    Attributes:
+        names: Of the features that are shown.
+        observation: What a policy sees.
+        masks: What a policy is offered.
+        masks_on_cpu: What is possible.
+        privileged: What each episode hides, [N, facts]; None: nothing.
+    """
+
+    def __init__(self, envs: Sequence[HostEnv], bench: Bench, device: torch.device) -> None:
+        self.envs = envs
+        self.bench = bench
+        self.device = device
+        self.config, self.objective = bench.config.sight, bench.config.objective
+        names = list(features(envs[0], self.objective))
+        *chosen, self.shows_blueprints = self.config.select([*names, BLUEPRINTS])
+        self.columns = [i for i, shown in enumerate(chosen) if shown]
+        self.names = [names[i] for i in self.columns]
+        space, number = bench.space, len(envs)
+        self.masks_on_cpu = make_masks(number, space, bench.growable)
+        self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
+        if not self.config.masks:
+            self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
+        self.observation = Observation(
+            features=torch.zeros(number, len(self.names), device=device),
+            blueprints=torch.zeros(number, len(space.slot), dtype=torch.int64, device=device),
+        )
+        self.privileged = torch.zeros(number, bench.secrets, device=device) if bench.secrets else None
+
+    def look(self) -> None:
+        """Brings observation and masks up to date."""
+        envs, config = self.envs, self.bench.config
+        rows = zip(*(legal(env.growing, self.bench.space, config.actions, env.ended) for env in envs), strict=True)
+        for name, row in zip(Legal._fields, rows, strict=True):
+            known = getattr(self.masks_on_cpu, name)
+            known.copy_(torch.tensor(row))
+            if self.config.masks or name == "ended":
+                getattr(self.masks, name).copy_(send(known, self.device))
+        seen = [list(features(env, self.objective).values()) for env in envs]
+        table = torch.tensor([[row[i] for i in self.columns] for row in seen])
+        self.observation.features.copy_(send(table, self.device))
+        if self.shows_blueprints:
+            seeds = torch.tensor([[seed_number(env, slot.blueprint) for slot in env.slots] for env in envs])
+            self.observation.blueprints.copy_(send(seeds, self.device))
+
+    def tell(self) -> None:
+        """Brings what episodes hide up to date."""
+        if self.privileged is not None:
+            told = torch.tensor([self.bench.tell(env) for env in self.envs])
+            self.privileged.copy_(send(told, self.device))
+
+    def possible(self, decisions: Sequence[tuple[int, ...]], nothing: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The same decisions, and `nothing` for those that are impossible where a policy is offered everything."""
+        if self.config.masks:
+            return list(decisions)
+        return [row if self.masks_on_cpu.allow(i, row) else nothing for i, row in enumerate(decisions)]

@@ -1,0 +1,200 @@
+"""A comparison: who takes part, and how all are played on the same hosts. S training seeds, H hosts."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from esper_lightning.blueprints import nearest
+from esper_lightning.data import HostPoolData
+from esper_lightning.envs import HostPool
+from esper_lightning.evaluation.compare import Outcome, play
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, credit_seeds
+from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.learned import Tamiyo
+from esper_lightning.evaluation.rules import (
+    HAND_WRITTEN,
+    check_schedules,
+    fixed,
+    make_rules,
+    read_schedules,
+)
+from esper_lightning.evaluation.search import SearchConfig, search
+from esper_lightning.evaluation.static import Static, affordable_ticks
+from esper_lightning.rollout import EVALUATION, episode_seeds
+from esper_lightning.tamiyo.climbing import ClimbingConfig
+from esper_lightning.tamiyo.controller import Controller
+from esper_lightning.tamiyo.heuristic import HeuristicConfig
+from esper_lightning.tamiyo.periodic import PeriodicConfig
+from esper_lightning.tamiyo.replay import FixedSchedule, Recording, most_common
+from esper_lightning.tamiyo.schedule import Schedule
+
+TAMIYO = "tamiyo"
+
+RACERS = 96
+"""Environments in which schedules are raced side by side."""
+
+
+class Contender(NamedTuple):
+    """A row of the comparison."""
+
+    name: str
+    outcomes: list[Outcome]
+    """One per training seed, or a single one that has nothing to do with training."""
+
+    def values(self, column: str) -> np.ndarray:  # [S, H] or [1, H]
+        """A column of the outcomes."""
+        return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
+
+
+class Contest(NamedTuple):
+    """What a comparison has come to."""
+
+    tamiyos: list[Tamiyo]
+    seeds: list[int]
+    """Of the hosts."""
+    contenders: list[Contender]
+    """Tamiyo first."""
+    schedules: dict[str, Schedule]
+    """That were found: what each Tamiyo did most often, and the best of a search; by the names of their files."""
+    notes: list[str]
+    credits: list[SeedCredit]
+
+    @property
+    def ours(self) -> Contender:
+        return self.contenders[0]
+
+    def lead(self, other: Contender) -> np.ndarray:  # [S, H]
+        """Objective of Tamiyo minus that of `other`, paired by host, and by training seed where both have one."""
+        return self.ours.values("objective") - other.values("objective")
+
+    def ahead(self, other: Contender) -> tuple[Interval, float]:
+        """Mean lead over `other` with its interval, and as Cohen's d_z."""
+        lead = self.lead(other)
+        return mean_interval(lead), effect_size(lead)
+
+
+class Comparison:
+    """Compares controllers on the same fresh hosts and the same data.
+
+    Args:
+        hosts: Number of hosts; their test images are never used for rewards. 0: no evaluation.
+        seed: Decides which hosts. The same number gives the same hosts in every run.
+        heuristic: Settings of the hand-written rule.
+        credit: Whether and how closely the seeds that Tamiyo kept are looked at.
+        climbing: Settings of hill climbing, which is compared with and without its rule about dead seeds.
+        periodic: Settings of the clock.
+        search: How the best fixed schedule is searched, which takes minutes. None: it is not.
+        schedule: A file with a schedule to compare with, too.
+        schedules: More such files, by the names that they shall have in the table.
+        against: Names of the controllers to compare with; of rules, `sampled` and `replayed`, and schedules. None: all.
+        controls: Play static controls: the networks that Tamiyo and the best rule came to, built in from the first
+            tick, with as many host epochs and with as much training compute.
+        held_out: Meet the members of the hosts' family that training never meets.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 64,
+        seed: int = 0,
+        heuristic: HeuristicConfig = HeuristicConfig(),
+        credit: CreditConfig = CreditConfig(),
+        climbing: ClimbingConfig = ClimbingConfig(),
+        periodic: PeriodicConfig = PeriodicConfig(),
+        search: SearchConfig | None = None,
+        schedule: str | None = None,
+        schedules: dict[str, str] | None = None,
+        against: list[str] | None = None,
+        controls: bool = True,
+        held_out: bool = False,
+    ) -> None:
+        if hosts < 0 or hosts == 1:
+            raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
+        if seed < 0:
+            raise ValueError(f"evaluation.seed must not be negative, got {seed}")
+        if credit.hosts > hosts:
+            raise ValueError(f"evaluation.credit.hosts is {credit.hosts}, more than the {hosts} that are evaluated")
+        self.hosts = hosts
+        self.seed = seed
+        self.credit = credit
+        self.search = search
+        self.against = against
+        self.controls = controls
+        self.held_out = held_out
+        self.rules = (heuristic, climbing, periodic)
+        self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
+        taken = {TAMIYO, "sampled", "replayed", "best fixed", *make_rules(seed, *self.rules)} & set(schedules or {})
+        if taken:
+            raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
+        known = ["sampled", "replayed", *self.controllers()]
+        for name in against or ():
+            if name not in known:
+                raise ValueError(f"evaluation.against: unknown controller {name!r}; {nearest(name, known)}")
+        if controls and hosts and not any(self.wants(name) for name in HAND_WRITTEN):
+            raise ValueError(
+                "evaluation.controls wants a rule for its twin; name one in evaluation.against, or switch it off"
+            )
+
+    def wants(self, name: str) -> bool:
+        """Shall Tamiyo be compared with this controller?"""
+        return self.against is None or name in self.against
+
+    def check(self, pool: HostPool) -> None:
+        """Raises ValueError unless the schedules are for hosts like the pool's."""
+        check_schedules(self.schedules, pool)
+
+    def controllers(self) -> dict[str, Controller]:
+        """All that have nothing to do with training, as new."""
+        return make_rules(self.seed, *self.rules) | fixed(self.schedules)
+
+    def play(self, data: HostPoolData, tamiyos: Sequence[Tamiyo], device: torch.device) -> Contest:
+        """Plays everyone. Besides the pool of `data`, only pools of its own are used up."""
+        pool = data.make_pool(self.hosts, device, self.held_out)
+        seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
+        several = len(tamiyos) > 1
+        found: dict[str, Schedule] = {}
+        notes: list[str] = []
+        credits: list[SeedCredit] = []
+        learned: dict[str, list[Outcome]] = {TAMIYO: [], "sampled": [], "replayed": []}
+        for number, tamiyo in enumerate(tamiyos):
+            recording = Recording(tamiyo.greedy())
+            learned[TAMIYO].append(play(pool, TAMIYO, recording, seeds))
+            if number == 0 and self.credit.hosts:
+                pairs = data.make_pool(2 * self.credit.repetitions, device, self.held_out)
+                credits = credit_seeds(pool, pairs, self.credit)
+            common, times = most_common(recording.schedules)
+            whose = f" of training seed {tamiyo.training_seed}" if several else ""
+            name = f"schedule{number}" if several else "schedule"
+            found[name] = common
+            notes.append(f"{times} of {self.hosts} hosts{whose} grew by the same schedule: {name}.json")
+            if self.wants("sampled"):
+                learned["sampled"].append(play(pool, "sampled", tamiyo.sampled(self.seed), seeds))
+            if self.wants("replayed"):
+                learned["replayed"].append(play(pool, "replayed", FixedSchedule(common), seeds))
+        others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
+        if self.search is not None:
+            found["best_schedule"] = search(data.make_pool(RACERS, device), self.search).schedule
+            others["best fixed"] = FixedSchedule(found["best_schedule"])
+        rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
+        controls = self._controls(pool, seeds, learned[TAMIYO], rules) if self.controls else {}
+        replayed = {"replayed": learned.pop("replayed")}
+        rows = learned | rules | replayed | controls
+        contenders = [Contender(name, outcomes) for name, outcomes in rows.items() if outcomes]
+        return Contest(list(tamiyos), seeds, contenders, found, notes, credits)
+
+    def _controls(
+        self, pool: HostPool, seeds: Sequence[int], tamiyo: list[Outcome], rules: Mapping[str, list[Outcome]]
+    ) -> dict[str, list[Outcome]]:
+        """Static twins of Tamiyo's hosts and of those of the best rule, by name."""
+        best = max(set(HAND_WRITTEN) & set(rules), key=lambda name: rules[name][0].objective.mean())
+        twins: dict[str, list[Outcome]] = {}
+        for name, grown in ((TAMIYO, tamiyo), (best, rules[best])):
+            for outcome in grown:
+                controller = Static(outcome.kept)
+                whole, equal = f"static {name}", f"static {name}, equal FLOPs"
+                static = play(pool, whole, controller, seeds)
+                ticks = affordable_ticks(static, outcome.flops)
+                twins.setdefault(whole, []).append(static)
+                twins.setdefault(equal, []).append(play(pool, equal, controller, seeds, ticks))
+        return twins

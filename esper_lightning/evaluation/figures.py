@@ -1,0 +1,142 @@
+"""Figures of a comparison, as PNG. T ticks, H hosts, K slots."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from esper_lightning.envs import Op
+from esper_lightning.evaluation.compare import Trace
+from esper_lightning.evaluation.comparison import Contender, Contest
+from esper_lightning.evaluation.intervals import Interval, mean_interval
+from esper_lightning.evaluation.report import label
+from esper_lightning.growth.saving import replace_file
+from esper_lightning.growth.stages import Stage
+
+DPI = 130
+MARKERS = "ooosssDDDvvv^^^"
+
+OP_COLOURS = {
+    Op.WAIT: "#eeeeee",
+    Op.GERMINATE: "#2ca02c",
+    Op.CULL: "#d62728",
+    Op.FOSSILIZE: "#1f77b4",
+    Op.ADVANCE: "#ff7f0e",
+    Op.SET_ALPHA: "#9467bd",
+}
+
+STAGE_COLOURS = {
+    Stage.DORMANT: "#ffffff",
+    Stage.GERMINATED: "#d9f0d3",
+    Stage.TRAINING: "#a6dba0",
+    Stage.BLENDING: "#fee08b",
+    Stage.PROBATIONARY: "#fdae61",
+    Stage.FOSSILIZED: "#1f77b4",
+    Stage.CULLED: "#d62728",
+    Stage.EMBARGOED: "#f4a6a6",
+}
+
+MOST_HOSTS = 48
+"""Rows of a timeline that can still be told apart."""
+
+
+def draw(contest: Contest, slots: list[str], folder: Path) -> list[Path]:
+    """Writes all figures; returns their paths."""
+    figures = {"pareto": pareto(contest), "curves": curves(contest)}
+    for number, outcome in enumerate(contest.ours.outcomes):
+        name = "timeline" if len(contest.tamiyos) == 1 else f"timeline{number}"
+        figures[name] = timeline(outcome.trace, slots, f"{contest.ours.name}, {label(contest, number)}")
+    paths = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        replace_file(path, lambda draft, figure=figure: figure.savefig(draft, dpi=DPI, format="png"))
+        paths.append(path)
+    return paths
+
+
+def pareto(contest: Contest) -> Figure:
+    """Accuracy against parameters and against training compute, means with intervals. Better is up and to the left."""
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    scales = (("parameters", 1.0, "parameters kept"), ("flops", 1e-6, "training MFLOP"))
+    for axes, (column, scale, heading) in zip(panels, scales, strict=True):
+        for number, contender in enumerate(contest.contenders):
+            x, y = mean_interval(scale * contender.values(column)), mean_interval(contender.values("accuracy"))
+            axes.errorbar(
+                x.mean, y.mean, yerr=arms(y), xerr=arms(x), **look(number, contender), ls="", ms=7, capsize=2, alpha=0.9
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel(f"{heading}, mean per host")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy")
+    figure.suptitle(f"{len(contest.seeds)} hosts, test images, mean and 95 % interval", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    return figure
+
+
+def arms(interval: Interval) -> list[list[float]]:  # [2, 1]
+    """Of an error bar."""
+    return [[interval.mean - interval.low], [interval.high - interval.mean]]
+
+
+def look(number: int, contender: Contender) -> dict[str, str]:
+    """Colour, marker and name of a row, the same in all figures."""
+    return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "label": contender.name}
+
+
+def curves(contest: Contest) -> Figure:
+    """Validation accuracy after each host epoch: mean, and 95 % interval as a band."""
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for number, contender in enumerate(contest.contenders):
+        tables = np.array([outcome.trace.accuracy for outcome in contender.outcomes])  # [S, T, H]
+        band = [mean_interval(tables[:, t]) for t in range(tables.shape[1])]
+        ticks = np.arange(1, len(band) + 1)
+        mean, low, high = np.array(band).T
+        style = "-" if number < 10 else "--"
+        axes.plot(ticks, mean, ls=style, **look(number, contender), ms=4, lw=1.3)
+        axes.fill_between(ticks, low, high, color=f"C{number % 10}", alpha=0.12, lw=0)
+    axes.set_xlabel("tick (host epochs)")
+    axes.set_ylabel("validation accuracy; at the last tick of what is kept alone")
+    axes.set_title(f"{len(contest.seeds)} hosts, mean and 95 % interval", fontsize=10)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def timeline(trace: Trace, slots: list[str], who: str) -> Figure:
+    """What was done to each host before each host epoch, and the stage of each slot after it."""
+    shown = min(trace.ops.shape[1], MOST_HOSTS)
+    ticks = trace.ops.shape[0]
+    width, height = 1.0 + (1 + len(slots)) * max(2.2, 0.17 * ticks), 1.9 + 0.19 * shown
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(1, 1 + len(slots), sharey=True, squeeze=False)[0]
+    grid(panels[0], trace.ops[:, :shown].T, OP_COLOURS, "action")
+    for k, slot in enumerate(slots):
+        grid(panels[1 + k], trace.stages[:, :shown, k].T, STAGE_COLOURS, slot)
+    panels[0].set_ylabel("host")
+    panels[0].set_yticks(range(0, shown, max(1, shown // 16)))
+    figure.suptitle(f"{who}: the first {shown} of {trace.ops.shape[1]} hosts", fontsize=10)
+    names = [*((op.name, colour) for op, colour in OP_COLOURS.items() if (trace.ops == op).any())]
+    names += [(stage.name, colour) for stage, colour in STAGE_COLOURS.items() if (trace.stages == stage).any()]
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8)
+    return figure
+
+
+def grid(axes: Axes, numbers: np.ndarray, colours: dict[Op, str] | dict[Stage, str], title: str) -> None:
+    """Numbers [H, T] as coloured cells."""
+    edges = np.arange(len(colours) + 1) - 0.5
+    cells = ListedColormap(list(colours.values()))
+    hosts, ticks = numbers.shape
+    extent = (0.5, ticks + 0.5, hosts - 0.5, -0.5)
+    axes.imshow(numbers, cmap=cells, norm=BoundaryNorm(edges, cells.N), aspect="auto", extent=extent)
+    axes.set_xticks(np.arange(1.5, ticks), minor=True)
+    axes.set_yticks(np.arange(0.5, hosts), minor=True)
+    axes.grid(which="minor", color="white", lw=0.6)
+    axes.tick_params(which="minor", length=0)
+    axes.set_xlabel("tick", fontsize=8)
+    axes.set_title(title, fontsize=9)

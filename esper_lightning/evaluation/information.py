@@ -1,0 +1,189 @@
+"""The value of information of a family: what knowing its facts could gain over one fixed schedule for all.
+
+Where that is nothing, one schedule suits every host, and no controller can earn its keep by reacting: it should not be
+trained there. P plans, M members, R hosts each.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.family import Member
+from esper_lightning.evaluation.intervals import Interval, mean_interval
+from esper_lightning.evaluation.plans import Generator, Plan
+from esper_lightning.tamiyo.replay import FixedSchedule
+from esper_lightning.tamiyo.schedule import Schedule
+
+EVERYTHING = "all facts"
+
+NOTHING = Plan((), late=False)
+"""Never to grow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InformationConfig:
+    """How closely a family is looked at."""
+
+    plans: int = 48
+    """Schedules that are drawn at random, and as many again from the best of them: each meets one host per member."""
+
+    finalists: int = 24
+    """Most schedules that are compared in the end: the best for each member, and the best for all."""
+
+    hosts: int = 6
+    """Fresh hosts per member on which finalists are compared. Half of them choose, the other half judge."""
+
+    seed: int = 0
+    """Of plans and hosts."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("plans", 1), ("finalists", 2), ("hosts", 2), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"information.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class Best(NamedTuple):
+    """What one member wants."""
+
+    member: str
+    schedule: Schedule
+    objective: float
+    """Of its best schedule, chosen on half of its hosts and measured on the other half."""
+    common: float
+    """Of the one schedule that is best for all members, chosen and measured in the same way."""
+
+
+class Information(NamedTuple):
+    """What knowing is worth, in objective."""
+
+    facts: dict[str, Interval]
+    """Gain over the one best schedule, on hosts that had no part in the choice, when the best schedule is chosen
+    knowing one fact of the episode, or (`all facts`) its member. With few hosts the choice is a poor one, so the truth
+    is rather higher; the interval is over hosts."""
+    per_host: float
+    """Mean over hosts of the best schedule for that very host minus the one best: on the hosts that it was chosen on,
+    so it counts their luck, too, and nobody can know that. The truth is lower."""
+    members: list[Best]
+    schedule: Schedule
+    """The best one for all."""
+    steps: int
+    """Environment steps that were spent."""
+
+
+def value_of_information(pool: HostPool, config: InformationConfig = InformationConfig()) -> Information:
+    """Plays schedules on the members of the pool's family, validation images alone; the pool is used up.
+
+    Raises ValueError if there is one member only.
+    """
+    members = pool.bench.family.members
+    if len(members) < 2:
+        raise ValueError("there is one kind of host only, so there is nothing to know; name facts in data.env.family")
+    hosts = draw_hosts(pool, 2 + config.hosts, config.seed)
+    grid = Grid(pool, Generator(pool, config.seed))
+    plans = [NOTHING, *grid.generator.distinct(config.plans, {NOTHING})]
+    seen = grid.play(plans, hosts[:, :1])
+    parents = [plans[i] for i in best_few(seen, max(3, config.plans // 4)) if plans[i] != NOTHING]
+    children = grid.generator.distinct(config.plans, set(plans), parents)
+    seen = np.concatenate([seen, grid.play(children, hosts[:, 1:2])])
+    plans += children
+    finalists = [plans[i] for i in best_few(seen, config.finalists)]
+    found = grid.play(finalists, hosts[:, 2:])
+    one = np.zeros(len(members), dtype=int)
+    common, own = chosen_and_judged(found, one), chosen_and_judged(found, np.arange(len(members)))
+    gains = {name: mean_interval((chosen_and_judged(found, of) - common).ravel()) for name, of in facts(members)}
+    schedules = [grid.generator.schedule(plan) for plan in finalists]
+    favourites = found.mean(2).argmax(0)
+    table = zip(members, favourites, own.mean(1), common.mean(1), strict=True)
+    return Information(
+        facts=gains,
+        per_host=float((found.max(0) - found[found.mean((1, 2)).argmax()]).mean()),
+        members=[
+            Best(what_differs(member, members), schedules[i], float(mine), float(ours))
+            for member, i, mine, ours in table
+        ],
+        schedule=schedules[found.mean((1, 2)).argmax()],
+        steps=grid.steps,
+    )
+
+
+def what_differs(member: Member, members: Sequence[Member]) -> str:
+    """The member's facts that not all members share."""
+    shared = set.intersection(*({f"{name} {value}" for name, value in other.facts} for other in members))
+    return ", ".join(fact for name, value in member.facts if (fact := f"{name} {value}") not in shared)
+
+
+def draw_hosts(pool: HostPool, number: int, seed: int) -> np.ndarray:  # [M, number] int64
+    """Seeds of so many hosts of each member. They are even, as those of training are."""
+    family, drawn = pool.bench.family, random.Random(seed)
+    seeds: dict[str, list[int]] = {repr(member): [] for member in family.members}
+    while min(map(len, seeds.values())) < number:
+        host = 2 * drawn.randrange(2**60)
+        seeds[repr(family.draw(host))].append(host)
+    return np.array([row[:number] for row in seeds.values()])
+
+
+class Grid:
+    """Plays plans on hosts, every one on each of them.
+
+    Args:
+        pool: It is used up, an episode for as many cells as it has environments.
+        generator: Spells plans out.
+    """
+
+    def __init__(self, pool: HostPool, generator: Generator) -> None:
+        self.pool = pool
+        self.generator = generator
+        self.steps = 0
+
+    def play(self, plans: Sequence[Plan], hosts: np.ndarray) -> np.ndarray:  # [M, R] seeds -> [P, M, R] objective
+        """The objective that each plan ends with."""
+        pool = self.pool
+        cells = [(self.generator.schedule(plan), int(seed)) for plan in plans for seed in hosts.ravel()]
+        found: list[float] = []
+        for start in range(0, len(cells), pool.n_envs):
+            part = cells[start : start + pool.n_envs]
+            schedules, seeds = zip(*(part + part[:1] * (pool.n_envs - len(part))), strict=True)
+            controller = FixedSchedule(schedules)
+            pool.reset(seeds)
+            controller.reset(pool)
+            for _ in range(pool.config.horizon):
+                result = pool.step(controller.act(pool))
+            self.steps += pool.n_envs * pool.config.horizon
+            found += result.metrics.objective[: len(part)].tolist()
+        return np.array(found).reshape(len(plans), *hosts.shape)
+
+
+def best_few(seen: np.ndarray, number: int) -> list[int]:  # [P, M, R]
+    """Plans that are good for all members and plans that are the best for one, by turns, up to `number`."""
+    scores = seen.mean(2)
+    of_all = np.argsort(-scores.mean(1), kind="stable")
+    of_one = np.argsort(-scores, axis=0, kind="stable").ravel()  # the best for each member, then the second best …
+    turns = (int(i) for pair in zip(np.resize(of_all, len(of_one)), of_one, strict=True) for i in pair)
+    return list(dict.fromkeys(turns))[:number]
+
+
+def chosen_and_judged(found: np.ndarray, groups: np.ndarray) -> np.ndarray:  # [P, M, R], [M] -> [M, R]
+    """The objective on each host of the plan that is best for its member's group, chosen on the hosts that are not in
+    the same half as this one: so the luck of those that chose is not counted."""
+    halves = np.arange(found.shape[2]) % 2
+    judged = np.empty(found.shape[1:])
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        for half in (0, 1):
+            chosen = found[:, members][:, :, halves != half].mean((1, 2)).argmax()
+            judged[np.ix_(members, np.flatnonzero(halves == half))] = found[chosen, members][:, halves == half]
+    return judged
+
+
+def facts(members: Sequence[Member]) -> list[tuple[str, np.ndarray]]:
+    """Each fact in which members differ, and all together; with the group [M] that each member belongs to by it."""
+    values: dict[str, list[str]] = {}
+    for member in members:
+        for name, value in member.facts:
+            values.setdefault(name, []).append(repr(value))
+    groups = {name: np.unique(of, return_inverse=True)[1] for name, of in values.items() if len(of) == len(members)}
+    return [*((name, of) for name, of in groups.items() if of.any()), (EVERYTHING, np.arange(len(members)))]

@@ -1,0 +1,57 @@
+"""The value of information as tables for people, and as files for programs."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from esper_lightning.evaluation.information import Best, Information
+from esper_lightning.evaluation.publish import wide_console
+from esper_lightning.evaluation.report import make_table, show
+from esper_lightning.growth.saving import replace_file
+from esper_lightning.tamiyo.schedule import write_schedule
+
+
+def print_information(found: Information) -> None:
+    """What each member wants, what knowing is worth, and the best schedule for all."""
+    worth = make_table(
+        "value of information: objective above that of the best single schedule",
+        "chosen on half of the hosts, measured on the other half: rather too low; with hindsight: too high",
+        ("who chooses knows", "gain, mean ± 95 % interval"),
+    )
+    for name, gain in found.facts.items():
+        worth.add_row(name, show(gain, 3))
+    worth.add_row("each host, with hindsight", f"{found.per_host:.3f}")
+    members = make_table(
+        "what each member wants",
+        "on hosts that had no part in the choice: its own best schedule, and the best for all",
+        ("member", "own", "for all", "its own best schedule"),
+    )
+    for best in found.members:
+        members.add_row(best.member, f"{best.objective:.3f}", f"{best.common:.3f}", seeds_of(best))
+    console = wide_console()
+    for part in (members, worth, f"best for all:\n{found.schedule}", f"{found.steps} environment steps were played"):
+        console.print(part)
+
+
+def seeds_of(best: Best) -> str:
+    """What is germinated, in a few words."""
+    grown = [entry for entry in best.schedule.entries if entry.op == "GERMINATE"]
+    return "\n".join(f"{entry.slot} {entry.blueprint} at {entry.tick}" for entry in grown) or "nothing"
+
+
+def write_information(found: Information, folder: Path, record: Mapping[str, Any]) -> None:
+    """`information.json` with everything, and `best_schedule.json`, which `evaluate` can play."""
+    summary = {
+        "gains": {name: gain._asdict() for name, gain in found.facts.items()},
+        "with_hindsight": found.per_host,
+        "members": [
+            {"member": best.member, "schedule": str(best.schedule), "own": best.objective, "common": best.common}
+            for best in found.members
+        ],
+        "steps": found.steps,
+        **record,
+    }
+    text = json.dumps(summary, indent=1) + "\n"
+    replace_file(folder / "information.json", lambda path: path.write_text(text))
+    write_schedule(found.schedule, folder / "best_schedule.json")

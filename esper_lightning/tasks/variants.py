@@ -1,0 +1,115 @@
+"""Variants of a data set: the same samples seen otherwise, labelled otherwise, or fewer of them."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from esper_lightning.tasks.integrity import SPLITS
+from esper_lightning.tasks.task import Split, TaskData, VariedSplit
+
+
+def _shuffled(images: Tensor, generator: torch.Generator) -> Tensor:
+    order = torch.randperm(images[0, 0].numel(), generator=generator)  # the same for all images
+    return images.flatten(2)[:, :, order].view_as(images)
+
+
+def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
+    most = max(1, images.shape[-1] // 8)
+    moves = torch.randint(-most, most + 1, (len(images), 2), generator=generator)
+    return torch.stack([image.roll(move, (1, 2)) for image, move in zip(images, moves.tolist(), strict=True)])
+
+
+def _coarse(images: Tensor, generator: torch.Generator) -> Tensor:
+    return F.interpolate(F.avg_pool2d(images, 2), size=images.shape[2:], mode="nearest")
+
+
+TRANSFORMS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "none": lambda images, generator: images,
+    "inverted": lambda images, generator: -images,
+    "transposed": lambda images, generator: images.transpose(2, 3).contiguous(),
+    "coarse": _coarse,
+    "shifted": _shifted,
+    "shuffled": _shuffled,
+}
+"""How images [n, C, H, W] are seen. coarse: means of 2×2 pixels. shifted: each image rolled by up to an eighth of its
+side. shuffled: the pixels of all images in one random order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a data set differs from the task's own. What is random in it is the same whenever it is made."""
+
+    transform: str = "none"
+    """How images are seen: none, inverted, transposed, coarse, shifted or shuffled."""
+
+    noise: float = 0.0
+    """Deviation of the noise that lies on every input, the same each time that it is seen."""
+
+    label_noise: float = 0.0
+    """Share of the samples whose label is drawn anew, in training, validation and test alike: what nobody can learn."""
+
+    classes: int | None = None
+    """Number of classes, each of the task's going to class number modulo this. None: as the task has them."""
+
+    samples: int | None = None
+    """Training samples that each host gets, drawn for it. None: all."""
+
+    def __post_init__(self) -> None:
+        if self.transform not in TRANSFORMS:
+            raise ValueError(f"data.transform: unknown {self.transform!r}; there are: {', '.join(TRANSFORMS)}")
+        if self.noise < 0.0 or not 0.0 <= self.label_noise <= 1.0:
+            raise ValueError(
+                f"data.noise must not be negative and data.label_noise must lie in [0, 1], "
+                f"got {self.noise} and {self.label_noise}"
+            )
+        for name, least in (("classes", 2), ("samples", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name} must be at least {least}, got {value}")
+
+    @property
+    def stored(self) -> "Variant":
+        """The same with all samples: of these each host draws its own."""
+        return replace(self, samples=None)
+
+    def check(self, data: TaskData) -> None:
+        """Raises ValueError if `data` have no such variant."""
+        if self.transform != "none" and len(data.input_shape) != 3:
+            raise ValueError(f"data.transform {self.transform!r} needs images, inputs have shape {data.input_shape}")
+        if self.transform == "coarse" and min(data.input_shape[1:]) < 2:
+            raise ValueError(f"data.transform coarse needs images of at least 2×2 pixels, got {data.input_shape}")
+        if self.noise > 0.0 and not data.train.inputs.is_floating_point():
+            raise ValueError("data.noise needs inputs that are numbers, this task's are symbols")
+        if self.classes is not None and self.classes > data.classes:
+            raise ValueError(f"data.classes is {self.classes}, the task has {data.classes}")
+        if self.samples is not None and self.samples > data.train.samples:
+            raise ValueError(f"data.samples is {self.samples}, the task has {data.train.samples} training samples")
+
+    def apply(self, data: TaskData) -> TaskData:
+        """The varied data, all samples, on the CPU."""
+        random = torch.Generator().manual_seed(zlib.crc32(repr(self.stored).encode()))
+        return data._replace(**{name: self._split(getattr(data, name), data, random) for name in SPLITS})
+
+    def _split(self, split: Split, data: TaskData, random: torch.Generator) -> Split:
+        inputs, targets = (part.cpu() for part in split)
+        classes = self.classes or data.classes
+        inputs = TRANSFORMS[self.transform](inputs, random)
+        if self.noise > 0.0:
+            inputs = inputs + self.noise * torch.randn(inputs.shape, generator=random, dtype=inputs.dtype)
+        targets = targets % classes
+        if self.label_noise > 0.0:
+            wrong = torch.rand(targets.shape, generator=random) < self.label_noise
+            targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=random), targets)
+        return Split(inputs, targets)
+
+
+def vary(data: TaskData, variants: Sequence[Variant]) -> TaskData:
+    """All of these variants in one, on the CPU. Raises ValueError if there is no such variant."""
+    for variant in variants:
+        variant.check(data)
+    made = [variant.apply(data) for variant in variants]
+    return data._replace(**{name: VariedSplit.join([getattr(one, name) for one in made]) for name in SPLITS})

@@ -1,0 +1,178 @@
+"""Finds anomalies in the course of a run: the numbers of an update in, what was raised or cleared out.
+
+For each rule there is a state machine: quiet → raised (a warning, or critical) → cleared. It takes a few updates in a
+row to get from one state to the next, so that nothing is said again and again of a number that sits at its bound.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
+from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds, Limits, Rule
+
+LEVELS = ("quiet", "warning", "critical")
+"""Of an anomaly, 0 … 2."""
+
+
+class Anomaly(NamedTuple):
+    """A change of an anomaly's level."""
+
+    name: str
+    level: str
+    """Its new level; `cleared` if it is over."""
+    value: float
+    threshold: float
+    """That was crossed, or that is no longer crossed."""
+    update: int
+    """From 1 on."""
+    cause: str
+    settings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """`anomaly kl: warning at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`"""
+        if self.level == "cleared":
+            return f"anomaly {self.name}: cleared at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
+        where = f"{self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
+        return f"anomaly {self.name}: {where}: {self.cause}; look at {', '.join(self.settings)}"
+
+
+class Watch(NamedTuple):
+    """What is remembered of one number. Updates in a row, up to the last one, in which it was …"""
+
+    level: int = 0
+    warned: int = 0
+    """… out of bounds, critical or not."""
+    critical: int = 0
+    calm: int = 0
+    """… within bounds."""
+    not_critical: int = 0
+
+
+def step(watch: Watch, rule: Rule, value: float, limits: Limits, bounds: Bounds) -> Watch:
+    """One update further. What is not a number is out of every bound."""
+    unknown = not math.isfinite(value)
+    critical = limits.critical is not None and (unknown or rule.beyond(value, limits.critical))
+    warned = unknown or critical or rule.beyond(value, limits.warning)
+    runs = Watch(
+        level=watch.level,
+        warned=watch.warned + 1 if warned else 0,
+        critical=watch.critical + 1 if critical else 0,
+        calm=0 if warned else watch.calm + 1,
+        not_critical=0 if critical else watch.not_critical + 1,
+    )
+    level = watch.level
+    if runs.critical >= bounds.updates:
+        level = 2
+    elif runs.warned >= bounds.updates and level == 0:
+        level = 1
+    elif runs.calm >= bounds.clear:
+        level = 0
+    elif warned and runs.not_critical >= bounds.clear and level == 2:
+        level = 1
+    return runs._replace(level=level)
+
+
+def looked_at(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
+    """What the rules look at: numbers that are derived from others, and none that say nothing.
+
+    A rule whose number is left out stays in its state.
+    """
+    found = dict(metrics)
+    for key in metrics:
+        kind, _, head = key.partition(".")
+        if kind == "entropy" and head and metrics.get(f"freedom.{head}", 1.0) < config.least_freedom:
+            del found[key]
+    changed = metrics.get("weight_change", 0.0) >= config.frozen_policy.warning
+    if changed and {"ratio_low", "ratio_high"} <= metrics.keys():
+        found["ratio_spread"] = max(metrics["ratio_high"] - 1.0, 1.0 - metrics["ratio_low"])
+    if {"op.WAIT", "fossils"} <= metrics.keys():
+        found["waiting"] = metrics["op.WAIT"] if metrics["fossils"] <= config.least_fossils else 0.0
+    return found
+
+
+class Average(NamedTuple):
+    """A running mean that forgets; the first numbers count no more than later ones."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+    def then(self, number: float, decay: float) -> "Average":
+        return Average(decay * self.total + (1.0 - decay) * number, decay * self.weight + 1.0 - decay)
+
+
+class AnomalyDetector:
+    """Applies the rules to one update after the other.
+
+    Args:
+        config: Where the bounds are.
+    """
+
+    def __init__(self, config: AnomalyConfig) -> None:
+        self.config = config
+        self.watches: dict[str, Watch] = {}  # by name of the anomaly
+        self.grad_norm = Average()
+
+    def observe(self, metrics: Mapping[str, float], update: int, progress: float) -> list[Anomaly]:
+        """Takes in the numbers of an update; returns what was raised or cleared by it.
+
+        Args:
+            metrics: By name; see `Rule.metric`.
+            update: Its number, from 1 on.
+            progress: Share of training that is over, 0 … 1.
+        """
+        numbers = looked_at(metrics, self.config) | self._grad_norm_ratio(metrics)
+        changes = []
+        for rule in RULES:
+            bounds = self.config.bounds(rule)
+            limits = rule.limits(bounds, self.config, progress)
+            for key in rule.keys(numbers):
+                name, value = rule.called(key), numbers[key]
+                before = self.watches.get(name, Watch())
+                after = self.watches[name] = step(before, rule, value, limits, bounds)
+                if after.level != before.level:
+                    crossed = max(before.level, after.level)
+                    threshold = limits.critical if crossed == 2 else limits.warning
+                    level = LEVELS[after.level] if after.level else "cleared"
+                    what = key.removeprefix(rule.metric.removesuffix("*"))
+                    cause = rule.cause.format(what=what)
+                    changes.append(Anomaly(name, level, value, threshold, update, cause, rule.settings))
+        return changes
+
+    def _grad_norm_ratio(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The gradient's norm over its running mean of the updates before."""
+        norm, known = metrics.get("grad_norm"), self.grad_norm
+        if norm is None:
+            return {}
+        if math.isfinite(norm):
+            self.grad_norm = known.then(norm, self.config.grad_norm_decay)
+        # An update that ended before its first step has no gradient.
+        return {"grad_norm_ratio": norm / known.value} if norm != 0.0 and known.total > 0.0 else {}
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """0: quiet, 1: warning, 2: critical; by name, of all that has ever been measured."""
+        return {name: watch.level for name, watch in self.watches.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """In types that `torch.load(weights_only=True)` accepts."""
+        return {
+            "watches": {name: list(watch) for name, watch in self.watches.items()},
+            "grad_norm": list(self.grad_norm),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there. Raises ValueError if the state is damaged."""
+        what = "what is known of anomalies"
+        check_parts(what, state, ("watches", "grad_norm"))
+        watches = {}
+        for name, numbers in check_parts(what, state["watches"], ()).items():
+            counts = check_numbers(what, numbers, len(Watch._fields))
+            watches[str(name)] = Watch(*(check_count(what, count) for count in counts))
+            check_count(what, watches[str(name)].level, len(LEVELS) - 1)
+        self.grad_norm = Average(*check_numbers(what, state["grad_norm"], len(Average._fields), finite=True))
+        self.watches = watches

@@ -1,0 +1,129 @@
+"""What the rules for anomalies look at beside the metrics of an update: of hosts, seeds and memory, per rollout."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
+from esper_lightning.growth.stages import Stage
+
+if TYPE_CHECKING:
+    from esper_lightning.envs.host_env import HostEnv
+
+LEAST_CONTRIBUTION = 5.0
+"""Accuracy points below which a seed's contribution is too small for a host to hang on it."""
+
+SOUND = 0.7
+"""Least gradient health of a host in which the silence of a newborn seed is the seed's own."""
+
+LEAST_IMPROVEMENT = 1.0
+"""Accuracy points that an improvement counts for at least: a smaller one is noise, and would divide."""
+
+
+class GradientWatch:
+    """Follows the gradients of hosts and seeds through one rollout, with numbers that are in Python already."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """A rollout begins."""
+        self.born: Counter[str] = Counter()  # seeds by blueprint
+        self.silent: dict[tuple[int, int], str] = {}  # host, slot -> blueprint of a seed that never had a gradient
+        self.gone: Counter[str] = Counter()  # such seeds by blueprint, where another one has taken their place
+        self.health = 0.0
+        self.host_ticks = 0
+
+    def tick(self, envs: Sequence["HostEnv"]) -> None:
+        """Takes in what a host epoch showed."""
+        if envs[0].tick == 1:
+            self.clear()
+        for i, env in enumerate(envs):
+            if env.ended or env.host_gradient is None:
+                continue
+            self.health += env.host_gradient.health
+            self.host_ticks += 1
+            for k, (slot, record) in enumerate(zip(env.slots, env.records, strict=True)):
+                if not slot.live or record.gradient is None:
+                    continue
+                if slot.age == 1:
+                    self._forget(i, k)
+                    if env.host_gradient.health >= SOUND:
+                        self.born[slot.blueprint] += 1
+                        self.silent[i, k] = slot.blueprint
+                if record.gradient.norm != 0.0:  # not a number is no silence, either
+                    self.silent.pop((i, k), None)
+
+    def _forget(self, host: int, slot: int) -> None:
+        if (blueprint := self.silent.pop((host, slot), None)) is not None:
+            self.gone[blueprint] += 1
+
+    def readings(self, least_seeds: int) -> dict[str, float]:
+        """Of the rollout: mean health of the hosts' gradients, and by blueprint the share of seeds without gradient.
+
+        Blueprints of which fewer than `least_seeds` were born are left out.
+        """
+        dead = self.gone + Counter(self.silent.values())
+        found = {f"dead_seeds.{name}": dead[name] / n for name, n in self.born.items() if n >= least_seeds}
+        return found | ({"gradient_health": self.health / self.host_ticks} if self.host_ticks else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "born": dict(self.born),
+            "gone": dict(self.gone),
+            "silent": [[host, slot, blueprint] for (host, slot), blueprint in self.silent.items()],
+            "health": self.health,
+            "host_ticks": self.host_ticks,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on within a rollout. Raises ValueError if the state is damaged."""
+        what = "what is known of gradients"
+        check_parts(what, state, ("born", "gone", "silent", "health", "host_ticks"))
+        self.clear()
+        for name in ("born", "gone"):
+            counts = check_parts(what, state[name], ())
+            getattr(self, name).update({str(kind): check_count(what, count) for kind, count in counts.items()})
+        if not isinstance(state["silent"], list):
+            raise ValueError(f"{what}: the seeds are no list")
+        for seed in state["silent"]:
+            if not isinstance(seed, list) or len(seed) != 3:
+                raise ValueError(f"{what}: a seed is {seed!r:.50}, not its host, slot and blueprint")
+            self.silent[check_count(what, seed[0]), check_count(what, seed[1])] = str(seed[2])
+        (self.health,) = check_numbers(what, [state["health"]], finite=True)
+        self.host_ticks = check_count(what, state["host_ticks"])
+
+
+def host_readings(envs: Sequence["HostEnv"], most_reliance: float) -> dict[str, float]:
+    """Of hosts at their episodes' end.
+
+    Args:
+        envs: All of them.
+        most_reliance: Contribution over improvement from which a host hangs on a seed.
+    """
+    kept = sum(slot.stage is Stage.FOSSILIZED for env in envs for slot in env.slots)
+    rescued = sum(env.ended or (env.guard is not None and env.guard.watch.rollbacks > 0) for env in envs)
+    ratios = [ratio for env in envs for ratio in reliance(env)]
+    hanging = sum(ratio > most_reliance for ratio in ratios) / len(ratios) if ratios else 0.0
+    return {"fossils": kept / len(envs), "rolled_back": rescued / len(envs), "reliance": hanging}
+
+
+def reliance(env: "HostEnv") -> Iterable[float]:
+    """Contribution over the host's improvement since its germination, of each seed that is part of the host."""
+    for slot, record, account in zip(env.slots, env.records, env.accounts, strict=True):
+        if slot.blended and record.contribution is not None and math.isfinite(record.contribution):
+            improvement = 100.0 * (env.history.accuracy[-1] - account.start)
+            large = record.contribution >= LEAST_CONTRIBUTION
+            yield record.contribution / max(improvement, LEAST_IMPROVEMENT) if large else 0.0
+
+
+def state_rms(state: Iterable[Tensor]) -> dict[str, float]:
+    """Root of the mean square of a recurrent state [N, width] each; nothing without memory. One transfer."""
+    parts = [part for part in state if part.numel()]
+    if not parts:
+        return {}
+    return {"state_rms": torch.stack([part.float().square().mean() for part in parts]).mean().sqrt().item()}

@@ -1,0 +1,143 @@
+"""The same data for every controller, and training compute against PyTorch's own count of the training itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.evaluation.compare import Kept, Topology, play
+from esper_lightning.evaluation.static import Static
+from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
+from esper_lightning.tamiyo.controller import Controller
+
+MakePool = Callable[..., HostPool]
+
+SEEDS = [11, 13]
+BARE: Topology = ()
+GROWN: Topology = (Kept("block1.pool", "conv_light", "add"), Kept("block3", "norm", "gate"))
+
+FIRST_LAYER = 2 * 4 * 1 * 8 * 8
+"""Of a sample in the small host: its 1×1 convolution from 1 to 4 channels, the one without a gradient of its input."""
+
+
+@contextmanager
+def counted_training(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What PyTorch counts while hosts train, one number per host and tick."""
+    counts: list[int] = []
+    train = pool.executor.train_epoch
+
+    def watched(envs: list[HostEnv], data: Any) -> Tensor:
+        rows = []
+        for env in envs:
+            with FlopCounterMode(display=False) as counter:
+                rows.append(train([env], data))
+            counts.append(counter.get_total_flops())
+        return torch.cat(rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.executor, "train_epoch", watched)
+        yield counts
+
+
+@pytest.mark.parametrize(
+    "topologies", [[BARE, BARE], [GROWN, GROWN], [BARE, GROWN]], ids=["bare", "grown", "of two kinds"]
+)
+def test_training_compute_is_what_pytorch_counts(
+    make_pool: MakePool, topologies: list[Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2, training=HostTraining(batches=2, batch_size=16))
+    with counted_training(pool, monkeypatch) as counts:
+        played = play(pool, "static", Static(topologies), SEEDS)
+
+    counted = np.array(counts).reshape(-1, 2).sum(0)  # [T, H] -> [H]
+    samples = 6 * 2 * 16
+    assert played.flops.tolist() == (counted + samples * FIRST_LAYER).tolist()
+    assert played.ticks.tolist() == [6, 6]
+
+
+def test_seeds_count_from_the_tick_in_which_they_germinate_to_that_in_which_they_end(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(8)
+    with counted_training(pool, monkeypatch) as counts:
+        played = play(pool, "random", RandomValid(3), range(8))
+
+    counted = np.array(counts).reshape(-1, 8)
+    changes = np.diff(counted, axis=0)
+    assert (changes > 0).any() and (changes < 0).any(), "hosts grow and shrink"
+    # Beside the first layer only seeds behind the straight-through estimator save something: their input's gradient.
+    missing = played.flops - counted.sum(0) - 6 * 2 * 32 * FIRST_LAYER
+    assert (missing >= 0).all()
+    assert (missing < 0.35 * counted.sum(0)).all()
+
+
+def test_a_host_that_has_stopped_costs_nothing(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    whole = play(pool, "wait", WaitOnly(), SEEDS)
+
+    part = play(pool, "wait", WaitOnly(), SEEDS, ticks=[0, 4])
+    more = play(pool, "wait", WaitOnly(), SEEDS, ticks=[6, 9])
+
+    assert (part.flops / whole.flops).tolist() == [0.0, 4 / 6]
+    assert (more.flops / whole.flops).tolist() == [1.0, 9 / 6]
+    assert part.ticks.tolist() == [0, 4]
+    assert more.ticks.tolist() == [6, 9]
+    assert more.accuracy[0] == whole.accuracy[0], "it stopped where the others ended"
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[Tensor]]:
+    """Samples that hosts learned from, by seed and tick, once for every time that they came there."""
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+    draw = HostEnv.draw_batches
+
+    def watched(env: HostEnv, samples: int) -> Any:
+        batches = draw(env, samples)
+        seen.setdefault((env.seed, env.tick), []).append(batches.indices)
+        return batches
+
+    monkeypatch.setattr(HostEnv, "draw_batches", watched)
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_all_controllers_see_the_same_data_whatever_they_do(
+    make_pool: MakePool, orders: dict[tuple[int, int], list[Tensor]], executor: str
+) -> None:
+    pool = make_pool(2, executor=executor)
+    controllers: list[Controller] = [WaitOnly(), RandomValid(0), RandomValid(1), Static([BARE, GROWN])]
+    ops = [play(pool, "one", controller, SEEDS).trace.ops for controller in controllers]
+
+    assert (ops[1] == Op.GERMINATE).any(), "or they would have seen the same anyhow"
+    assert set(orders) == {(seed, tick) for seed in SEEDS for tick in range(6)}
+    for met in orders.values():
+        assert len(met) == 4
+        assert all(torch.equal(met[0], other) for other in met[1:])
+    assert len({tuple(met[0].flatten().tolist()) for met in orders.values()}) == 12, "and no two host epochs are alike"
+
+
+def test_outside_of_a_comparison_a_germination_changes_the_data(
+    make_pool: MakePool, orders: dict[tuple[int, int], list[Tensor]]
+) -> None:
+    pool = make_pool(2)
+    for controller in (WaitOnly(), RandomValid(0)):
+        pool.reset(SEEDS)
+        for _ in range(6):
+            pool.step(controller.act(pool))
+
+    assert not all(torch.equal(*met) for met in orders.values())
+
+
+def test_nothing_of_a_comparison_is_left_in_the_pool(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    play(pool, "wait", WaitOnly(), SEEDS)
+
+    assert not [env for env in pool.envs if "draw_batches" in vars(env)]

@@ -1,0 +1,191 @@
+"""Each anomaly, provoked in a small real run, is named rightly; healthy runs raise none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import RecurrentState
+from tests.runs import CONFIGS, cli
+from tests.telemetry.provoke import SMALL, Found, dead_blueprints, listening, open_gate, run
+
+DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
+
+
+def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = f"[{', '.join((*DEAD, 'conv_light', 'bottleneck'))}]"
+
+    with dead_blueprints(monkeypatch, *DEAD), open_gate(monkeypatch):
+        found = run(
+            *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.n_envs=24", "--data.env.executor=loop"),
+            f"--data.env.actions.blueprints={offered}",
+        )
+
+    named = {name for name in found.at_least(2) if name.startswith("dead_seeds")}
+    assert named == {f"dead_seeds.{name}" for name in DEAD}
+    assert found.levels["dead_seeds.conv_light"] == found.levels["dead_seeds.bottleneck"] == [0]
+    line = found.raised(min(named))
+    assert "get no gradient: dead at birth; look at data.env.actions.blueprints, data.env.lifecycle.birth" in line
+    assert f"blueprint {min(named).removeprefix('dead_seeds.')} " in line
+
+
+def test_seeds_that_fail_because_a_family_says_so_are_named_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(
+        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.n_envs=16"),
+        "--data.env.actions.blueprints=[norm, conv_small, conv_light]",
+        "--data.env.family.train=[{fail.norm: [1.0]}]",
+    )
+
+    assert found.at_least(1) == {"dead_seeds.norm"} == found.at_least(2)
+    assert "data.env.family" in found.raised("dead_seeds.norm")
+
+
+def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with dead_blueprints(monkeypatch, "dead_a"), pytest.raises(SystemExit):
+        run(tmp_path, monkeypatch, "--data.env.actions.blueprints=[dead_a]")
+
+    assert "its first gradient is zero: it could never learn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lr", ["0.0", "1e-12"])
+def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
+    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
+
+    assert found.levels["frozen_policy"] == [0, 2]
+    assert found.at_least(1) == {"frozen_policy"}
+    assert "look at model.ppo.lr" in found.raised("frozen_policy")
+
+
+def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(*(tmp_path, monkeypatch, "--trainer.max_epochs=2"), "--model.ppo.epochs=1", "--model.ppo.minibatches=1")
+
+    assert found.levels["ratio_one"] == [0, 1]
+    assert found.at_least(1) == {"ratio_one"}
+    assert "look at model.ppo.epochs, model.ppo.minibatches" in found.raised("ratio_one")
+
+
+@pytest.mark.parametrize(("governor", "named"), [("true", {"rolled_back", "gradient_health"}), ("false", set())])
+def test_exploding_hosts_are_the_learning_rate_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: str, named: set[str]
+) -> None:
+    found = run(
+        *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.env.training.lr=1000"),
+        f"--data.env.governor.enabled={governor}",
+    )
+
+    assert found.at_least(1) == {"gradient_health"} | named
+    assert "rolled_back" not in named or "rolled_back" in found.at_least(2)
+    for name in found.at_least(1):
+        assert "look at data.env.training.lr" in found.raised(name)
+
+
+def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(
+        *(tmp_path, monkeypatch, "--trainer.max_epochs=8", "--model.ppo.entropy={start: 0.0, end: 0.0}"),
+        *("--model.ppo.lr={start: 0.05, end: 0.05}", "--model.ppo.target_kl=null"),
+    )
+
+    collapsed = {name for name in found.at_least(2) if name.startswith("entropy.")}
+    assert collapsed
+    assert {"kl", "ratio_low", "ratio_high"} <= found.at_least(1), "updates were far too large"
+    line = found.raised(min(collapsed))
+    assert f"the head {min(collapsed).removeprefix('entropy.')} always chooses the same" in line
+    assert "look at model.ppo.entropy" in line
+    assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
+
+
+def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its op head is saturated: waiting is all that it does."""
+    begin = RolloutLoop.begin_rollout
+
+    def saturated(loop: RolloutLoop) -> None:
+        with torch.no_grad():
+            loop.policy.heads.tables["op"].output.bias[0] = 20.0
+        begin(loop)
+
+    monkeypatch.setattr(RolloutLoop, "begin_rollout", saturated)
+    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=4")
+
+    assert found.levels["waiting"] == [0, 0, 2, 2]
+    assert found.levels["entropy.op"][:3] == [0, 0, 2]
+    assert "collapsed to WAIT" in found.raised("waiting") and "data.env.objective.price" in found.raised("waiting")
+    assert not found.at_least(1) & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
+
+
+def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = RolloutLoop.tick
+
+    def stale(loop: RolloutLoop) -> object:
+        before = RecurrentState(*(part.clone() for part in loop.state))
+        step = tick(loop)
+        loop.state = before
+        return step
+
+    monkeypatch.setattr(RolloutLoop, "tick", stale)
+    found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2")
+
+    assert found.levels["stale_state"] == [2, 2]
+    assert "another recurrent state" in found.raised("stale_state")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    found = run(
+        *(tmp_path, monkeypatch, "--trainer.max_epochs=6", "--data.n_envs=16", "--model.ppo.minibatches=4"),
+        f"--seed_everything={seed}",
+    )
+
+    # A critic of five updates may still be no better than the mean, which is worth a warning.
+    assert found.at_least(1) <= {"explained_variance"}
+    assert not found.at_least(2)
+    assert {"kl", "ratio_low", "entropy.op", "entropy.slot", "gradient_health", "memory"} <= set(found.levels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # on a busy machine
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_healthy_runs_of_full_length_raise_nothing_critical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """configs/digits.yaml as it is, but for the closing comparison; about a minute each."""
+    with listening(monkeypatch) as lines:
+        built = cli(
+            *("--config", str(CONFIGS / "digits.yaml"), "--evaluation.hosts=0", f"--seed_everything={seed}"),
+            *("--trainer.enable_progress_bar=false", "--trainer.default_root_dir", str(tmp_path)),
+        )
+    found = Found(built, tmp_path, lines)
+
+    print(f"seed {seed}:", *(lines or ["nothing"]), sep="\n  ")
+    assert not found.at_least(2)
+
+
+def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = ("--model.ppo.lr={start: 0.0, end: 0.0}", "--telemetry.anomalies.frozen_policy.updates=3")
+    with listening(monkeypatch):
+        cli(*SMALL, *frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=2")
+    (latest,) = tmp_path.rglob("latest.ckpt")
+
+    found = run(tmp_path, monkeypatch, *frozen, "--trainer.max_epochs=4", "--ckpt_path", str(latest))
+
+    assert found.levels["frozen_policy"] == [0, 0, 2, 2], "the first two updates were counted"
+    assert found.raised("frozen_policy").startswith("anomaly frozen_policy: critical at update 3: 0, bound 1e-06")
+
+
+def test_nobody_looks_if_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(
+        *(tmp_path, monkeypatch, "--trainer.max_epochs=2", "--model.ppo.lr={start: 0.0, end: 0.0}"),
+        "--telemetry.anomalies.enabled=false",
+    )
+
+    assert not found.lines and not found.levels
