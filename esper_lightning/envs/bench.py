@@ -1,4 +1,4 @@
-"""The bench: hosts of every kind of a family, made once and kept for the episodes that want them."""
+"""The bench: hosts of every kind of a family, made when an episode first wants them, and kept for the others."""
 
 from collections.abc import Sequence
 
@@ -52,12 +52,14 @@ class Bench:
         self.variants = list(dict.fromkeys(member.variant.stored for member in self.family.members))
         plain = len(self.variants) == 1 and self.variants[0] == Member().variant
         self.data = data if plain else vary(data, self.variants).spread(devices)
-        for member in self.family.members:
+        every = [*config.family.members(), *(config.family.members(held_out=True) if config.family.held_out else ())]
+        for member in every:
             member.variant.check(data)
         self.steps = config.training.steps(data.train.samples)
         self.shape = data.input_shape
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-        architectures = {kind_of(member): member for member in self.family.members}
+        # Those held out, too, whoever is drawn here: who learns on the others will meet them in the end.
+        architectures = {kind_of(member): member for member in every}
         if config.training.compile is not None and len(architectures) > 1:
             raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
         offers = {
@@ -77,9 +79,12 @@ class Bench:
                 kind: measure_compute(self._build(member, devices[0]), batch.inputs[:1])
                 for kind, member in architectures.items()
             }
-        hosts = [describe_host(self._build(member, devices[0])) for member in architectures.values()]
-        several = len(self.family.members) > 1
-        self.host_kind = f"{len(self.family.members)} members, {config.family.checksum}" if several else hosts[0]
+        hosts = [
+            describe_host(self._build(m, devices[0])) for m in {kind_of(m): m for m in config.family.members()}.values()
+        ]
+        self.host_kind = "; ".join(hosts)
+        if config.family.train:
+            self.host_kind += f"; family {config.family.checksum}"
         self.habitats = {repr(member): self._habitat(member) for member in self.family.members}
         self.kept: dict[tuple[int, str], HostEnv] = {}  # by place and kind
 
@@ -102,7 +107,14 @@ class Bench:
 
     def seat(self, place: int, seed: int) -> HostEnv:
         """The environment of the pool's `place` in the episode that begins with `seed`; to be reset."""
-        habitat = self.habitats[repr(self.family.draw(seed))]
+        return self._take(place, self.habitats[repr(self.family.draw(seed))])
+
+    def samples(self) -> list[HostEnv]:
+        """An environment of each kind that may be wanted."""
+        kinds = {kind_of(habitat.member): habitat for habitat in self.habitats.values()}
+        return [self._take(0, habitat) for habitat in kinds.values()]
+
+    def _take(self, place: int, habitat: Habitat) -> HostEnv:
         kind = kind_of(habitat.member)
         if (place, kind) not in self.kept:
             self.kept[place, kind] = self._make(habitat, kind, self.devices[place % len(self.devices)])

@@ -9,7 +9,7 @@ from torch import nn
 
 from esper_lightning.envs.actions import ActionConfig
 from esper_lightning.envs.execution import COMPILED, ONLY_ON
-from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.family import PRICE, FamilyConfig
 from esper_lightning.envs.observation import SightConfig
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import GovernorConfig
@@ -61,6 +61,8 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
+        if self.objective.price_to is not None and any(PRICE in facts for facts in self.family.train):
+            raise ValueError(f"objective.price_to and a fact {PRICE}: the price cannot be drawn twice; leave one out")
         by_itself = self.lifecycle.auto_blend and self.lifecycle.auto_probation
         if by_itself and self.actions.advance:
             raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")

@@ -3,6 +3,7 @@
 A *fact* is a setting that is drawn anew for every episode, from its seed alone. A *member* has one value for each.
 """
 
+import math
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ Facts = dict[str, list[Any]]
 
 HOST, DATA, FAIL, TRAINING, PRICE = "host", "data", "fail", "training", "objective.price"
 
-OPTIONS = ("lr", "seed_lr_factor", "weight_decay", "momentum")
+OPTIONS = ("lr", "seed_lr_factor", "weight_decay")
 """Settings of host training that may be facts: all that hosts trained side by side need not share."""
 
 
@@ -68,7 +69,7 @@ class FamilyConfig:
     """Which facts differ between episodes.
 
     Names of facts are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise, label_noise,
-    classes, samples), `training.lr` (or seed_lr_factor, weight_decay, momentum), `objective.price`, and `fail` or
+    classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, and `fail` or
     `fail.<blueprint>`: the chance that a slot gives a blueprint's seeds no gradient for the whole episode.
     """
 
@@ -83,9 +84,10 @@ class FamilyConfig:
             _check_facts(f"family.{name}", getattr(self, name))
         if self.held_out and not self.train:
             raise ValueError("family.held_out has members and family.train has none; name what training meets")
-        both = set(map(str, self.members())) & set(map(str, self.members(held_out=True) if self.held_out else ()))
-        if both:
-            raise ValueError(f"family.held_out: {min(both)} is a member of family.train; it would not be held out")
+        met = self.members()
+        for member in self.members(held_out=True) if self.held_out else ():
+            if member in met:
+                raise ValueError(f"family.held_out: {member} is a member of family.train; it would not be held out")
 
     def members(self, held_out: bool = False) -> list[Member]:
         """Those of training, or those that are held out; one without facts where there are none."""
@@ -99,9 +101,8 @@ class FamilyConfig:
 
     @property
     def checksum(self) -> str:
-        """Equal for equal families."""
-        said = "\n".join(map(str, [*self.members(), *(self.members(held_out=True) if self.held_out else ())]))
-        return f"{zlib.crc32(said.encode()):08x}"
+        """Equal for families of which training meets the same members."""
+        return f"{zlib.crc32(chr(10).join(map(repr, self.members())).encode()):08x}"
 
 
 def _check_facts(where: str, groups: Sequence[Facts]) -> None:
@@ -116,6 +117,8 @@ def _check_facts(where: str, groups: Sequence[Facts]) -> None:
                     _build(where, name, Variant, {rest: value})
             elif group == TRAINING:
                 _check_name(where, name, [f"training.{option}" for option in OPTIONS])
+                if not all(map(_is_number, values)):
+                    raise ValueError(f"{where}: {name} must be a number, got {values}")
                 for value in values:
                     _build(where, name, HostTraining, {rest: value})
             elif group == FAIL:
@@ -139,7 +142,7 @@ def _check_name(where: str, name: str, known: Sequence[str]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _build(where: str, name: str, kind: Callable[..., Any], settings: Mapping[str, Any]) -> None:
@@ -147,6 +150,17 @@ def _build(where: str, name: str, kind: Callable[..., Any], settings: Mapping[st
         kind(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {name}: {error}") from error
+
+
+def values_of(members: Sequence[Member]) -> dict[str, list[Any]]:
+    """Of each fact its different values, in order; None where a member leaves it as configured."""
+    names = sorted({name for member in members for name, _ in member.facts})
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for facts in (dict(member.facts) for member in members):
+        for name in names:
+            if facts.get(name) not in found[name]:
+                found[name].append(facts.get(name))
+    return found
 
 
 class Family:
@@ -161,13 +175,8 @@ class Family:
         if held_out and not config.held_out:
             raise ValueError("there are no held-out members; name some in data.env.family.held_out")
         self.members = config.members(held_out)
-        known: dict[str, list[Any]] = {}
-        for member in config.members():
-            for name, value in member.facts:
-                if value not in known.setdefault(name, []):
-                    known[name].append(value)
         # What training knows, whoever the members are: a critic is made for that.
-        self.known = {name: values for name, values in sorted(known.items()) if len(values) > 1}
+        self.known = {name: values for name, values in values_of(config.members()).items() if len(values) > 1}
         self.fails = any(member.may_fail for member in config.members())
 
     def draw(self, seed: int) -> Member:
@@ -175,9 +184,15 @@ class Family:
         return self.members[random.Random(f"member {seed}").randrange(len(self.members))]
 
     def tell(self, member: Member) -> list[float]:
-        """Its facts as numbers: for each that differs between members of training, 1 at its value and 0 elsewhere."""
+        """Its facts as numbers: for each that differs between members of training, 1 at its value and 0 elsewhere;
+        nothing but 0 where it has none."""
         facts = dict(member.facts)
-        return [float(facts.get(name) == value) for name, values in self.known.items() for value in values]
+        return [
+            float(facts.get(name) == value)
+            for name, values in self.known.items()
+            for value in values
+            if value is not None
+        ]
 
 
 def fails(seed: int, slot: str, blueprint: str, chance: float) -> bool:

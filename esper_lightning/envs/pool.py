@@ -105,6 +105,7 @@ class HostPool:
         """From now on hosts are executed so."""
         self.choice = choice
         self.executor = choice.make(self.task, self.config.training)
+        self.executor.prepare(self.bench.samples(), self.data.train)
 
     @property
     def n_envs(self) -> int:
@@ -170,13 +171,16 @@ class HostPool:
         Raises ValueError if an action is not allowed by the masks.
         """
         with self.clock.measure("bookkeeping"):
-            decisions = self.sight.possible(list(zip(*download(torch.stack(action)).tolist(), strict=True)), WAIT)
+            chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+            decisions = self.sight.possible(chosen, WAIT)
             self._check(decisions)  # all of them first: a refused step leaves every host as it was
             vetoes = refuse(self.envs, decisions)
             if vetoes:
                 refused = {veto.host for veto in vetoes}
-                decisions = [WAIT if i in refused else decision for i, decision in enumerate(decisions)]
-                action = to_action(decisions, self.device)
+                decisions, chosen = (
+                    [WAIT if i in refused else decision for i, decision in enumerate(of)] for of in (decisions, chosen)
+                )
+                action = to_action(chosen, self.device)
             self.payroll.begin()
             events = self._apply(decisions)
             self.payroll.decided(decisions)

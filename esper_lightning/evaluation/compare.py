@@ -52,6 +52,7 @@ class Outcome(NamedTuple):
     seconds: float  # that the whole pool's episode took
     kept: list[Topology]
     trace: Trace
+    members: list[str]  # of each host, its facts
 
 
 def play(
@@ -90,6 +91,7 @@ def play(
         seconds=seconds,
         kept=kept,
         trace=trace,
+        members=[str(env.habitat.member) for env in pool.envs],
     )
 
 

@@ -124,10 +124,12 @@ class Comparison:
         self.held_out = held_out
         self.rules = (heuristic, climbing, periodic)
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
+        if schedule is not None and "schedule" in (schedules or {}):
+            raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
         taken = {TAMIYO, "sampled", "replayed", "best fixed", *make_rules(seed, *self.rules)} & set(schedules or {})
         if taken:
             raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
-        known = ["sampled", "replayed", *self.controllers()]
+        known = ["sampled", "replayed", "best fixed", *self.controllers()]
         for name in against or ():
             if name not in known:
                 raise ValueError(f"evaluation.against: unknown controller {name!r}; {nearest(name, known)}")
@@ -141,8 +143,12 @@ class Comparison:
         return self.against is None or name in self.against
 
     def check(self, pool: HostPool) -> None:
-        """Raises ValueError unless the schedules are for hosts like the pool's."""
+        """Raises ValueError unless the schedules are for hosts like the pool's, and the hosts asked for are there."""
         check_schedules(self.schedules, pool)
+        if self.held_out and not pool.config.family.held_out:
+            raise ValueError(
+                "evaluation.held_out: there are no held-out members; name some in data.env.family.held_out"
+            )
 
     def controllers(self) -> dict[str, Controller]:
         """All that have nothing to do with training, as new."""
@@ -173,7 +179,7 @@ class Comparison:
             if self.wants("replayed"):
                 learned["replayed"].append(play(pool, "replayed", FixedSchedule(common), seeds))
         others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
-        if self.search is not None:
+        if self.search is not None and self.wants("best fixed"):
             found["best_schedule"] = search(data.make_pool(RACERS, device), self.search).schedule
             others["best fixed"] = FixedSchedule(found["best_schedule"])
         rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
@@ -187,7 +193,7 @@ class Comparison:
         self, pool: HostPool, seeds: Sequence[int], tamiyo: list[Outcome], rules: Mapping[str, list[Outcome]]
     ) -> dict[str, list[Outcome]]:
         """Static twins of Tamiyo's hosts and of those of the best rule, by name."""
-        best = max(set(HAND_WRITTEN) & set(rules), key=lambda name: rules[name][0].objective.mean())
+        best = max((name for name in HAND_WRITTEN if name in rules), key=lambda name: rules[name][0].objective.mean())
         twins: dict[str, list[Outcome]] = {}
         for name, grown in ((TAMIYO, tamiyo), (best, rules[best])):
             for outcome in grown:

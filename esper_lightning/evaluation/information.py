@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.family import Member
-from esper_lightning.evaluation.intervals import Interval, mean_interval
+from esper_lightning.envs.family import Member, values_of
+from esper_lightning.evaluation.intervals import Interval, interval_of_groups
 from esper_lightning.evaluation.plans import Generator, Plan
 from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule
@@ -31,8 +31,9 @@ class InformationConfig:
     plans: int = 48
     """Schedules that are drawn at random, and as many again from the best of them: each meets one host per member."""
 
-    finalists: int = 24
-    """Most schedules that are compared in the end: the best for each member, and the best for all."""
+    finalists: int = 48
+    """Most schedules that are compared in the end: the best for all and the best for each member, then the second best
+    of each, and so on. At least one more than there are members."""
 
     hosts: int = 6
     """Fresh hosts per member on which finalists are compared. Half of them choose, the other half judge."""
@@ -51,10 +52,11 @@ class Best(NamedTuple):
 
     member: str
     schedule: Schedule
+    """The best one on all of its hosts."""
     objective: float
-    """Of its best schedule, chosen on half of its hosts and measured on the other half."""
+    """Of the schedule that is the best on half of its hosts, on the other half: so not always that of `schedule`."""
     common: float
-    """Of the one schedule that is best for all members, chosen and measured in the same way."""
+    """Of the schedule that is the best for all members on half of the hosts, on the other half."""
 
 
 class Information(NamedTuple):
@@ -63,7 +65,7 @@ class Information(NamedTuple):
     facts: dict[str, Interval]
     """Gain over the one best schedule, on hosts that had no part in the choice, when the best schedule is chosen
     knowing one fact of the episode, or (`all facts`) its member. With few hosts the choice is a poor one, so the truth
-    is rather higher; the interval is over hosts."""
+    is rather higher; the interval is over the hosts of each member, and takes the choices as they are."""
     per_host: float
     """Mean over hosts of the best schedule for that very host minus the one best: on the hosts that it was chosen on,
     so it counts their luck, too, and nobody can know that. The truth is lower."""
@@ -82,19 +84,23 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
     members = pool.bench.family.members
     if len(members) < 2:
         raise ValueError("there is one kind of host only, so there is nothing to know; name facts in data.env.family")
+    if config.finalists <= len(members):
+        raise ValueError(
+            f"look.finalists is {config.finalists}: the best schedule for each of {len(members)} members and the best "
+            f"for all need {len(members) + 1}"
+        )
     hosts = draw_hosts(pool, 2 + config.hosts, config.seed)
     grid = Grid(pool, Generator(pool, config.seed))
     plans = [NOTHING, *grid.generator.distinct(config.plans, {NOTHING})]
     seen = grid.play(plans, hosts[:, :1])
     parents = [plans[i] for i in best_few(seen, max(3, config.plans // 4)) if plans[i] != NOTHING]
-    children = grid.generator.distinct(config.plans, set(plans), parents)
-    seen = np.concatenate([seen, grid.play(children, hosts[:, 1:2])])
-    plans += children
+    plans = [NOTHING, *parents, *grid.generator.distinct(config.plans, set(plans), parents)]
+    seen = grid.play(plans, hosts[:, 1:2])  # parents, too: on other hosts they might only have been luckier
     finalists = [plans[i] for i in best_few(seen, config.finalists)]
     found = grid.play(finalists, hosts[:, 2:])
     one = np.zeros(len(members), dtype=int)
     common, own = chosen_and_judged(found, one), chosen_and_judged(found, np.arange(len(members)))
-    gains = {name: mean_interval((chosen_and_judged(found, of) - common).ravel()) for name, of in facts(members)}
+    gains = {name: interval_of_groups(chosen_and_judged(found, of) - common) for name, of in facts(members)}
     schedules = [grid.generator.schedule(plan) for plan in finalists]
     favourites = found.mean(2).argmax(0)
     table = zip(members, favourites, own.mean(1), common.mean(1), strict=True)
@@ -158,12 +164,11 @@ class Grid:
 
 
 def best_few(seen: np.ndarray, number: int) -> list[int]:  # [P, M, R]
-    """Plans that are good for all members and plans that are the best for one, by turns, up to `number`."""
-    scores = seen.mean(2)
-    of_all = np.argsort(-scores.mean(1), kind="stable")
-    of_one = np.argsort(-scores, axis=0, kind="stable").ravel()  # the best for each member, then the second best …
-    turns = (int(i) for pair in zip(np.resize(of_all, len(of_one)), of_one, strict=True) for i in pair)
-    return list(dict.fromkeys(turns))[:number]
+    """The best plan for all members and the best for each, then the second best of each kind, and so on, up to
+    `number`."""
+    scores = np.concatenate([seen.mean((1, 2))[:, None], seen.mean(2)], 1)  # [P, 1 + M]
+    ranked = np.argsort(-scores, axis=0, kind="stable").ravel()
+    return list(dict.fromkeys(map(int, ranked)))[:number]
 
 
 def chosen_and_judged(found: np.ndarray, groups: np.ndarray) -> np.ndarray:  # [P, M, R], [M] -> [M, R]
@@ -181,9 +186,10 @@ def chosen_and_judged(found: np.ndarray, groups: np.ndarray) -> np.ndarray:  # [
 
 def facts(members: Sequence[Member]) -> list[tuple[str, np.ndarray]]:
     """Each fact in which members differ, and all together; with the group [M] that each member belongs to by it."""
-    values: dict[str, list[str]] = {}
-    for member in members:
-        for name, value in member.facts:
-            values.setdefault(name, []).append(repr(value))
-    groups = {name: np.unique(of, return_inverse=True)[1] for name, of in values.items() if len(of) == len(members)}
-    return [*((name, of) for name, of in groups.items() if of.any()), (EVERYTHING, np.arange(len(members)))]
+    rows = [dict(member.facts) for member in members]
+    groups = [
+        (name, np.array([values.index(row.get(name)) for row in rows]))
+        for name, values in values_of(members).items()
+        if len(values) > 1
+    ]
+    return [*groups, (EVERYTHING, np.arange(len(members)))]

@@ -7,7 +7,7 @@ from typing import Any
 
 from esper_lightning.evaluation.information import Best, Information
 from esper_lightning.evaluation.publish import wide_console
-from esper_lightning.evaluation.report import make_table, show
+from esper_lightning.evaluation.report import make_table, show, without_nan
 from esper_lightning.growth.saving import replace_file
 from esper_lightning.tamiyo.schedule import write_schedule
 
@@ -24,8 +24,8 @@ def print_information(found: Information) -> None:
     worth.add_row("each host, with hindsight", f"{found.per_host:.3f}")
     members = make_table(
         "what each member wants",
-        "on hosts that had no part in the choice: its own best schedule, and the best for all",
-        ("member", "own", "for all", "its own best schedule"),
+        "objective on half of its hosts of the best schedule on the other half, for it or for all",
+        ("member", "own", "for all", "the best on all of its hosts"),
     )
     for best in found.members:
         members.add_row(best.member, f"{best.objective:.3f}", f"{best.common:.3f}", seeds_of(best))
@@ -52,6 +52,6 @@ def write_information(found: Information, folder: Path, record: Mapping[str, Any
         "steps": found.steps,
         **record,
     }
-    text = json.dumps(summary, indent=1) + "\n"
+    text = json.dumps(without_nan(summary), indent=1, allow_nan=False) + "\n"
     replace_file(folder / "information.json", lambda path: path.write_text(text))
     write_schedule(found.schedule, folder / "best_schedule.json")

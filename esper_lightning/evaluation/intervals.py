@@ -61,6 +61,21 @@ def _over_seeds_and_hosts(table: np.ndarray) -> tuple[float, float]:  # [S, H]
     return float(low), float(high)
 
 
+def interval_of_groups(values: np.ndarray) -> Interval:
+    """Mean of values [M, R]: R independent hosts of each of M kinds, which are all the kinds there are. Hosts are
+    resampled within their kind."""
+    mean = float(values.mean())
+    if values.shape[1] < 2 or np.ptp(values) == 0.0:
+        return Interval(mean, mean, mean)
+    random, size = np.random.default_rng(SEED), values.shape[1]
+    means = np.zeros(RESAMPLES)
+    for row in values:
+        means += row[random.integers(size, size=(RESAMPLES, size))].mean(1) / len(values)
+    tail = (1.0 - CONFIDENCE) / 2.0
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    return Interval(mean, float(low), float(high))
+
+
 def effect_size(differences: np.ndarray) -> float:
     """Cohen's d_z of paired differences [H] or [S, H]: their mean over hosts, in standard deviations of a host's.
 

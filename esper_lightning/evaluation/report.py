@@ -114,7 +114,8 @@ def write(contest: Contest, folder: Path, record: Mapping[str, Any]) -> None:
 
 def host_rows(contest: Contest) -> list[list[str]]:
     """Long format: one row per host and controller, and per training seed where a controller has one."""
-    rows = [["controller", "training_seed", "host", "host_seed", *COLUMNS, "pool_seconds"]]
+    rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
+    members = contest.ours.outcomes[0].members
     for contender in contest.contenders:
         trained = is_trained(contest, contender)
         for number, outcome in enumerate(contender.outcomes):
@@ -122,7 +123,7 @@ def host_rows(contest: Contest) -> list[list[str]]:
             who = [contender.name, "" if seed is None else str(seed)]
             for host, host_seed in enumerate(contest.seeds):
                 numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
-                rows.append([*who, str(host), str(host_seed), *numbers, f"{outcome.seconds:.3f}"])
+                rows.append([*who, str(host), str(host_seed), members[host], *numbers, f"{outcome.seconds:.3f}"])
     return rows
 
 

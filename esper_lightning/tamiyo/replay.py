@@ -70,9 +70,9 @@ class Recording:
     def act(self, pool: HostPool) -> Action:
         action = self.controller.act(pool)
         chosen = zip(*download(torch.stack(action)).tolist(), strict=True)
-        for env, entries, decision in zip(pool.envs, self.entries, chosen, strict=True):
-            # What the Governor will refuse is not done.
-            if decision[0] != Op.WAIT and not env.against(decision):
+        for i, (env, entries, decision) in enumerate(zip(pool.envs, self.entries, chosen, strict=True)):
+            # What is impossible, or what the Governor will refuse, is not done.
+            if decision[0] != Op.WAIT and possible(pool, i, decision):
                 entries.append(entry_of(env.tick, decision, pool.space))
         return action
 

@@ -1,5 +1,6 @@
 """Variants of a data set: the same samples seen otherwise, labelled otherwise, or fewer of them."""
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,12 @@ from torch.nn import functional as F
 from esper_lightning.tasks.integrity import SPLITS
 from esper_lightning.tasks.task import Split, TaskData, VariedSplit
 
+ORDER_SEED = 0
+"""Of the one order in which shuffled pixels lie: it is the same in all splits, or nothing could be learned."""
+
 
 def _shuffled(images: Tensor, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(images[0, 0].numel(), generator=generator)  # the same for all images
+    order = torch.randperm(images[0, 0].numel(), generator=torch.Generator().manual_seed(ORDER_SEED))
     return images.flatten(2)[:, :, order].view_as(images)
 
 
@@ -61,15 +65,15 @@ class Variant:
     def __post_init__(self) -> None:
         if self.transform not in TRANSFORMS:
             raise ValueError(f"data.transform: unknown {self.transform!r}; there are: {', '.join(TRANSFORMS)}")
-        if self.noise < 0.0 or not 0.0 <= self.label_noise <= 1.0:
+        if not 0.0 <= self.noise < math.inf or not 0.0 <= self.label_noise <= 1.0:
             raise ValueError(
-                f"data.noise must not be negative and data.label_noise must lie in [0, 1], "
+                f"data.noise must be finite and not negative and data.label_noise must lie in [0, 1], "
                 f"got {self.noise} and {self.label_noise}"
             )
         for name, least in (("classes", 2), ("samples", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"data.{name} must be at least {least}, got {value}")
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"data.{name} must be a whole number of at least {least}, got {value}")
 
     @property
     def stored(self) -> "Variant":

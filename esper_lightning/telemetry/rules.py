@@ -107,7 +107,7 @@ class AnomalyConfig:
     germinated."""
 
     memory: Bounds = Bounds(warning=0.85, critical=0.95)
-    """Share of the device's memory that is in use."""
+    """Share of the device's memory that is in use; on a GPU the most that has been."""
 
     def __post_init__(self) -> None:
         for name in ("least_freedom", "grad_norm_decay"):

@@ -247,12 +247,17 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
         ({"host": [1]}, "unknown fact 'host'"),
         ({"kernel": [1]}, "unknown fact 'kernel'"),
         ({"data.nois": [0.1]}, "unknown fact 'data.nois'; did you mean 'data.noise'"),
-        ({"data.noise": [-1.0]}, "data.noise must not be negative"),
+        ({"data.noise": [-1.0]}, "data.noise must be finite and not negative"),
+        ({"data.noise": [float("nan")]}, "data.noise must be finite and not negative"),
+        ({"data.samples": [40.5]}, "data.samples must be a whole number of at least 1, got 40.5"),
+        ({"objective.price": [float("inf")]}, "objective.price must not be negative"),
+        ({"training.lr": [True]}, "training.lr must be a number"),
+        ({"training.momentum": [0.5]}, "unknown fact 'training.momentum'"),
         ({"data.transform": ["upside down"]}, "unknown 'upside down'; there are: none, inverted"),
-        ({"data.classes": [1]}, "data.classes must be at least 2, got 1"),
+        ({"data.classes": [1]}, "data.classes must be a whole number of at least 2, got 1"),
         ({"training.optimizer": ["sgd"]}, "unknown fact 'training.optimizer'"),
         ({"training.lr": [0.0]}, "training.lr must be positive, got 0.0"),
-        ({"training.lr": ["fast"]}, "training.lr"),
+        ({"training.lr": ["fast"]}, "training.lr must be a number"),
         ({"fail": [1.5]}, "fail is a chance, from 0 to 1"),
         ({"fail.conv_lihgt": [0.5]}, "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
         ({"objective.price": [-0.1]}, "objective.price must not be negative"),
@@ -285,6 +290,29 @@ def test_a_held_out_member_may_not_be_one_of_training() -> None:
         FamilyConfig(held_out=[{"host.kernel": [3]}])
     with pytest.raises(ValueError, match="no held-out members"):
         Family(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
+
+
+def test_held_out_hosts_must_offer_what_those_of_training_do(make_pool: MakePool) -> None:
+    for facts, said in (({"host.slots": [["block3"]]}, "other slots or seeds"), ({"host.kernel": [2]}, "must be odd")):
+        config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[facts])
+        with pytest.raises(ValueError, match=said):
+            make_pool(1, host=cnn, family=config)
+
+
+def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) -> None:
+    def kind(base: int, held_out: Any = (), **facts: list[Any]) -> str:
+        config = FamilyConfig(train=[facts] if facts else [], held_out=list(held_out))
+        return make_pool(1, host=partial(cnn, base=base), family=config).host_kind
+
+    price = {"objective.price": [0.1, 0.2]}
+    kinds = [kind(4), kind(8), kind(4, **price), kind(8, **price), kind(4, **{"data.transform": ["inverted"]})]
+    assert len(set(kinds)) == 5
+    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "whoever is held out"
+
+
+def test_a_fact_that_only_some_members_have_is_a_fact() -> None:
+    whole = Family(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
+    assert [whole.tell(member) for member in whole.members] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
 
 
 def test_without_facts_there_is_one_member_and_nothing_to_tell(make_pool: MakePool) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.observation import SightConfig
+from esper_lightning.governor import GovernorConfig
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import RolloutLoop
@@ -50,6 +51,14 @@ def test_without_masks_everything_is_offered_and_what_is_impossible_is_waiting(m
     assert torch.equal(step.metrics.objective, expected.metrics.objective)
     assert [env.last_op for env in free.envs] == [Op.WAIT, Op.WAIT, Op.GERMINATE]
     assert free.masks.slot.all() and not free.masks_on_cpu.slot.all()
+
+
+def test_a_veto_for_one_host_changes_nothing_of_what_another_chose(make_pool: MakePool) -> None:
+    governor = GovernorConfig(max_growth=1.01)
+    pool = make_pool(2, sight=SightConfig(masks=False), governor=governor)
+    step = pool.step(act(fossilize(0), germinate(0, 2)))
+    assert [veto.host for veto in step.vetoes] == [1]
+    assert step.action.op.tolist() == [Op.FOSSILIZE, Op.WAIT]
 
 
 def test_a_policy_learns_without_masks(make_pool: MakePool, make_policy: Callable[..., Policy]) -> None:

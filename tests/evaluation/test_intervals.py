@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper_lightning.evaluation.intervals import RESAMPLES, Interval, effect_size, mean_interval
+from esper_lightning.evaluation.intervals import RESAMPLES, Interval, effect_size, interval_of_groups, mean_interval
 
 HOSTS = np.array([0.1, 0.35, 0.4, 0.55, 0.62, 0.9])
 
@@ -81,3 +81,13 @@ def test_an_effect_size_is_in_deviations_of_the_difference() -> None:
     # Over training seeds each host's mean counts: [2, 4] has mean 3 and deviation √2.
     assert effect_size(np.array([[1.0, 3.0], [3.0, 5.0]])) == pytest.approx(3.0 / 2.0**0.5)
     assert np.isnan(effect_size(np.array([0.5, 0.5])))
+
+
+def test_hosts_are_resampled_within_their_kind() -> None:
+    random = np.random.default_rng(4)
+    kinds = 10.0 * np.arange(5)[:, None]  # differences between kinds are no uncertainty
+    found = interval_of_groups(kinds + random.normal(size=(5, 40)))
+    error = 1.0 / np.sqrt(200)
+    assert found.mean == pytest.approx(20.0, abs=4 * error)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.15)
+    assert interval_of_groups(np.ones((3, 4))) == (1.0, 1.0, 1.0)

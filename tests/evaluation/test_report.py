@@ -32,7 +32,7 @@ def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     whole = np.arange(HOSTS)
     return Outcome(
         name, accuracy, 1 - accuracy, whole + parameters, accuracy - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
-        [()] * HOSTS, trace,
+        [()] * HOSTS, trace, ["as configured"] * HOSTS,
     )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ class LoopExecutor:
         self.task = task
         self.training = training
 
+    def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
+        """Raises ValueError, before anything is trained, if hosts like these cannot be: one of each kind is given."""
+
     def tick(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ class HostEpoch:
         self.task = task
         self.data = data
         self.parts = env.training.micro_batches
+        self.idle = [parameter for slot in env.failing for parameter in slot.seed.parameters()]
         env.laps.start()
         self.batches = env.draw_batches(data.samples).in_parts(self.parts)  # [batches · parts, B / parts]
         env.laps.lap(data=1.0)
@@ -50,8 +51,8 @@ class HostEpoch:
         env.optimizer.zero_grad()
         for part in range(i * self.parts, (i + 1) * self.parts):
             self._learn(self.batches.at(part))
-        for slot in env.failing:
-            for parameter in slot.seed.parameters():
+        for parameter in self.idle:
+            if parameter.grad is not None:
                 parameter.grad.zero_()
         env.scaler.unscale_(env.optimizer)
         if i == len(self) - 1:

@@ -34,6 +34,10 @@ class FusedExecutor(LoopExecutor):
         super().__init__(task, training)
         self.stacks: dict[str, HostStack] = {}  # by kind of host
 
+    def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
+        for env in envs:
+            self._stack([env], data)
+
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with convolutions(self.training.onednn), together(envs):
             return by_kind(lambda alike: self._train_all(alike, data), envs)
@@ -122,9 +126,9 @@ class FusedEpoch:
         self.laps = envs[0].laps
         self.laps.start()
         failing = {(i, group_of(slot.name)) for i, env in enumerate(envs) for slot in env.failing}
-        learns = [float((group.host, group.name) not in failing) for group in hosts + seeds]
-        # None: all of them do, nearly always.
-        self.learns = upload(learns, self.arena.values.device, self.arena.values.dtype) if failing else None
+        idle = [(group.host, group.name) in failing for group in hosts + seeds]
+        # Numbers that get no gradient. None: all do, nearly always.
+        self.idle = self.optimizer.spread(upload(idle, self.arena.values.device)) if failing else None
         self.parts = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).in_parts(self.parts) for env in envs])
         self.laps.lap(data=1.0)
@@ -142,8 +146,8 @@ class FusedEpoch:
         self.arena.grads.zero_()
         for part in range(i * self.parts, (i + 1) * self.parts):
             self._learn(self.batches.at(part))
-        if self.learns is not None:
-            self.arena.grads *= self.optimizer.spread(self.learns)
+        if self.idle is not None:
+            self.arena.grads.masked_fill_(self.idle, 0.0)
         healthy = None
         if self.scaler is not None:
             healthy = self.scaler.unscale(self.optimizer)

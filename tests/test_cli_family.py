@@ -1,0 +1,100 @@
+"""A family through the command line: trained on, gone on with, evaluated on members held out, and asked its worth."""
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from esper_lightning.__main__ import main
+from tests.runs import CONFIGS
+
+SMALL = (
+    *("--config", str(CONFIGS / "digits_family.yaml"), "--data.n_envs", "4", "--data.env.horizon", "5"),
+    *("--data.env.training.batches", "2", "--model.ppo.minibatches", "2"),
+)
+
+
+def call(verb: str, *args: str) -> None:
+    """`esper-lightning verb` in this process."""
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+        main([verb, *SMALL, *args])
+
+
+def fit(root: Path, *args: str) -> None:
+    quiet = ("--trainer.enable_progress_bar", "false", "--evaluation.hosts", "0")
+    call("fit", "--trainer.default_root_dir", str(root), *quiet, *args)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoints" / "latest.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("family")
+    fit(root, "--trainer.max_epochs", "2")
+    return root / "version_0"
+
+
+def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs", "1")
+    run = tmp_path / "version_0"
+    fit(tmp_path, "--trainer.max_epochs", "2", "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"))
+    ours, theirs = weights(run), weights(trained)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_another_family_cannot_continue_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained / "checkpoints" / "latest.ckpt"
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, "--data.env.family.train", "[{host.kernel: [1, 3]}]", "--ckpt_path", str(checkpoint))
+    assert ended.value.code == 2
+    assert "members" in capsys.readouterr().err
+
+
+def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp_path: Path) -> None:
+    asked = ("--evaluation.hosts", "4", "--evaluation.against", "[climbing]", "--evaluation.held_out", "true")
+    call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path))
+    summary = json.loads((tmp_path / "evaluation.json").read_text())
+    twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
+    assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
+        (("--evaluation.against", "[]"), "wants a rule for its twin"),
+        (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out members"),
+    ],
+)
+def test_rivals_and_members_that_there_are_not_are_refused(
+    trained: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call("evaluate", "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), *args)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--look.plans", "2", "--look.finalists", "5", "--look.hosts", "2")
+    facts = "[{host.kernel: [1, 3], objective.price: [0.0, 1.0]}]"
+    call("information", *few, "--data.env.family", f"{{train: {facts}, held_out: []}}", "--out", str(tmp_path))
+    said = capsys.readouterr().out
+    assert "value of information" in said and "objective.price" in said
+    summary = json.loads((tmp_path / "information.json").read_text())
+    assert set(summary["gains"]) == {"host.kernel", "objective.price", "all facts"}
+    assert len(summary["members"]) == 4 and (tmp_path / "best_schedule.json").is_file()
+
+
+def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call("information", "--data.env.family", "{train: [], held_out: []}")
+    assert ended.value.code == 2
+    assert "one kind of host only" in capsys.readouterr().err
