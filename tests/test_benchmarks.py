@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.choice import Choice
+from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.growth.network import count_parameters
 from tests.runs import ROOT
 
@@ -145,3 +147,24 @@ def test_the_memory_of_a_long_run_is_looked_at(
     assert first.startswith("loop, 1 hosts, rollout 1: process ") and "(+0.0, +0.00%)" in first
     assert "rollout 2: process " in second
     assert "the bar of 1%" in verdict
+
+
+def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
+    source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
+    tables = script("tables")
+    rows = ["controller,training_seed,host,host_seed,member,accuracy,parameters,objective,fossils"]
+    worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
+    for (name, seed), objectives in worth.items():
+        rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1" for host, value in enumerate(objectives)]
+    source.write_text("\n".join(rows) + "\n")
+    tables.main(["keep", str(source), str(kept)])
+    assert "member" not in kept.read_text()
+    results = tables.read(kept)
+    assert results["tamiyo"]["1"].tolist() == [0.7, 0.9]
+    head, _, ours, wait = tables.markdown(results)
+    assert head == "| controller | objective | ahead, seed 0 | ahead, seed 1 | ahead, all |"
+    assert ours.startswith("| tamiyo | .750 ±") and ours.endswith("|  |  |  |")
+    leads = [[0.4, 0.2], [0.5, 0.3]]
+    cells = [tables.shown(mean_interval(np.array(lead)), signed=True) for lead in [*leads, leads]]
+    assert wait.split(" | ")[2:] == [*cells[:2], f"{cells[2]} |"]
+    assert tables.number(-0.0214) == "−.021" and tables.number(1.5) == "1.500"

@@ -133,6 +133,8 @@ def as_tick(
         diverged=diverged,
         objective_before=before.objective,
         objective=objective,
+        kept_objective_before=kept_objective(before.objective, before.accuracy),
+        kept_objective=objective if env.tick >= env.horizon else kept_objective(objective, accuracy),
         accuracy_at_start=env.history.accuracy[0],
         accuracy_before=before.accuracy[0],
         accuracy=accuracy[0],
@@ -145,6 +147,11 @@ def as_tick(
         chance=env.habitat.chance,
         slots=() if after_decision is None else slot_ticks(env, before, after_decision),
     )
+
+
+def kept_objective(objective: float, accuracy: Sequence[float]) -> float:
+    """J of what is kept, from J with live seeds and accuracies per variant: rent is the same."""
+    return objective - accuracy[0] + accuracy[-1]
 
 
 def bare(accuracy: Sequence[float], slots: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ModeName = Literal[
-    "objective", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
+    "objective", "kept", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
 ]  # fmt: skip
 
 
@@ -14,7 +14,9 @@ class RewardConfig:
     """What a controller is paid for. What it is judged by is always the objective."""
 
     mode: ModeName = "objective"
-    """objective: the change of the objective, tick by tick. sparse: the objective at the end alone. minimal: sparse,
+    """objective: the change of the objective, tick by tick. kept: the change of what the objective would be if the
+    episode ended now: the same sum, but a seed pays when it is kept, not when it is blended. sparse: the objective at
+    the end alone. minimal: sparse,
     minus 0.1 for culling a seed younger than 5 ticks. simplified: shaping by stages, a little for every op, and at the
     end 3 times the accuracy plus 2 for every seed kept that contributes. shaped: accuracy points that are put down to
     seeds, shaping, rent, warnings, costs of ops. basic: shaping, rent, a bonus for keeping a good seed, and at the end
@@ -54,7 +56,7 @@ class RewardConfig:
     @property
     def looks_at_seeds(self) -> bool:
         """Is anything paid for what happens to seeds?"""
-        return self.mode not in ("objective", "sparse")
+        return self.mode not in ("objective", "kept", "sparse")
 
     def __post_init__(self) -> None:
         for name in ("shaping", "rent", "rent_cap", "fossilize_bonus"):

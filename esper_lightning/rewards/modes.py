@@ -1,7 +1,7 @@
 """Every reward is a named sum of terms: the table of modes, and what each term makes of a tick.
 
-Scale: `objective`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy points
-of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are 0 … 1 times
+Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
+points of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are 0 … 1 times
 the factor named; in `loss` 1 is a deviation of the loss. The Governor's penalty is the same in every mode.
 """
 
@@ -40,6 +40,10 @@ class Term(NamedTuple):
 
 def objective_change(tick: Tick, config: RewardConfig) -> float:
     return tick.objective - tick.objective_before
+
+
+def kept_objective_change(tick: Tick, config: RewardConfig) -> float:
+    return tick.kept_objective - tick.kept_objective_before
 
 
 def objective_at_end(tick: Tick, config: RewardConfig) -> float:
@@ -195,6 +199,7 @@ GAIN = Term(gain_at_end, fixed(5.0))
 
 MODES: Mapping[ModeName, Mapping[str, Term]] = {
     "objective": {"objective": Term(objective_change, fixed(2.0))},
+    "kept": {"kept": Term(kept_objective_change, fixed(2.0))},
     "sparse": {"end": AT_END},
     "minimal": {"end": AT_END, "early_cull": Term(early_cull, fixed(0.1))},
     "simplified": {
@@ -250,6 +255,6 @@ def pay(tick: Tick, config: RewardConfig) -> dict[str, float]:
 def bound(config: RewardConfig, slots: int) -> float:
     """The most that the reward of a tick can be in size, of a host with so many slots, without a rollback's penalty.
 
-    Of `objective` it holds for an `objective.rent_cap` of at most 1, with which J lies between -1 and 1.
+    Of `objective` and `kept` it holds for an `objective.rent_cap` of at most 1, with which J lies between -1 and 1.
     """
     return sum(term.bound(config, slots) for term in MODES[config.mode].values())

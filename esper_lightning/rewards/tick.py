@@ -83,6 +83,9 @@ class Tick(NamedTuple):
     objective_before: float
     objective: float
     """J; at the horizon of what is kept, otherwise with live seeds."""
+    kept_objective_before: float
+    kept_objective: float
+    """J of what is kept: what it would be if the episode ended here."""
     accuracy_at_start: float
     """When the episode began."""
     accuracy_before: float

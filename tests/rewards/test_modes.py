@@ -36,8 +36,8 @@ def test_every_term_and_every_reward_is_within_its_bound(mode: ModeName, one: Ti
 def test_bounds_of_three_slots() -> None:
     stated = {mode: bound(RewardConfig(mode=mode), 3) for mode in ALL}
     assert stated == pytest.approx({
-        "objective": 2.0, "sparse": 1.0, "minimal": 1.1, "simplified": 16.21, "shaped": 615.92, "basic": 16.2,
-        "basic_plus": 14.4, "escrow": 300.0, "loss": 7.0,
+        "objective": 2.0, "kept": 2.0, "sparse": 1.0, "minimal": 1.1, "simplified": 16.21, "shaped": 615.92,
+        "basic": 16.2, "basic_plus": 14.4, "escrow": 300.0, "loss": 7.0,
     })  # fmt: skip
 
 

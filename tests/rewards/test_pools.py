@@ -83,6 +83,23 @@ def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callab
     torch.testing.assert_close(rewards.sum(0), end - start, rtol=0.0, atol=1e-6)
 
 
+def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Callable[..., HostPool]) -> None:
+    pools = [pool_of(mode, training=LEARNS, horizon=len(KEEP)) for mode in ("kept", "objective")]
+    for pool in pools:
+        pool.reset([1, 2, 3])
+    worth = [[env.validated.accuracy[-1] for env in pools[0].envs]]  # nothing is kept yet, so there is no rent
+    kept, change = [], []
+    for rows in KEEP:
+        ours, theirs = (pool.step(act(*rows)) for pool in pools)
+        kept.append(ours.reward.clone())
+        change.append(theirs.reward.clone())
+        accuracy = torch.tensor([env.validated.accuracy[-1] for env in pools[0].envs])
+        worth.append(pools[0].payroll.worth(accuracy).tolist())
+    torch.testing.assert_close(torch.stack(kept), torch.tensor(worth).diff(dim=0), rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(torch.stack(kept).sum(0), torch.stack(change).sum(0), rtol=0.0, atol=1e-6)
+    assert not torch.equal(torch.stack(kept), torch.stack(change))
+
+
 def test_sparse_pays_it_at_the_end(pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of("sparse", training=LEARNS), RandomValid(2)
     pool.reset([5, 6, 7])

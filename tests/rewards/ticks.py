@@ -23,6 +23,7 @@ def tick(*slots: SlotTick, **facts: Any) -> Tick:
     """One host's tick in which nothing changes but what `facts` say."""
     usual = {
         "op": "WAIT", "over": False, "last": False, "diverged": False, "objective_before": 0.5, "objective": 0.5,
+        "kept_objective_before": 0.5, "kept_objective": 0.5,
         "accuracy_at_start": 0.5, "accuracy_before": 0.5, "accuracy": 0.5, "kept_accuracy": 0.5, "bare_before": 0.5,
         "bare": 0.5, "loss_before": 1.0, "loss": 1.0, "kept_loss": 1.0, "chance": 2.3,
     }  # fmt: skip
@@ -62,6 +63,8 @@ arbitrary_ticks = st.builds(
     diverged=st.booleans(),
     objective_before=st.floats(-1.0, 1.0),
     objective=st.floats(-1.0, 1.0),
+    kept_objective_before=st.floats(-1.0, 1.0),
+    kept_objective=st.floats(-1.0, 1.0),
     accuracy_at_start=shares,
     accuracy_before=shares,
     accuracy=shares,

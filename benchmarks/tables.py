@@ -1,0 +1,91 @@
+"""The tables of the README, from committed results of `evaluate`.
+
+    python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
+    python -m benchmarks.tables show benchmarks/results/NAME.csv
+
+The first keeps what the tables need; the second prints one in Markdown: objective on test images, and Tamiyo's lead
+over every row, paired by host, for each training seed and for all together.
+"""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from esper_lightning.evaluation.intervals import Interval, mean_interval
+
+KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils")
+
+TAMIYO = "tamiyo"
+
+
+def keep(source: Path, target: Path) -> None:
+    """Copies the columns that the tables need, rounded to what an image of 700 can tell."""
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(KEPT)
+        for row in rows:
+            numbers = [f"{float(row[name]):.6g}" for name in KEPT[3:]]
+            writer.writerow([*(row[name] for name in KEPT[:3]), *numbers])
+
+
+def read(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Objective [H] by controller and training seed; the seed of what was not trained is empty."""
+    found: dict[str, dict[str, list[float]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["controller"], {}).setdefault(row["training_seed"], []).append(float(row["objective"]))
+    return {name: {seed: np.array(values) for seed, values in of.items()} for name, of in found.items()}
+
+
+def number(value: float) -> str:
+    """`.573`, `−.021`"""
+    return f"{value:.3f}".replace("-", "−").replace("0.", ".", 1)
+
+
+def shown(interval: Interval, signed: bool = False) -> str:
+    """`.573 ± .017`, or with its sign and both ends."""
+    if not signed:
+        return f"{number(interval.mean)} ± {number((interval.high - interval.low) / 2)}"
+    sign = "+" if interval.mean >= 0 else ""
+    return f"{sign}{number(interval.mean)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def markdown(results: dict[str, dict[str, np.ndarray]]) -> list[str]:
+    """The lines of the table."""
+    ours = results[TAMIYO]
+    seeds = list(ours)
+    together = ["all"] if len(seeds) > 1 else []
+    lines = ["| controller | objective | " + " | ".join(f"ahead, {s}" for s in [f"seed {s}" for s in seeds] + together)]
+    lines = [f"{lines[0]} |", "|---|---|" + "---|" * (len(seeds) + len(together))]
+    for name, of in results.items():
+        row = [name, shown(mean_interval(np.array(list(of.values()))))]
+        leads = [ours[seed] - of.get(seed, of.get("", ours[seed])) for seed in seeds]
+        cells = leads + ([np.array(leads)] if together else [])
+        row += ["" if name == TAMIYO else shown(mean_interval(cell), signed=True) for cell in cells]
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Keeps results, or shows them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    keeping = verbs.add_parser("keep", help="copy what the tables need")
+    keeping.add_argument("source", type=Path)
+    keeping.add_argument("target", type=Path)
+    verbs.add_parser("show", help="print the table").add_argument("results", type=Path)
+    chosen = parser.parse_args(args)
+    if chosen.verb == "keep":
+        keep(chosen.source, chosen.target)
+    else:
+        print("\n".join(markdown(read(chosen.results))))
+
+
+if __name__ == "__main__":
+    main()
