@@ -1,8 +1,8 @@
 """Every reward is a named sum of terms: the table of modes, and what each term makes of a tick.
 
 Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
-points of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are 0 … 1 times
-the factor named; in `loss` 1 is a deviation of the loss. The Governor's penalty is the same in every mode.
+points of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are
+0 … 1 times the factor named; in `loss` 1 is a deviation of the loss. The Governor's penalty is the same in every mode.
 """
 
 from collections.abc import Callable, Mapping
