@@ -1,8 +1,9 @@
-"""README.md: the map names every file that there is, and no other."""
+"""README.md: the map names every file that there is, and no other; its table is that of the kept results."""
 
 import re
 
 from tests.runs import ROOT
+from tests.test_benchmarks import script
 
 README = (ROOT / "README.md").read_text()
 
@@ -33,3 +34,12 @@ def test_the_map_names_every_file() -> None:
 
     assert files - there == set()
     assert {path for path in there if not (ROOT / path).exists()} == set()
+
+
+def test_the_table_is_that_of_the_kept_results() -> None:
+    tables = script("tables")
+    there = set(tables.markdown(tables.read(ROOT / "benchmarks" / "results" / "digits.csv")))
+    names = ("tamiyo", "random", "small static", "heuristic", "periodic", "climbing", "best fixed", "static tamiyo")
+    rows = [line for line in README.splitlines() if line.startswith(tuple(f"| {name} |" for name in names))]
+    assert len(rows) == len(names)
+    assert set(rows) <= there
