@@ -20,6 +20,9 @@ KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "paramet
 
 TAMIYO = "tamiyo"
 
+ByTrainingSeed = dict[str, np.ndarray]
+"""Objective [H]; the seed of what was not trained is empty."""
+
 
 def keep(source: Path, target: Path) -> None:
     """Copies the columns that the tables need, rounded to what an image of 700 can tell."""
@@ -34,8 +37,8 @@ def keep(source: Path, target: Path) -> None:
             writer.writerow([*(row[name] for name in KEPT[:3]), *numbers])
 
 
-def read(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Objective [H] by controller and training seed; the seed of what was not trained is empty."""
+def read(path: Path) -> dict[str, ByTrainingSeed]:
+    """The results of each controller."""
     found: dict[str, dict[str, list[float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -56,7 +59,7 @@ def shown(interval: Interval, signed: bool = False) -> str:
     return f"{sign}{number(interval.mean)} [{number(interval.low)}, {number(interval.high)}]"
 
 
-def markdown(results: dict[str, dict[str, np.ndarray]]) -> list[str]:
+def markdown(results: dict[str, ByTrainingSeed]) -> list[str]:
     """The lines of the table."""
     ours = results[TAMIYO]
     seeds = list(ours)

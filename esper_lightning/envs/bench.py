@@ -79,14 +79,16 @@ class Bench:
                 kind: measure_compute(self._build(member, devices[0]), batch.inputs[:1])
                 for kind, member in architectures.items()
             }
-        hosts = [
-            describe_host(self._build(m, devices[0])) for m in {kind_of(m): m for m in config.family.members()}.values()
-        ]
-        self.host_kind = "; ".join(hosts)
-        if config.family.train:
-            self.host_kind += f"; family {config.family.checksum}"
+        self.host_kind = self._describe()
         self.habitats = {repr(member): self._habitat(member) for member in self.family.members}
         self.kept: dict[tuple[int, str], HostEnv] = {}  # by place and kind
+
+    def _describe(self) -> str:
+        """Of the hosts that training meets, whoever is drawn here: a policy is made for those."""
+        family = self.config.family
+        kinds = {kind_of(member): member for member in family.members()}
+        hosts = [describe_host(self._build(member, self.devices[0])) for member in kinds.values()]
+        return "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
 
     def _build(self, member: Member, on: torch.device) -> nn.Module:
         try:

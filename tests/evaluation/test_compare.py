@@ -22,7 +22,8 @@ from tests.decisions import WAIT, act, fossilize, germinate
 def outcome(name: str, objective: np.ndarray) -> Outcome:
     none = np.zeros_like(objective)
     trace = Trace(none[None], none[None], none[None, :, None])
-    return Outcome(name, none, none, none, objective, none, none, none, none, 0.0, [()] * len(none), trace)
+    kept, members = [()] * len(none), ["as configured"] * len(none)
+    return Outcome(name, none, none, none, objective, none, none, none, none, 0.0, kept, trace, members)
 
 
 @given(seed=st.integers(0, 1000), gain=st.floats(-1.0, 1.0))

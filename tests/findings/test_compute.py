@@ -40,7 +40,10 @@ def test_s10_nothing_of_torchs_compiler_is_set_or_asked_for_at_import() -> None:
         inside = [name for function in functions(path) for name in torch_names(function) if name == "torch.compile"]
         everywhere = [name for name in torch_names(code) if name == "torch.compile"]
         assert len(inside) >= len(everywhere), path.name
-        assert not [name for name in torch_names(code) if "torch.compiler" in name or "config" in name], path.name
+        # Counting asks for plain execution meanwhile, which leaves the compiler's settings as they are.
+        allowed = ("torch.compiler", "torch.compiler.set_stance") if path.name == "meter.py" else ()
+        touched = [name for name in torch_names(code) if "torch.compiler" in name or "config" in name]
+        assert not set(touched) - set(allowed), path.name
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_s6_devices_are_not_asked_about_in_the_loop() -> None:
 
     crossing = {"transfer.py: send", "transfer.py: download"}
     once = {"config.py: check_fits", "proof.py: check_stack", "proof.py: _random_state", "timing.py: make_timer"}
-    once |= {"snapshot.py: __init__", "memory.py: memory_metrics"}
+    once |= {"snapshot.py: __init__", "memory.py: memory_metrics", "memory.py: memory_share"}
     # registry.py: which blueprints can be offered and built at all.
     assert set(asking) == {"registry.py: runs_on"} | once | crossing
 

@@ -33,10 +33,10 @@ class Reads(TorchFunctionMode):
         self.reads: list[str] = []
         self.downloads: list[tuple[int, ...]] = []  # shapes
         # On a processor they are one and the same.
-        pool.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
+        pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
         self.know(list(pool.masks_on_cpu))
         patch.setattr("esper_lightning.envs.pool.download", self.download)
-        for place in ("pool", "observation"):
+        for place in ("pool", "sight"):
             patch.setattr(f"esper_lightning.envs.{place}.send", self.send)
 
     def know(self, value: Any) -> None:

@@ -172,14 +172,14 @@ def test_what_has_been_grown_before_is_grown_by_the_same_program() -> None:
     pool.reset([0, 1])
     pool.envs[0].growing.germinate("block1", "norm")
     pool.carry_on(1)
-    stack = pool.executor.stack
+    (stack,) = pool.executor.stacks.values()
     banks = dict(stack.slots["block1"].kept)
     pool.envs[1].growing.germinate("block1", "norm")
     pool.carry_on(1)
     pool.envs[0].growing.remove("block1")
     pool.carry_on(1)
 
-    assert pool.executor.stack is stack
+    assert list(pool.executor.stacks.values()) == [stack]
     assert stack.slots["block1"].kept == banks
 
 

@@ -41,7 +41,7 @@ def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() ->
             pool.step(wanderer.act(pool))
     pool.executor.train_epoch(pool.envs, pool.data.train)
 
-    stack = pool.executor.stack
+    (stack,) = pool.executor.stacks.values()
     layers = [m for m in stack.network.modules() if isinstance(m, Stacked)]
     assert len({kind for slot in stack.slots.values() for kind in slot.kept}) > 8, "many kinds of seeds were met"
     assert not any(layer.given or any(b is not None for b in layer.buffers()) for layer in layers)

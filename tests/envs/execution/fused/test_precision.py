@@ -45,7 +45,9 @@ def test_all_layers_of_hosts_and_seeds_compute_in_it(host: str, precision: str) 
         seen.add((name, module.training, output.dtype))
 
     layers = {
-        n: m for n, m in pool.executor.stack.network.named_modules() if isinstance(m, StackedConv2d | StackedLinear)
+        n: m
+        for n, m in next(iter(pool.executor.stacks.values())).network.named_modules()
+        if isinstance(m, StackedConv2d | StackedLinear)
     }
     for name, layer in layers.items():
         layer.register_forward_hook(partial(watch, name=name))
