@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Member, values_of
 from esper_lightning.evaluation.intervals import Interval, interval_of_groups
 from esper_lightning.evaluation.plans import Generator, Plan
-from esper_lightning.tamiyo.replay import FixedSchedule
+from esper_lightning.evaluation.search import play_cells
 from esper_lightning.tamiyo.schedule import Schedule
 
 EVERYTHING = "all facts"
@@ -149,18 +149,8 @@ class Grid:
         """The objective that each plan ends with."""
         pool = self.pool
         cells = [(self.generator.schedule(plan), int(seed)) for plan in plans for seed in hosts.ravel()]
-        found: list[float] = []
-        for start in range(0, len(cells), pool.n_envs):
-            part = cells[start : start + pool.n_envs]
-            schedules, seeds = zip(*(part + part[:1] * (pool.n_envs - len(part))), strict=True)
-            controller = FixedSchedule(schedules)
-            pool.reset(seeds)
-            controller.reset(pool)
-            for _ in range(pool.config.horizon):
-                result = pool.step(controller.act(pool))
-            self.steps += pool.n_envs * pool.config.horizon
-            found += result.metrics.objective[: len(part)].tolist()
-        return np.array(found).reshape(len(plans), *hosts.shape)
+        self.steps += -(-len(cells) // pool.n_envs) * pool.n_envs * pool.config.horizon
+        return np.array(play_cells(pool, cells)).reshape(len(plans), *hosts.shape)
 
 
 def best_few(seen: np.ndarray, number: int) -> list[int]:  # [P, M, R]

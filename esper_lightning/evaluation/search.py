@@ -131,22 +131,26 @@ class Racer:
         hosts = max(1, n_envs // len(schedules))
         seeds = episode_seeds(self.seed, TRAINING, self.spent, hosts)
         cells = [(schedule, seed) for schedule in schedules for seed in seeds]
-        found: list[float] = []
-        for start in range(0, len(cells), n_envs):
-            part = cells[start : start + n_envs]
-            filled = part + part[:1] * (n_envs - len(part))
-            found += self._episode(*zip(*filled, strict=True))[: len(part)]
-        return np.array(found).reshape(len(schedules), hosts)
+        episodes = -(-len(cells) // n_envs)
+        self.left -= episodes
+        self.spent += episodes
+        return np.array(play_cells(self.pool, cells)).reshape(len(schedules), hosts)
 
-    def _episode(self, schedules: tuple[Schedule, ...], seeds: tuple[int, ...]) -> list[float]:
-        self.left -= 1
-        self.spent += 1
+
+def play_cells(pool: HostPool, cells: Sequence[tuple[Schedule, int]]) -> list[float]:
+    """The objective, by validation images, that each schedule ends with on the host of its seed; an episode of the pool
+    for as many as it has environments."""
+    found: list[float] = []
+    for start in range(0, len(cells), pool.n_envs):
+        part = cells[start : start + pool.n_envs]
+        schedules, seeds = zip(*part, *[part[0]] * (pool.n_envs - len(part)), strict=True)
         controller = FixedSchedule(schedules)
-        self.pool.reset(seeds)
-        controller.reset(self.pool)
-        for _ in range(self.pool.config.horizon):
-            result = self.pool.step(controller.act(self.pool))
-        return result.metrics.objective.tolist()
+        pool.reset(seeds)
+        controller.reset(pool)
+        for _ in range(pool.config.horizon):
+            result = pool.step(controller.act(pool))
+        found += result.metrics.objective[: len(part)].tolist()
+    return found
 
 
 def search(pool: HostPool, config: SearchConfig = SearchConfig()) -> Found:
