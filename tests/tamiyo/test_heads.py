@@ -1,19 +1,31 @@
 """The factored distribution against brute force over all legal actions."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, ActionConfig, Masks, Op
-from esper_lightning.tamiyo.heads import FactoredDistribution, Heads, Tables, normalised_entropy, table_shapes
+from esper_lightning.tamiyo.heads import FactoredDistribution, Heads, normalised_entropy
 from tests.decisions import WAIT, Row, act, advance, cull, decide, fossilize, germinate, set_alpha
+from tests.tamiyo.enumeration import (
+    ALL,
+    DEFAULT,
+    SLOTS,
+    SPEEDS,
+    STYLES,
+    TEMPOS,
+    Sizes,
+    every_action,
+    legal_actions,
+    log_probs,
+    probabilities,
+    random_logits,
+    random_masks,
+    true,
+)
 
-OPS, SLOTS, BLUEPRINTS, STYLES, TEMPOS, TARGETS, SPEEDS, CURVES = len(Op), 3, 4, 2, 2, 3, 3, 2
-ALL = dict(zip(HEADS, (OPS, SLOTS, BLUEPRINTS, STYLES, TEMPOS, TARGETS, SPEEDS, CURVES), strict=True))
-DEFAULT = ALL | {"op": 4, "style": 1, "target": 1, "speed": 1, "curve": 1}
 SOME = {
     "all heads": ALL,
     "as by default": DEFAULT,
@@ -32,77 +44,6 @@ CALLED_FOR: dict[str, set[Op]] = {
 }
 
 several = pytest.mark.parametrize("sizes", SOME.values(), ids=list(SOME))
-
-Sizes = dict[str, int]
-
-
-def random_masks(rows: int, seed: int, sizes: Sizes = ALL) -> Masks:
-    """All by chance, but: to wait, to act at once and to grow something is always possible, and at once has no curve.
-
-    There is also somewhere to send alpha, and a ramp has a shape.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def chance(*heads: str) -> Tensor:
-        mask = torch.rand(rows, *(sizes[head] for head in heads), generator=generator) < 0.6
-        if heads[-1] != "slot":
-            mask[..., 0] |= ~mask.any(-1)
-        return mask
-
-    slot, blueprint, target = chance("op", "slot"), chance("slot", "blueprint"), chance("slot", "target")
-    speed, curve = chance("op", "slot", "speed"), chance("speed", "curve")
-    slot[:, Op.WAIT] = True
-    speed[..., 0] = True
-    curve[:, 0] = torch.arange(sizes["curve"]) == 0
-    return Masks(slot, blueprint, target, speed, curve, torch.zeros(rows, dtype=torch.bool))
-
-
-def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> Tables:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = table_shapes(sizes)
-    return {head: spread * torch.randn(rows, *shape, generator=generator) for head, shape in shapes.items()}
-
-
-def true(mask: Tensor) -> list[int]:
-    return mask.nonzero().flatten().tolist()
-
-
-def legal_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
-    """Every different decision; heads that do not matter are 0."""
-    slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
-    slots = {op: true(slot[op]) if op < sizes["op"] else [] for op in Op}
-    actions = [WAIT]
-    actions += map(fossilize, slots[Op.FOSSILIZE])
-    actions += map(advance, slots[Op.ADVANCE])
-    for k in slots[Op.GERMINATE]:
-        actions += [
-            germinate(k, p, m, s)
-            for p, m, s in product(true(blueprint[k]), range(sizes["tempo"]), range(sizes["style"]))
-        ]
-    for k in slots[Op.CULL]:
-        actions += [cull(k, v, c) for v in true(speed[Op.CULL, k]) for c in true(curve[v])]
-    for k in slots[Op.SET_ALPHA]:
-        changes = [(v, c) for v in true(speed[Op.SET_ALPHA, k]) for c in true(curve[v])]
-        actions += [set_alpha(k, t, *change) for t in true(target[k]) for change in changes]
-    return actions
-
-
-def every_action(sizes: Sizes) -> list[Row]:
-    """Whatever the numbers of the heads can say."""
-    return list(product(*(range(sizes[head]) for head in HEADS)))
-
-
-def log_probs(logits: Tables, masks: Masks, row: int, actions: list[Row]) -> Tensor:
-    """Of several actions in one environment."""
-    n = len(actions)
-    tables = {head: table[row].expand(n, *table.shape[1:]) for head, table in logits.items()}
-    return FactoredDistribution(tables, Masks(*(m[row].expand(n, *m.shape[1:]) for m in masks))).log_prob(act(*actions))
-
-
-def probabilities(logits: Tables, masks: Masks, row: int, sizes: Sizes = ALL) -> dict[Row, float]:
-    """Of every legal action in one environment."""
-    actions = legal_actions(masks, row, sizes)
-    return dict(zip(actions, log_probs(logits, masks, row, actions).double().exp().tolist(), strict=True))
 
 
 @several

@@ -3,12 +3,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tamiyo.sampled import SampledController
+from tests.tamiyo.playing import episode
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +24,6 @@ def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
 @pytest.fixture(scope="module")
 def norm(pool: HostPool) -> RunningMeanStd:
     return RunningMeanStd((len(pool.feature_names),))
-
-
-def episode(pool: HostPool, controller: SampledController) -> Tensor:
-    """Decisions [T, heads, N]; the pool raises if one is masked."""
-    pool.reset([1, 2, 3])
-    controller.reset(pool)
-    taken = []
-    for _ in range(pool.config.horizon):
-        action = controller.act(pool)
-        taken.append(torch.stack(action))
-        pool.step(action)
-    return torch.stack(taken)
 
 
 def test_what_is_drawn_depends_on_its_own_seed_alone(pool: HostPool, policy: Policy, norm: RunningMeanStd) -> None:

@@ -1,0 +1,19 @@
+"""An episode under a controller."""
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import HostPool
+from esper_lightning.tamiyo.controller import Controller
+
+
+def episode(pool: HostPool, controller: Controller) -> Tensor:
+    """Decisions [T, heads, N] on three hosts; the pool raises if one is masked."""
+    pool.reset([1, 2, 3])
+    controller.reset(pool)
+    taken = []
+    for _ in range(pool.config.horizon):
+        action = controller.act(pool)
+        taken.append(torch.stack(action))
+        pool.step(action)
+    return torch.stack(taken)
