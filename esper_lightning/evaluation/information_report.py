@@ -27,6 +27,7 @@ def print_information(found: Information) -> None:
         "objective on half of its hosts of the best schedule on the other half, for it or for all",
         ("member", "own", "for all", "the best on all of its hosts"),
     )
+    members.columns[0].no_wrap = False  # many facts make a long name; the numbers must not give way to it
     for best in found.members:
         members.add_row(best.member, f"{best.objective:.3f}", f"{best.common:.3f}", seeds_of(best))
     console = wide_console()

@@ -12,7 +12,9 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import FamilyConfig, Member
 from esper_lightning.evaluation.information import (
     EVERYTHING,
+    Best,
     Grid,
+    Information,
     InformationConfig,
     best_few,
     chosen_and_judged,
@@ -21,10 +23,11 @@ from esper_lightning.evaluation.information import (
     value_of_information,
 )
 from esper_lightning.evaluation.information_report import print_information, write_information
+from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.evaluation.plans import Generator
 from esper_lightning.hosts import CNN
 from esper_lightning.tamiyo.replay import FixedSchedule
-from esper_lightning.tamiyo.schedule import read_schedule
+from esper_lightning.tamiyo.schedule import Entry, Schedule, read_schedule
 
 MakePool = Callable[..., HostPool]
 
@@ -110,11 +113,20 @@ def test_where_growth_is_ruinous_or_free_the_price_is_worth_knowing(make_pool: M
     assert "0.0" in free.member and "5.0" in ruinous.member
     assert not ruinous.schedule.entries, "nothing is grown where it is ruinous"
     assert found.per_host >= found.facts[EVERYTHING].mean - 1e-9
-    print_information(found)
     write_information(found, tmp_path, {"run": "test"})
     summary = json.loads((tmp_path / "information.json").read_text())
     assert summary["steps"] == found.steps and summary["run"] == "test"
     assert read_schedule(tmp_path / "best_schedule.json") == found.schedule
+
+
+def test_members_with_long_names_leave_room_for_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    member = ", ".join(f"fail.blueprint{i} 0.0" for i in range(9))
+    grown = Schedule(("block1.pool",), (Entry(2, "GERMINATE", "block1.pool", "conv_light"),))
+    gain = Interval(0.07, 0.05, 0.09)
+    print_information(Information({EVERYTHING: gain}, 0.2, [Best(member, grown, 0.612, 0.534)], grown, steps=1234))
+    said = capsys.readouterr().out
+    assert all(number in said for number in ("0.612", "0.534", "0.070 ± 0.020", "0.200", "1234"))
+    assert "block1.pool conv_light at 2" in said and "fail.blueprint8" in said
 
 
 def test_one_kind_of_host_has_nothing_to_know(make_pool: MakePool) -> None:
