@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -83,9 +84,9 @@ def train(run: Run) -> dict[str, str]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> Table:
-    """Means over seeds, with every seed's objective, beside the run as configured."""
-    result = Table(title=f"objective on {HOSTS} fresh hosts, test images")
-    for heading in ("ablation", "mean", "seeds", "fossils"):
+    """Means over seeds, with every seed's objective, as Markdown."""
+    result = Table(box=box.MARKDOWN)
+    for heading in (f"objective, {HOSTS} hosts", "mean", "each seed", "seeds kept"):
         result.add_column(heading)
     for name in ABLATIONS:
         own = [row for row in rows if row["ablation"] == name]
