@@ -1,0 +1,49 @@
+"""Every ablation is a setting of the program, and changes what it says and nothing else."""
+
+import sys
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from benchmarks.ablations import ABLATIONS, COLUMNS, table
+from esper_lightning.__main__ import main
+from tests.runs import ROOT
+
+
+@cache
+def settings(config: str, *changes: str) -> dict[str, Any]:
+    """By dotted name, as a run would have them."""
+    said = StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stdout(said), patch.object(sys, "argv", sys.argv[:1]):
+        main(["fit", "--config", str(ROOT / config), *changes, "--print_config"])
+    assert ended.value.code == 0
+    return dict(flat("", yaml.safe_load(said.getvalue())))
+
+
+def flat(prefix: str, tree: Any) -> list[tuple[str, Any]]:
+    """Leaves of nested dicts."""
+    if not isinstance(tree, dict):
+        return [(prefix.removesuffix("."), tree)]
+    return [leaf for name, below in tree.items() for leaf in flat(f"{prefix}{name}.", below)]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, changes) in ABLATIONS.items() if changes])
+def test_an_ablation_changes_what_it_says(name: str) -> None:
+    config, changes = ABLATIONS[name]
+    before, after = settings(config), settings(config, *changes)
+    flags = {flag.removeprefix("--") for flag in changes[::2]}
+    assert {key for key in after if after[key] != before.get(key)} == flags
+    assert set(before) == set(after)
+
+
+def test_the_table_has_means_and_every_seed() -> None:
+    values = {"accuracy": "0.7", "parameters": "900", "fossils": "2.5"}
+    rows = [{"ablation": "no memory", "seed": str(seed), "objective": str(0.5 + seed / 10)} | values for seed in (0, 1)]
+    (name,), (mean,), (each,), (kept,) = (list(column.cells) for column in table(rows).columns)
+    assert (name, mean, each, kept) == ("no memory", "0.550", "0.500 0.600", "2.50")
+    assert set(rows[0]) == set(COLUMNS)
