@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,24 @@ from esper_lightning.tamiyo.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Anneal:
-    """A number that moves linearly from `start` to `end` over a run."""
+    """A number that moves from `start` to `end` over a run."""
 
     start: float
     """Value at the first rollout."""
 
     end: float
-    """Value at the last rollout: also its floor."""
+    """Value at the last rollout, and after it."""
+
+    shape: Literal["linear", "geometric"] = "linear"
+    """On its way it changes by equal differences, or by equal ratios: those soon leave a large start, and take their
+    time with what is small."""
 
     def at(self, progress: float) -> float:
         """Value at `progress` 0 … 1 of the run."""
-        return float(self.start + (self.end - self.start) * min(1.0, progress))
+        done = min(1.0, progress)
+        if self.shape == "geometric":
+            return float(self.start ** (1.0 - done) * self.end**done)
+        return float(self.start + (self.end - self.start) * done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,10 @@ class PPOConfig:
             value = attrgetter(name)(self)
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"ppo.{name} must {'be finite' if value > 0.0 else 'not be negative'}, got {value}")
+        for name in ("lr", "entropy"):
+            anneal = getattr(self, name)
+            if anneal.shape == "geometric" and not (anneal.start > 0.0 and anneal.end > 0.0):
+                raise ValueError(f"ppo.{name}.shape geometric never comes to 0, nor from there: use linear")
         for name in ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:

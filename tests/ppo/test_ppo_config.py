@@ -11,6 +11,13 @@ def test_an_anneal_is_linear_and_stops_at_its_end() -> None:
     assert [anneal.at(progress) for progress in (0.0, 0.25, 0.5, 1.0, 3.0)] == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
 
 
+def test_a_geometric_anneal_changes_by_equal_ratios() -> None:
+    anneal = Anneal(start=0.08, end=0.005, shape="geometric")
+
+    values = [anneal.at(progress) for progress in (0.0, 0.25, 0.5, 0.75, 1.0, 3.0)]
+    assert values == pytest.approx([0.08, 0.04, 0.02, 0.01, 0.005, 0.005])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -27,6 +34,7 @@ def test_an_anneal_is_linear_and_stops_at_its_end() -> None:
         ({"advantage_floor": 0.0}, "advantage_floor"),  # equal advantages would become 0/0
         ({"lr": Anneal(start=-1e-3, end=1e-4)}, "lr"),
         ({"lr": Anneal(start=1e-3, end=-1e-4)}, "lr"),
+        ({"entropy": Anneal(start=0.08, end=0.0, shape="geometric")}, "ppo.entropy.shape geometric never comes to 0"),
         ({"value_coefficient": -0.5}, "value_coefficient"),
     ],
 )
