@@ -4,9 +4,9 @@ Where that is nothing, one schedule suits every host, and no controller can earn
 trained there. P plans, M members, R hosts each.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Member, values_of
 from esper_lightning.evaluation.intervals import Interval, interval_of_groups
 from esper_lightning.evaluation.plans import Generator, Plan
-from esper_lightning.evaluation.search import play_cells
+from esper_lightning.evaluation.search import draw_hosts, play_cells
 from esper_lightning.tamiyo.schedule import Schedule
 
 EVERYTHING = "all facts"
@@ -89,7 +89,7 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
             f"look.finalists is {config.finalists}: the best schedule for each of {len(members)} members and the best "
             f"for all need {len(members) + 1}"
         )
-    hosts = draw_hosts(pool, 2 + config.hosts, config.seed)
+    hosts = draw_hosts(pool, 2 + config.hosts, Random(config.seed))
     grid = Grid(pool, Generator(pool, config.seed))
     plans = [NOTHING, *grid.generator.distinct(config.plans, {NOTHING})]
     seen = grid.play(plans, hosts[:, :1])
@@ -120,16 +120,6 @@ def what_differs(member: Member, members: Sequence[Member]) -> str:
     """The member's facts that not all members share."""
     shared = set.intersection(*({f"{name} {value}" for name, value in other.facts} for other in members))
     return ", ".join(fact for name, value in member.facts if (fact := f"{name} {value}") not in shared)
-
-
-def draw_hosts(pool: HostPool, number: int, seed: int) -> np.ndarray:  # [M, number] int64
-    """Seeds of so many hosts of each member. They are even, as those of training are."""
-    family, drawn = pool.bench.family, random.Random(seed)
-    seeds: dict[str, list[int]] = {repr(member): [] for member in family.members}
-    while min(map(len, seeds.values())) < number:
-        host = 2 * drawn.randrange(2**60)
-        seeds[repr(family.draw(host))].append(host)
-    return np.array([row[:number] for row in seeds.values()])
 
 
 class Grid:

@@ -2,11 +2,13 @@
 
 A race: all candidates on the same few hosts, the better part of them on more, and so on. What they have in common, the
 luck of the hosts, cancels. Random plans are raced first; then, again and again, the best ones against their neighbours;
-in the end the winners of all races against each other.
+in the end the winners of all races against each other. Where hosts are of a family every candidate meets equally many
+of each member, because what is best for one of them says little. M members; 1 where all hosts are alike.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule
 
 FINALS = 2
-"""Episodes of the pool for the winners' race: all of them, then the best."""
+"""Episodes of the pool, for each member, for the winners' race: all of them, then the best."""
 
 WINNERS = 3
 """Of each race, who meet again in the last one."""
@@ -40,13 +42,13 @@ class SearchConfig:
     """Most seeds in a schedule. None: one in each slot."""
 
     explore: float = 0.13
-    """Share of the budget for the first sight of random candidates, one host each."""
+    """Share of the budget for the first sight of random candidates, one host of each member."""
 
     one_in: int = 4
     """One in so many candidates survives each stage of a race."""
 
     decisive: int = 8
-    """Hosts on which a race is decided: the stage that gives every candidate as many is its last one."""
+    """Hosts of each member on which a race is decided: the stage that gives every candidate as many is its last."""
 
     elites: int = 6
     """Best candidates of a race that stay for the next one, and whose children join them."""
@@ -93,6 +95,7 @@ class Racer:
 
     def __init__(self, pool: HostPool, seed: int, episodes: int, one_in: int) -> None:
         self.pool = pool
+        self.members = len(pool.bench.family.members)
         self.seed = seed
         self.left = episodes
         self.spent = 0
@@ -102,39 +105,58 @@ class Racer:
     def steps(self) -> int:
         return self.spent * self.pool.n_envs * self.pool.config.horizon
 
+    def affordable(self, episodes: int) -> int:
+        """Candidates that so many episodes give a first look: a host of each member."""
+        return episodes * self.pool.n_envs // self.members
+
     def race(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
         """The numbers of the schedules from best to worst; who got further is better.
 
-        The last stage is the one with `decisive` hosts, or with two candidates or so (None: only this), or after which
-        a `reserve` of episodes is left. If the budget does not allow all a first look, the last ones are left out.
+        The last stage is the one with `decisive` hosts of each member, or after which a `reserve` of episodes is left.
+        None: with two candidates or so, and each stage may take half of the budget that is left. If that does not allow
+        all a first look, the last ones are left out.
         """
-        alive = list(range(len(schedules)))[: self.left * self.pool.n_envs]
+        alive = list(range(len(schedules)))[: self.affordable(self.left)]
         scores: dict[int, list[float]] = {i: [] for i in alive}
         out: list[int] = []
         hosts = 0
-        while self.left * self.pool.n_envs >= len(alive) and (len(alive) > 1 or not hosts):
-            measured = self._stage([schedules[i] for i in alive])
+        while self.affordable(self.left) >= len(alive) and (len(alive) > 1 or not hosts):
+            room = 1 if decisive is not None else max(1, self.left // 2)
+            measured = self._stage([schedules[i] for i in alive], room)
             hosts = measured.shape[1]
             for i, row in zip(alive, measured, strict=True):
                 scores[i] += row.tolist()
             # Everyone here has met the same hosts since the race began.
             alive.sort(key=lambda i: -float(np.mean(scores[i])))
-            if (decisive is not None and hosts >= decisive) or self.left <= reserve:
+            if (decisive is not None and hosts >= decisive * self.members) or self.left <= reserve:
                 break
             survivors = -(-len(alive) // self.one_in)
             alive, out = alive[:survivors], alive[survivors:] + out
         return alive + out
 
-    def _stage(self, schedules: Sequence[Schedule]) -> np.ndarray:  # [candidates, hosts] objective
-        """All of these on the same new hosts, as many as there is room for."""
+    def _stage(self, schedules: Sequence[Schedule], room: int) -> np.ndarray:  # [candidates, hosts] objective
+        """All of these on the same new hosts, as many as there is room for in so many episodes, but a first look."""
         n_envs = self.pool.n_envs
-        hosts = max(1, n_envs // len(schedules))
-        seeds = episode_seeds(self.seed, TRAINING, self.spent, hosts)
+        each = max(1, room * n_envs // len(schedules) // self.members)
+        if self.members == 1:
+            seeds = episode_seeds(self.seed, TRAINING, self.spent, each)
+        else:
+            seeds = draw_hosts(self.pool, each, Random(f"{self.seed} {self.spent}")).ravel().tolist()
         cells = [(schedule, seed) for schedule in schedules for seed in seeds]
         episodes = -(-len(cells) // n_envs)
         self.left -= episodes
         self.spent += episodes
-        return np.array(play_cells(self.pool, cells)).reshape(len(schedules), hosts)
+        return np.array(play_cells(self.pool, cells)).reshape(len(schedules), -1)
+
+
+def draw_hosts(pool: HostPool, number: int, drawn: Random) -> np.ndarray:  # [M, number] int64
+    """Seeds of so many hosts of each member. They are even, as those of training are."""
+    family = pool.bench.family
+    seeds: dict[str, list[int]] = {repr(member): [] for member in family.members}
+    while min(map(len, seeds.values())) < number:
+        host = 2 * drawn.randrange(2**60)
+        seeds[repr(family.draw(host))].append(host)
+    return np.array([row[:number] for row in seeds.values()])
 
 
 def play_cells(pool: HostPool, cells: Sequence[tuple[Schedule, int]]) -> list[float]:
@@ -161,23 +183,29 @@ def search(pool: HostPool, config: SearchConfig = SearchConfig()) -> Found:
         raise ValueError(f"search.steps is {config.steps}, less than one episode of {pool.n_envs} hosts: {episode}")
     generator = Generator(pool, config.seed, config.max_seeds)
     racer = Racer(pool, config.seed, episodes, config.one_in)
+    if racer.affordable(episodes) < 1:
+        raise ValueError(
+            f"search.steps is {config.steps}; to see a schedule on one host of each of the {racer.members} members of"
+            f" the family takes {-(-racer.members // pool.n_envs) * episode}"
+        )
     known: set[Plan] = set()
 
     def race(plans: list[Plan], **end: int) -> list[Plan]:
         known.update(plans)
         return [plans[i] for i in racer.race([generator.schedule(plan) for plan in plans], **end)]
 
-    first = max(1, round(config.explore * episodes))
-    best = race(generator.distinct(first * pool.n_envs, known), decisive=config.decisive, reserve=FINALS)
+    finals = min(FINALS * racer.members, max(FINALS, episodes // 4))
+    first = max(1, racer.affordable(max(1, round(config.explore * episodes))))
+    best = race(generator.distinct(first, known), decisive=config.decisive, reserve=finals)
     size = max(2, pool.n_envs // 2)
     winners: list[Plan] = []
-    while racer.left > FINALS:
+    while racer.left > finals and racer.affordable(racer.left) > 1:
         parents = best[: min(config.elites, size // 2)]
         winners = [*parents[:WINNERS], *winners]
         children = generator.distinct(size - len(parents), known, parents)
-        best = race([*parents, *children], decisive=config.decisive, reserve=FINALS)
+        best = race([*parents, *children], decisive=config.decisive, reserve=finals)
     winners = list(dict.fromkeys([*best[:WINNERS], *winners]))[: max(2, pool.n_envs // config.decisive)]
-    if racer.left and len(winners) > 1:
+    if len(winners) > 1 and racer.affordable(racer.left) > 1:
         winners = race(winners)
     fresh = episode_seeds(config.seed, EVALUATION, 1, pool.n_envs)  # of episode 0 are those that Tamiyo is judged on
     ours, *others = (play(pool, str(i), FixedSchedule(generator.schedule(p)), fresh) for i, p in enumerate(winners[:2]))

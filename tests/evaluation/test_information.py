@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from esper_lightning.evaluation.information import (
     InformationConfig,
     best_few,
     chosen_and_judged,
-    draw_hosts,
     facts,
     value_of_information,
 )
 from esper_lightning.evaluation.information_report import print_information, write_information
 from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.evaluation.plans import Generator
+from esper_lightning.evaluation.search import draw_hosts
 from esper_lightning.hosts import CNN
 from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Entry, Schedule, read_schedule
@@ -83,7 +84,7 @@ def test_the_few_are_good_for_all_or_the_best_for_one() -> None:
 
 def test_hosts_are_drawn_for_every_member_and_plans_are_played_on_each(make_pool: MakePool) -> None:
     pool = make_pool(5, host=cnn, family=PRICES)
-    hosts = draw_hosts(pool, 3, seed=0)
+    hosts = draw_hosts(pool, 3, Random(0))
     assert hosts.shape == (4, 3) and (hosts % 2 == 0).all()
     for member, row in zip(pool.bench.family.members, hosts.tolist(), strict=True):
         assert [pool.bench.family.draw(seed) for seed in row] == [member] * 3

@@ -1,5 +1,6 @@
 """The search for the best fixed schedule, on real hosts."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.training import HostTraining
+from esper_lightning.evaluation import search as search_module
 from esper_lightning.evaluation.compare import play
 from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.evaluation.plans import Generator, Plan, Sprout
@@ -62,7 +65,7 @@ def test_all_candidates_of_a_stage_meet_the_same_hosts_and_the_better_part_meets
 
     monkeypatch.setattr(pool, "reset", watched)
     dear, free = dear_and_free
-    ranking = Racer(pool, 0, episodes=9, one_in=2).race([dear, dear, dear, free])
+    ranking = Racer(pool, 0, episodes=3, one_in=2).race([dear, dear, dear, free])
 
     first, second, *rest = met
     assert first == first[:2] * 4, "two hosts for each of four"
@@ -138,7 +141,7 @@ def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(pool:
 def test_a_search_finds_what_is_cheap_where_growth_is_dear(pool: HostPool, found: Found) -> None:
     random = Generator(pool, seed=5)
     racer = Racer(pool, 5, episodes=4, one_in=2)
-    worth = racer._stage([random.schedule(random.draw()) for _ in range(8)])
+    worth = racer._stage([random.schedule(random.draw()) for _ in range(8)], room=1)
 
     assert found.estimate.mean > np.mean(worth) + 0.1
 
@@ -146,6 +149,45 @@ def test_a_search_finds_what_is_cheap_where_growth_is_dear(pool: HostPool, found
 def test_a_budget_below_one_episode_is_refused(pool: HostPool) -> None:
     with pytest.raises(ValueError, match=f"search.steps is 47, less than one episode of 8 hosts: {EPISODE}"):
         search(pool, SearchConfig(steps=47))
+
+
+@pytest.fixture(scope="module")
+def varied(make_pool: MakePool) -> HostPool:
+    family = FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}])
+    return make_pool(8, family=family, training=HostTraining(batches=1), executor="fused")
+
+
+def test_every_candidate_meets_equally_many_hosts_of_each_member(
+    varied: HostPool, dear_and_free: list[Schedule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[tuple[str, int]] = []
+    real = search_module.play_cells
+    monkeypatch.setattr(search_module, "play_cells", lambda pool, cells: met.extend(cells) or real(pool, cells))
+    dear, free = dear_and_free
+    racer = Racer(varied, 0, episodes=9, one_in=4)
+
+    ranking = racer.race([*[dear] * 3, free])  # 9 // 2 episodes of 8 for 4 candidates: 8 hosts, of which 6 are even
+
+    family, seeds = varied.bench.family, [seed for _, seed in met]
+    assert ranking[0] == 3
+    assert [schedule for schedule, _ in met] == [dear] * 18 + [free] * 6
+    assert seeds[:6] * 4 == seeds and not any(seed % 2 for seed in seeds)
+    assert Counter(str(family.draw(seed)) for seed in seeds[:6]) == {str(member): 2 for member in family.members}
+    assert racer.spent == 3
+
+
+def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPool) -> None:
+    found = search(varied, SearchConfig(steps=30 * EPISODE, decisive=4))
+
+    assert found.steps <= 30 * EPISODE
+    # Where it is free growing pays, but where it costs five times its logarithm it is ruinous.
+    assert all(entry.blueprint not in ("conv_light", "conv_heavy") for entry in found.schedule.entries)
+
+
+def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:
+    pool = make_pool(2, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}]))
+    with pytest.raises(ValueError, match=r"one host of each of the 3 members of the family takes 24"):
+        search(pool, SearchConfig(steps=12))
 
 
 @pytest.mark.parametrize(
