@@ -24,7 +24,7 @@ from rich.table import Table
 ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 
 SHORT = ("--trainer.max_epochs", "100")
-"""A third of the family's training: fifteen whole ones would take ten hours on one core."""
+"""A fifth of the family's training: fifteen whole ones would take half a day on one core."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "one kind of host, as configured": (ONE, ()),

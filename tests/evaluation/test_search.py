@@ -166,7 +166,7 @@ def test_every_candidate_meets_equally_many_hosts_of_each_member(
     dear, free = dear_and_free
     racer = Racer(varied, 0, episodes=9, one_in=4)
 
-    ranking = racer.race([*[dear] * 3, free])  # 9 // 2 episodes of 8 for 4 candidates: 8 hosts, of which 6 are even
+    ranking = racer.race([*[dear] * 3, free])  # half of 9 episodes of 8: 8 hosts for each of 4, so 2 of each member
 
     family, seeds = varied.bench.family, [seed for _, seed in met]
     assert ranking[0] == 3
