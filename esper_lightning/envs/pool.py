@@ -291,9 +291,9 @@ class HostPool:
         self._insist()
         return validated[:, 1, -1 if committed else 0].cpu()
 
-    def accuracy_of(self, host: int, variants: Sequence[Variant]) -> Tensor:
-        """Accuracy [V] on the test split of one host with each of these combinations of seeds."""
-        measured = self.executor.measure(self.envs[host], self.data.test, variants)
+    def accuracy_of(self, host: int, variants: Sequence[Variant], data: Split) -> Tensor:
+        """Accuracy [V] on `data`, a split of ours, of one host with each of these combinations of seeds."""
+        measured = self.executor.measure(self.envs[host], data, variants)
         self._insist()
         return measured[1].cpu()
 

@@ -8,8 +8,8 @@ import numpy as np
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.fork import matched_fork
 from esper_lightning.evaluation.intervals import Interval
-from esper_lightning.growth.counterfactual import Variant, full_family, leave_one_out
-from esper_lightning.growth.shapley import MAX_EXACT, Credit, interactions, sampled_shapley, shapley_values
+from esper_lightning.growth.counterfactual import Variant, leave_one_out
+from esper_lightning.growth.shapley import Credit, share_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +75,17 @@ def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> 
             continue
 
         def worth(variants: list[Variant], host: int = i) -> list[float]:
-            return (100.0 * pool.accuracy_of(host, variants)).tolist()
+            return (100.0 * pool.accuracy_of(host, variants, pool.data.test)).tolist()
 
-        together: dict[tuple[str, str], float] | None = None
-        exact = len(players) <= MAX_EXACT
-        family = full_family(players) if exact else leave_one_out(players)
-        known = dict(zip(family, worth(family), strict=True))
-        if exact:
-            shares = {player: Credit(value, 0.0) for player, value in shapley_values(known, players).items()}
-            together = interactions(known, players)
-        else:
-            shares = sampled_shapley(worth, players, config.pairs, np.random.default_rng(i))
+        shares = share_out(worth, players, config.pairs, np.random.default_rng(i))
+        without = leave_one_out(players)
+        known = shares.worth or dict(zip(without, worth(without), strict=True))
         everything = frozenset(players)
         state = env.state_dict()
         for player in players:
             contribution = known[everything] - known[everything - {player}]
             effect = matched_fork(pairs_pool, state, player, config.fork_ticks).effect
-            shared = None if together is None else sum(v for pair, v in together.items() if player in pair)
+            shared = shares.interaction_of(player)
             kind = env.growing.slots[player].blueprint
-            found.append(SeedCredit(i, player, kind, contribution, shares[player], shared, effect))
+            found.append(SeedCredit(i, player, kind, contribution, shares.credit[player], shared, effect))
     return found

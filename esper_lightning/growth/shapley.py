@@ -88,12 +88,36 @@ def sampled_shapley(
     return {p: Credit(float(v), float(e)) for p, v, e in zip(players, means.mean(0), errors, strict=True)}
 
 
+class Shares(NamedTuple):
+    """How what all players are worth together is divided among them."""
+
+    worth: dict[Variant, float]
+    """Of every combination, where all were measured; else empty."""
+    credit: dict[str, Credit]
+    interactions: dict[tuple[str, str], float] | None
+    """Of every pair. None: there are too many players to know."""
+
+    def interaction_of(self, player: str) -> float | None:
+        """Sum of a player's interactions with all others."""
+        if self.interactions is None:
+            return None
+        return sum(value for pair, value in self.interactions.items() if player in pair)
+
+
+def share_out(
+    worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
+) -> Shares:
+    """Exact for up to MAX_EXACT players, sampled for more. Arguments: see `sampled_shapley`."""
+    if len(players) > MAX_EXACT:
+        return Shares({}, sampled_shapley(worth, players, pairs, rng), None)
+    family = full_family(players)
+    known = dict(zip(family, worth(family), strict=True))
+    exact = {player: Credit(value, 0.0) for player, value in shapley_values(known, players).items()}
+    return Shares(known, exact, interactions(known, players))
+
+
 def credit(
     worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
 ) -> dict[str, Credit]:
-    """Exact Shapley values for up to MAX_EXACT players, sampled ones for more. Arguments: see `sampled_shapley`."""
-    if len(players) > MAX_EXACT:
-        return sampled_shapley(worth, players, pairs, rng)
-    family = full_family(players)
-    exact = shapley_values(dict(zip(family, worth(family), strict=True)), players)
-    return {player: Credit(value, 0.0) for player, value in exact.items()}
+    """Shapley values alone, of `share_out`."""
+    return share_out(worth, players, pairs, rng).credit

@@ -211,7 +211,9 @@ def test_a_seed_of_a_family_is_judged_on_its_own_kind_of_host(make_pool: MakePoo
     for env in pool.envs:
         fork = matched_fork(pairs, env.state_dict(), env.slots[0].name, ticks=0)
         assert {other.kind for other in pairs.envs} == {env.kind}
-        tested = 100.0 * pool.accuracy_of(pool.envs.index(env), [frozenset({env.slots[0].name}), frozenset()])
+        tested = 100.0 * pool.accuracy_of(
+            pool.envs.index(env), [frozenset({env.slots[0].name}), frozenset()], pool.data.test
+        )
         assert fork.with_seed == pytest.approx([tested[0].item()] * 2, abs=1e-4)
         assert fork.without_seed == pytest.approx([tested[1].item()] * 2, abs=1e-4)
 

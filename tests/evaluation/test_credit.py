@@ -42,7 +42,7 @@ def test_fair_shares_add_up_to_what_the_seeds_add_together(make_pool: Callable[.
     seeds = credit_seeds(pool, make_pool(4), CreditConfig(hosts=1, fork_ticks=0, repetitions=2))
 
     kept = committed_only(pool.envs[0].network)
-    whole, bare = (100.0 * pool.accuracy_of(0, [kept, frozenset()])).tolist()
+    whole, bare = (100.0 * pool.accuracy_of(0, [kept, frozenset()], pool.data.test)).tolist()
     assert sum(seed.shapley.value for seed in seeds) == pytest.approx(whole - bare)
     # With two seeds, what leaving one out misses or counts twice is half their interaction.
     apart = [seed.contribution - seed.shapley.value for seed in seeds]

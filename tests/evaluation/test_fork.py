@@ -51,7 +51,7 @@ def test_a_kept_seed_makes_a_difference(make_pool: Callable[..., HostPool]) -> N
 def test_without_time_to_recover_the_difference_is_the_contribution(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1)
     state = grown(pool, FOSSIL)
-    whole, without, *_ = (100.0 * pool.accuracy_of(0, leave_one_out(pool.space.slot))).tolist()
+    whole, without, *_ = (100.0 * pool.accuracy_of(0, leave_one_out(pool.space.slot), pool.data.test)).tolist()
 
     fork = matched_fork(make_pool(4), state, "block1.pool", ticks=0)
 

@@ -1,0 +1,60 @@
+"""A closer look at one host of a pool. Nothing of the host, and no random number, is changed by it."""
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from esper_lightning.envs.pool import HostPool
+from esper_lightning.growth.counterfactual import Variant
+from esper_lightning.growth.shapley import Shares, share_out
+from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import fetch
+from esper_lightning.telemetry.events import SeedCredited
+
+PAIRS = 8
+"""Pairs of random orders for the Shapley values of more seeds than can be known exactly."""
+
+
+def shares_of_kept(pool: HostPool, host: int) -> Shares | None:
+    """What the seeds that a host has kept are worth, in accuracy points (of 100) on validation data. None: no seeds.
+
+    Raises MemoryError if the host cannot be measured.
+    """
+    players = [slot.name for slot in pool.envs[host].slots if slot.stage is Stage.FOSSILIZED]
+    if not players:
+        return None
+
+    def worth(variants: list[Variant]) -> list[float]:
+        return (100.0 * pool.accuracy_of(host, variants, pool.data.validation)).tolist()
+
+    return share_out(worth, players, PAIRS, np.random.default_rng(host))
+
+
+def credit_seeds(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
+    """What the kept seeds of the first `hosts` hosts are worth at the end of their episodes."""
+    found = []
+    for host, env in enumerate(pool.envs[:hosts]):
+        if (shares := shares_of_kept(pool, host)) is not None:
+            for player, credit in shares.credit.items():
+                kind = env.growing.slots[player].blueprint
+                found.append(SeedCredited(tick, host, player, kind, credit.value, shares.interaction_of(player)))
+    return found
+
+
+def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
+    """Norm of the gradient of every parameter, by its name, on the minibatch that the host would learn from next."""
+    env = pool.envs[host]
+    before = env.generator.get_state()
+    batch = env.draw_batches(pool.data.train.samples).at(0)
+    env.generator.set_state(before)
+    data = fetch(pool.data.train.to(env.device), batch, env.training.augment)
+    network, training = env.network, env.network.training
+    names, parameters = zip(*network.named_parameters(), strict=True)
+    running = {name: buffer.clone() for name, buffer in network.named_buffers()}  # statistics move with each pass
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        outputs = functional_call(network.train(), running, (data.inputs,))
+    network.train(training)
+    loss = pool.task.measure(outputs, data.targets).loss.mean()
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return dict(zip(names, norms.tolist(), strict=True))
