@@ -10,7 +10,7 @@ from torch import nn
 from esper_lightning.checkpoint import stamp
 from esper_lightning.data import PolicyData
 from esper_lightning.ppo.buffer import Rollout
-from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import RolloutLoop, RolloutSummary
 from esper_lightning.tamiyo.controller import LearnedController
@@ -42,6 +42,8 @@ class UpdateReport(NamedTuple):
 
     rollout: RolloutSummary
     metrics: dict[str, float]
+    ratios: list[torch.Tensor]
+    """Of the last pass over the rollout, minibatch by minibatch; not a number where a step was forced."""
 
 
 class TamiyoModule(LightningModule):
@@ -135,27 +137,15 @@ class TamiyoModule(LightningModule):
             optimizer.step()
             grad_norms.append(self.grad_norm)
         after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
-        means = PPOTerms(*(torch.stack(values).mean(0) for values in zip(*watched, strict=True)))
-        metrics = {
-            "loss.policy": means.policy.item(),
-            "loss.value": means.value.item(),
-            "entropy": means.entropy.item(),
-            "kl": watched[-1].kl.item(),
-            "clip_fraction": means.clip_fraction.item(),
-            "first_ratio_error": watched[0].ratio_error.item(),
-            "ratio_low": torch.stack([terms.ratio_low for terms in watched]).min().item(),
-            "ratio_high": torch.stack([terms.ratio_high for terms in watched]).max().item(),
+        metrics = update_metrics(watched, grad_norms, list(self.policy.heads.tables)) | {
             "weight_change": (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item(),
             "explained_variance": summary.explained_variance,
-            "grad_norm": torch.stack(grad_norms).mean().item() if grad_norms else 0.0,
-            "minibatches": float(len(grad_norms)),
+            "value_error": summary.value_error,
+            "advantage_spread": summary.advantage_spread,
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
         }
-        for name, numbers in (("entropy", watched[0].head_entropy), ("freedom", watched[0].head_freedom)):
-            of_heads = zip(self.policy.heads.tables, numbers.tolist(), strict=True)
-            metrics |= {f"{name}.{head}": number for head, number in of_heads}
-        self.report = UpdateReport(summary, metrics)
+        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in watched[-self.ppo.minibatches :]])
         # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
         chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)

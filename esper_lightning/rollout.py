@@ -28,6 +28,11 @@ class RolloutSummary(NamedTuple):
 
     returns: Tensor  # [N] undiscounted sum of rewards per environment
     explained_variance: float
+    value_error: float
+    """Root of the mean square of what the critic was wrong by, in units of the return."""
+    advantage_spread: float
+    """Deviation of advantages before they are normalised."""
+    advantages: Tensor  # [T, N] normalised; not a number where there was nothing to decide
 
 
 class RolloutLoop:
@@ -148,6 +153,8 @@ class RolloutLoop:
         )
         real = ~buffer.masks.ended  # after an end before the horizon nothing happens: there is nothing to learn
         explained = explained_variance(values[real], returns[real]).item()
+        learned = ~buffer.masks.forced
+        normalised = normalise(advantages, learned, config.advantage_floor)
         self.value_norm.update(returns[real])
         rollout = Rollout(
             observation=buffer.observation,
@@ -157,7 +164,7 @@ class RolloutLoop:
             values=buffer.values,
             starts=buffer.starts,
             state=buffer.state,
-            advantages=normalise(advantages, ~buffer.masks.forced, config.advantage_floor),
+            advantages=normalised,
             targets=self.value_norm(returns),
             privileged=buffer.privileged,
         )
@@ -168,7 +175,13 @@ class RolloutLoop:
             self.privileged_norm.update(self.raw_privileged[real])
         if buffer.later is not None:
             rollout = rollout.cut(buffer.sequence, buffer.later)
-        return rollout, RolloutSummary(buffer.rewards.sum(0).cpu(), explained)
+        return rollout, RolloutSummary(
+            returns=buffer.rewards.sum(0).cpu(),
+            explained_variance=explained,
+            value_error=(values - returns)[real].square().mean().sqrt().item(),
+            advantage_spread=advantages[learned].std(correction=0).item() if learned.any() else 0.0,
+            advantages=torch.where(learned, normalised, torch.nan),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything between the module's weights and the pool: types that `weights_only=True` accepts."""

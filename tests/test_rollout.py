@@ -301,7 +301,7 @@ def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -
     for name in ("advantages", "targets"):
         assert torch.equal(getattr(rollout, name)[counted], getattr(rollout2, name)[counted])
     for name, ours, theirs in zip(terms._fields, terms, terms2, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True, msg=name)
     for ours, theirs in zip(gradients, gradients2, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 

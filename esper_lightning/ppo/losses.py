@@ -1,7 +1,7 @@
 """The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -130,11 +130,13 @@ class PPOTerms(NamedTuple):
     entropy: Tensor  # weighted sum over heads, to be maximised
     head_entropy: Tensor  # [heads of the policy] mean of each, normalised, where it mattered and had a choice
     head_freedom: Tensor  # [heads of the policy] share of the decisions where it mattered and had a choice
-    kl: Tensor
+    kl: Tensor  # by the estimator k3
+    kl_k1: Tensor  # by the mean of -ln r: unbiased, and noisier
     clip_fraction: Tensor
     ratio_error: Tensor  # largest |ratio - 1|
     ratio_low: Tensor  # least ratio
     ratio_high: Tensor  # largest ratio
+    ratio: Tensor  # [T, n] all of them; not a number where a step was forced
 
     def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
         """The loss to minimise."""
@@ -177,6 +179,7 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     per_head = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
     with torch.no_grad():
         kl = masked_mean(kl_estimate(log_ratio), learned)
+        kl_k1 = masked_mean(-log_ratio, learned)
         clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)
         steps = learned[..., None] * share
         free = (learned[..., None] * distribution.freedom()).sum((0, 1))
@@ -190,8 +193,41 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         head_entropy=head_entropy,
         head_freedom=free / learned.sum().clamp(min=1),
         kl=kl,
+        kl_k1=kl_k1,
         clip_fraction=clipped,
         ratio_error=torch.max(ratio_high - 1.0, 1.0 - ratio_low),
         ratio_low=ratio_low,
         ratio_high=ratio_high,
+        ratio=torch.where(learned, ratio.detach(), torch.nan),
     )
+
+
+def update_metrics(watched: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str]) -> dict[str, float]:
+    """What an update did, in numbers.
+
+    Args:
+        watched: Terms of every minibatch, also of one that was not learned from any more.
+        grad_norms: Of those that were.
+        heads: Names of the policy's heads.
+    """
+
+    def over(name: str) -> Tensor:
+        return torch.stack([getattr(terms, name) for terms in watched])
+
+    first, last = watched[0], watched[-1]
+    found = {
+        "loss.policy": over("policy").mean(),
+        "loss.value": over("value").mean(),
+        "entropy": over("entropy").mean(),
+        "kl": last.kl,
+        "kl_k1": last.kl_k1,
+        "clip_fraction": over("clip_fraction").mean(),
+        "first_ratio_error": first.ratio_error,
+        "ratio_low": over("ratio_low").min(),
+        "ratio_high": over("ratio_high").max(),
+        "grad_norm": torch.stack(list(grad_norms)).mean() if grad_norms else torch.zeros_like(last.kl),
+    }
+    numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    for name, values in (("entropy", first.head_entropy), ("freedom", first.head_freedom)):
+        numbers |= {f"{name}.{head}": number for head, number in zip(heads, values.tolist(), strict=True)}
+    return numbers | {"minibatches": float(len(grad_norms))}
