@@ -28,6 +28,7 @@ CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
     "telemetry": "callbacks.Telemetry",
     "governor": "callbacks.Governor",
+    "progress": "callbacks.ProgressReport",
     "evaluation": "callbacks.Evaluation",
     # In this order: what `latest` and `preemption` save must know what `best` has just seen.
     "best": "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -189,6 +190,9 @@ class EsperCLI(LightningCLI):
         elif config["logger"] in (None, True):
             checkpoint = self._get(self.config_init, "ckpt_path")
             config["logger"] = make_logger(root_of(config["default_root_dir"]), checkpoint)
+        if config["enable_progress_bar"] is False:
+            self._get(self.config_init, "progress").show = "nothing"
+        config["enable_progress_bar"] = False  # Lightning's own counts batches, and knows nothing of rollouts
         plugins = config["plugins"] or []
         config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
