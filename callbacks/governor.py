@@ -1,4 +1,4 @@
-"""Governor: what it did with diverging hosts, said and plotted."""
+"""Governor: what it did with diverging hosts, said."""
 
 from collections import Counter
 
@@ -6,7 +6,6 @@ from lightning import Callback, Trainer
 
 from esper_lightning.data import say
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry.metrics import governor_metrics
 
 
 class Governor(Callback):
@@ -16,7 +15,8 @@ class Governor(Callback):
     for the policy's update, and holds for the controllers that Tamiyo is compared with, too.
 
     Args:
-        lines: Most lines to print in one rollout; the rest is counted. All of it is in TensorBoard, under `governor/`.
+        lines: Most lines to print in one rollout; the rest is counted. All of it is in the run's events.jsonl, and in
+            numbers in TensorBoard, under `governor/`.
     """
 
     def __init__(self, lines: int = 5) -> None:
@@ -32,8 +32,6 @@ class Governor(Callback):
         loop = pl_module.loop
         if not loop.pool.config.governor.enabled:
             return
-        for logger in trainer.loggers:
-            logger.log_metrics(governor_metrics(loop.last, loop.pool.envs), step=loop.ticks)
         for word in loop.last.verdicts:
             if not word.verdict.diverged:
                 continue

@@ -1,129 +1,278 @@
-"""Telemetry: what there is to see of a run, in TensorBoard, over ticks."""
+"""Telemetry: what there is to see of a run, in TensorBoard and in events.jsonl, over ticks."""
 
 import time
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from esper_lightning.data import say
+from esper_lightning.disk import AtomicCheckpointIO
+from esper_lightning.envs.actions import relevance
+from esper_lightning.envs.inspection import credit_seeds, layer_gradients
 from esper_lightning.envs.masks import op_frequency
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry.anomalies import AnomalyDetector
+from esper_lightning.provenance import RunRecord
+from esper_lightning.telemetry import metrics as numbers
+from esper_lightning.telemetry.anomalies import Anomaly, AnomalyDetector
+from esper_lightning.telemetry.board import Board
+from esper_lightning.telemetry.detail import LEVELS, Detail, Level
+from esper_lightning.telemetry.events import (
+    SCHEMA,
+    AnomalyChanged,
+    CheckpointSaved,
+    Event,
+    EventLog,
+    LevelChanged,
+    Started,
+    Updated,
+)
 from esper_lightning.telemetry.memory import memory_metrics, memory_share
-from esper_lightning.telemetry.metrics import growth_metrics, phase_seconds, phase_shares, skipped_metrics, tick_metrics
-from esper_lightning.telemetry.readings import GradientWatch, host_readings, state_rms
+from esper_lightning.telemetry.observer import Observer
+from esper_lightning.telemetry.readings import host_readings, state_rms
 from esper_lightning.telemetry.rules import AnomalyConfig
+
+EVENTS = "events.jsonl"
+"""In the run's folder."""
+
+LAYER_HOSTS = 2
+"""Hosts whose layers' gradients are looked at: each costs a minibatch."""
 
 
 class Telemetry(Callback):
-    """Writes the hosts' state every tick and the policy's after every rollout to the trainer's loggers, and says when
-    what it sees is not as it should be: see docs/anomalies.md.
+    """Writes what happens to the trainer's loggers and to the run's events.jsonl, and says when something is not as it
+    should be. docs/telemetry.md explains every plot, docs/events.md every event, docs/anomalies.md what is looked for.
 
     Args:
+        level: off: nothing. minimal: numbers of each rollout, anomalies, rollbacks. normal: hosts tick by tick, every
+            event, histograms, figures, what each blueprint is worth. debug: every layer's gradient, the kept seeds of
+            all hosts, and figures of every rollout.
         every_n_ticks: How often the hosts are written, and the seconds that a tick took since the last time.
+        figures_every: Rollouts between figures; the last rollout has some, too. 0: none.
+        credit_hosts: Hosts whose kept seeds are looked at when an episode ends: Shapley values. 0: none.
+        raised_ticks: For so many ticks an anomaly raises the level to debug. 0: it stays as it is.
         anomalies: What counts as one.
     """
 
-    def __init__(self, every_n_ticks: int = 1, anomalies: AnomalyConfig = AnomalyConfig()) -> None:
+    def __init__(
+        self,
+        level: Level = "normal",
+        every_n_ticks: int = 1,
+        figures_every: int = 10,
+        credit_hosts: int = 2,
+        raised_ticks: int = 50,
+        anomalies: AnomalyConfig = AnomalyConfig(),
+    ) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
+        counts = {"figures_every": figures_every, "credit_hosts": credit_hosts, "raised_ticks": raised_ticks}
+        for name, value in counts.items():
+            if value < 0:
+                raise ValueError(f"telemetry.{name} must not be negative, got {value}")
         self.every_n_ticks = every_n_ticks
+        self.figures_every = figures_every
+        self.credit_hosts = credit_hosts
         self.anomalies = anomalies
+        self.detail = Detail(level, raised_ticks)
         self.detector = AnomalyDetector(anomalies)
-        self.gradients = GradientWatch()
+        self._restored: Any = None  # the observer's state, until there is one
+        self.events: EventLog | None = None
+        self.boards: list[Board] = []
 
     def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
         self._follow()  # a callback before this one may save the tick
-        return {"anomalies": self.detector.state_dict(), "gradients": self.gradients.state_dict()}
+        return {
+            "anomalies": self.detector.state_dict(),
+            "detail": self.detail.state_dict(),
+            "observed": self.observer.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_parts("Telemetry", state_dict, ("anomalies", "gradients"))
+        check_parts("Telemetry", state_dict, ("anomalies", "detail", "observed"))
         self.detector.load_state_dict(state_dict["anomalies"])
-        self.gradients.load_state_dict(state_dict["gradients"])
-
-    def _follow(self) -> None:
-        """Takes in the gradients of the last tick, once."""
-        loop = self._module.loop
-        if self.anomalies.enabled and loop.ticks > self._followed:
-            self.gradients.tick(loop.pool.envs)
-        self._followed = loop.ticks
+        self.detail.load_state_dict(state_dict["detail"])
+        self._restored = state_dict["observed"]
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._followed = pl_module.loop.ticks
-        self._since = (time.perf_counter(), pl_module.loop.ticks)
+        loop = pl_module.loop
+        self._followed = self._written = loop.ticks
+        self._since = (time.perf_counter(), loop.ticks)
         self._in_rollout: Counter[str] = Counter()  # seconds by phase
         self._unwritten: Counter[str] = Counter()
-        self._written = pl_module.loop.ticks
-        pl_module.loop.pool.clock.take()
+        loop.pool.clock.take()
+        self.observer = Observer(loop.pool)
+        if self._restored is not None:
+            self.observer.load_state_dict(self._restored)
+        if self.detail.level != "off":
+            self._begin(trainer, loop.ticks)
+
+    def _begin(self, trainer: Trainer, tick: int) -> None:
+        """Opens what is written to; what an interrupted run had written after the checkpoint is void."""
+        records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and pl_module.loop.ticks:
-                # Points that an interrupted run wrote after the checkpoint are void: this makes readers drop them.
-                start = SessionLog(status=SessionLog.START)
-                logger.experiment.file_writer.add_event(Event(step=pl_module.loop.ticks + 1, session_log=start))
+            if isinstance(logger, TensorBoardLogger):
+                self.boards.append(Board(logger.experiment))
+                self.boards[-1].begin(records[0].changed if records else {}, tick)
+        if trainer.loggers:
+            self.events = EventLog(Path(trainer.log_dir) / EVENTS)
+            self.events.path.parent.mkdir(parents=True, exist_ok=True)
+            self.events.go_on(tick)
+        pool = self._module.loop.pool
+        slots, blueprints = list(pool.space.slot), list(pool.space.blueprint)
+        self._tell([Started(tick, SCHEMA, pool.n_envs, pool.horizon, slots, blueprints, self.detail.level)])
+        keeper = trainer.strategy.checkpoint_io
+        if isinstance(keeper, AtomicCheckpointIO):
+            keeper.listeners.append(self._checkpoint_saved)
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        if self.events is not None:
+            self.events.write(events)
+
+    def _checkpoint_saved(self, path: Path, seconds: float) -> None:
+        if self.events is not None:
+            folder = self.events.path.parent
+            inside = path.relative_to(folder) if path.is_relative_to(folder) else path
+            self._tell([CheckpointSaved(self._module.loop.ticks, str(inside), seconds)])
+
+    def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
+        if self.events is not None:
+            self.events.close()
+
+    def _follow(self) -> None:
+        """Takes in the last tick, once."""
+        loop = self._module.loop
+        if self.detail.level != "off" and loop.ticks > self._followed:
+            everything = self.detail.includes("normal", loop.ticks)
+            self._tell(self.observer.tick(loop.last, loop.pool.envs, loop.ticks, everything))
+            self._followed = loop.ticks
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if self.detail.level == "off":
+            return
         loop = pl_module.loop
-        clock = loop.pool.clock
-        seconds = clock.take()
+        seconds = loop.pool.clock.take()
         self._in_rollout.update(seconds)
         self._unwritten.update(seconds)
-        metrics: dict[str, float] = {}
-        self._follow()
-        if loop.ticks % self.every_n_ticks == 0:
-            envs = loop.pool.envs
-            metrics |= tick_metrics(loop.last) | growth_metrics(envs) | skipped_metrics(envs)
-            metrics |= phase_seconds(self._unwritten, loop.ticks - self._written, clock.timer.name)
-            self._unwritten, self._written = Counter(), loop.ticks
-        if trainer.is_last_batch:
-            metrics |= self._rollout_metrics(pl_module)
-            if self.anomalies.enabled:
-                metrics |= self._look_for_anomalies(trainer, pl_module)
-        for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=loop.ticks)
+        with loop.pool.clock.measure("telemetry"):
+            self._follow()
+            written: dict[str, float] = {}
+            if self.detail.includes("normal", loop.ticks) and loop.ticks % self.every_n_ticks == 0:
+                written |= self._tick_metrics()
+            if trainer.is_last_batch:
+                written |= self._rollout_metrics(trainer)
+                if self.detail.includes("normal", loop.ticks):
+                    written |= self._details(trainer)
+                if self.anomalies.enabled:
+                    written |= self._look_for_anomalies(trainer)
+            for logger in trainer.loggers if written else ():
+                logger.log_metrics(written, step=loop.ticks)
+            if self.detail.changes(loop.ticks):
+                cause = "an anomaly was raised" if self.detail.raised(loop.ticks + 1) else "the time is over"
+                self._tell([LevelChanged(loop.ticks, self.detail.now(loop.ticks + 1), cause)])
 
-    def _rollout_metrics(self, pl_module: TamiyoModule) -> dict[str, float]:
-        loop, report = pl_module.loop, pl_module.report
+    def _tick_metrics(self) -> dict[str, float]:
+        loop = self._module.loop
+        pool, step = loop.pool, loop.last
+        found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_metrics(pool.envs)
+        found |= numbers.gradient_metrics(pool.envs)
+        if pool.config.governor.enabled:
+            found |= numbers.governor_metrics(step, pool.envs)
+        found |= numbers.phase_seconds(self._unwritten, loop.ticks - self._written, pool.clock.timer.name)
+        self._unwritten, self._written = Counter(), loop.ticks
+        if self.detail.includes("debug", loop.ticks):
+            found |= numbers.layer_metrics([layer_gradients(pool, host) for host in range(pool.n_envs)[:LAYER_HOSTS]])
+        return found
+
+    def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
+        loop, report = self._module.loop, self._module.report
         final = loop.last.metrics
         now, (then, ticks) = time.perf_counter(), self._since
         self._since = (now, loop.ticks)
         speed = (loop.ticks - ticks) / (now - then)
-        metrics = {
-            "rollout/return": report.rollout.returns.mean().item(),
+        found = numbers.return_metrics(report.rollout.returns) | {
             "rollout/objective": final.objective.mean().item(),
             "rollout/accuracy": final.accuracy.mean().item(),
             "rollout/parameters": final.parameters.float().mean().item(),
             "time/ticks_per_second": speed,
             "time/env_steps_per_second": speed * loop.pool.n_envs,
+            "telemetry/level": float(LEVELS.index(self.detail.now(loop.ticks))),
         }
-        metrics |= memory_metrics(loop.pool.device)
-        metrics |= {f"train/{name}": value for name, value in report.metrics.items()}
+        found |= memory_metrics(loop.pool.device)
+        found |= {f"train/{name}": value for name, value in report.metrics.items()}
         chosen = op_frequency(loop.buffer.action.op, loop.buffer.masks)
-        metrics |= {f"rollout/op.{op}": share for op, share in chosen.items()}
-        shares = phase_shares(self._in_rollout, now - then)
-        metrics |= {f"time/share.{phase}": share for phase, share in shares.items()}
+        found |= {f"rollout/op.{op}": share for op, share in chosen.items()}
+        shares = numbers.phase_shares(self._in_rollout, now - then)
+        found |= {f"time/share.{phase}": share for phase, share in shares.items()}
         self._in_rollout = Counter()
-        return metrics
+        self._tell([Updated(loop.ticks, trainer.current_epoch + 1, report.metrics)])
+        return found
 
-    def _look_for_anomalies(self, trainer: Trainer, pl_module: TamiyoModule) -> dict[str, float]:
+    def _details(self, trainer: Trainer) -> dict[str, float]:
+        """Of the rollout: what the blueprints are worth, how decisions were made, histograms and figures."""
+        loop, report, debug = self._module.loop, self._module.report, self.detail.includes("debug", self._followed)
+        pool, buffer = loop.pool, loop.buffer
+        found = self.observer.scoreboard.metrics() | numbers.lstm_metrics(loop.state)
+        found |= numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevance(pool.device))
+        found |= self._credit(pool.n_envs if debug and self.credit_hosts else self.credit_hosts)
+        histograms = {
+            "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
+            "advantage": report.rollout.advantages,
+            "contribution": torch.tensor(numbers.contribution_values(pool.envs)),
+        }
+        update = trainer.current_epoch + 1
+        due = self.figures_every and (debug or update % self.figures_every == 0 or update == trainer.max_epochs)
+        for board in self.boards:
+            for name, values in histograms.items():
+                board.histogram(f"histograms/{name}", values, loop.ticks)
+            if due:
+                for tag, figure in self.observer.figures(loop.last).items():
+                    board.figure(tag, figure, loop.ticks)
+                board.text("blueprints", self.observer.scoreboard.table(), loop.ticks)
+        return found
+
+    def _credit(self, hosts: int) -> dict[str, float]:
+        loop = self._module.loop
+        try:
+            credits = credit_seeds(loop.pool, hosts, loop.ticks)
+        except MemoryError as error:
+            self.credit_hosts = 0
+            say(f"telemetry.credit_hosts is 0 from now on: {error}")
+            return {}
+        self._tell(credits)
+        return numbers.credit_metrics(credits)
+
+    def _look_for_anomalies(self, trainer: Trainer) -> dict[str, float]:
         """Says what was raised or cleared by this rollout and its update; returns what there is to plot."""
-        loop, config = pl_module.loop, self.anomalies
-        envs = loop.pool.envs
-        readings = self.gradients.readings(config.least_seeds) | host_readings(envs, config.most_reliance)
-        readings |= state_rms(loop.state)
-        memory = memory_share(loop.pool.device)
-        ops = op_frequency(loop.buffer.action.op, loop.buffer.masks)
-        metrics = pl_module.report.metrics | readings | {f"memory.{name}": share for name, share in memory.items()}
-        metrics |= {f"op.{op}": share for op, share in ops.items()}
+        loop, config = self._module.loop, self.anomalies
+        readings = self.observer.gradients.readings(config.least_seeds)
+        readings |= host_readings(loop.pool.envs, config.most_reliance) | state_rms(loop.state)
+        memory = {f"memory.{name}": share for name, share in memory_share(loop.pool.device).items()}
+        ops = {f"op.{op}": share for op, share in op_frequency(loop.buffer.action.op, loop.buffer.masks).items()}
+        update = trainer.current_epoch + 1
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)
-        for change in self.detector.observe(metrics, trainer.current_epoch + 1, progress):
+        changes = self.detector.observe(self._module.report.metrics | readings | memory | ops, update, progress)
+        for change in changes:
             say(str(change))
+        self._tell(as_event(change, loop.ticks) for change in changes)
+        if any(change.level != "cleared" for change in changes):
+            self.detail.alarm(loop.ticks)
         levels = {f"anomaly/{name}": float(level) for name, level in self.detector.levels.items()}
         plotted = {f"rollout/{name}": value for name, value in readings.items()}
-        return plotted | {f"memory/{name}": share for name, share in memory.items()} | levels
+        return plotted | {name.replace(".", "/"): share for name, share in memory.items()} | levels
+
+
+def as_event(change: Anomaly, tick: int) -> AnomalyChanged:
+    """An anomaly as it is written down."""
+    what = (change.name, change.level, change.value, change.threshold, change.cause)
+    return AnomalyChanged(tick, change.update, *what, list(change.settings))

@@ -4,7 +4,8 @@ import errno
 import glob
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,19 @@ class DiskError(OSError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: a crash leaves the last good checkpoint, on any file system."""
+    """Writes beside the target and renames: a crash leaves the last good checkpoint, on any file system.
+
+    Attributes:
+        listeners: Told of every checkpoint that is written, and how many seconds that took.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[Callable[[Path, float], None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Raises DiskError, and leaves the checkpoint of before, if this one does not fit."""
+        began = time.perf_counter()
         target = Path(path)
         draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
@@ -50,6 +60,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if isinstance(error, DiskError) or (failure := disk_failure(error)) is None:
                 raise
             raise DiskError(target, f"{failure.strerror}") from error
+        for listener in self.listeners:
+            listener(target, time.perf_counter() - began)
 
     def load_checkpoint(self, path: str | Path, *_: object, **__: object) -> dict[str, Any]:
         """Reads plain data alone, whatever it is asked for."""

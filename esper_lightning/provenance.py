@@ -34,6 +34,10 @@ class RunRecord(SaveConfigCallback):
 
     What an earlier start of the same run had saved is kept as `config.1.yaml`, `run.1.json` and so on. Nothing is
     written before everything is restored.
+
+    Attributes:
+        settings: That are worth reporting, by dotted name, as texts.
+        changed: Those of them that are not the defaults.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
@@ -41,6 +45,8 @@ class RunRecord(SaveConfigCallback):
         config.ckpt_path = None  # whoever repeats the run must not continue this one
         super().__init__(parser, config, **kwargs)
         self.settings = flat_settings(config.as_dict())
+        defaults = flat_settings(parser.get_defaults().as_dict())
+        self.changed = {name: value for name, value in self.settings.items() if defaults.get(name) != value}
 
     def setup(self, trainer: EsperTrainer, pl_module: TamiyoModule, stage: str) -> None:
         """Too early to save anything."""

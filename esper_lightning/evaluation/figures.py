@@ -3,41 +3,17 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from esper_lightning.envs import Op
 from esper_lightning.evaluation.compare import Trace
 from esper_lightning.evaluation.comparison import Contender, Contest
 from esper_lightning.evaluation.intervals import Interval, mean_interval
 from esper_lightning.evaluation.report import label
 from esper_lightning.growth.saving import replace_file
-from esper_lightning.growth.stages import Stage
+from esper_lightning.telemetry.figures import OP_COLOURS, STAGE_COLOURS, grid, legend, panels_for
 
 DPI = 130
 MARKERS = "ooosssDDDvvv^^^"
-
-OP_COLOURS = {
-    Op.WAIT: "#eeeeee",
-    Op.GERMINATE: "#2ca02c",
-    Op.CULL: "#d62728",
-    Op.FOSSILIZE: "#1f77b4",
-    Op.ADVANCE: "#ff7f0e",
-    Op.SET_ALPHA: "#9467bd",
-}
-
-STAGE_COLOURS = {
-    Stage.DORMANT: "#ffffff",
-    Stage.GERMINATED: "#d9f0d3",
-    Stage.TRAINING: "#a6dba0",
-    Stage.BLENDING: "#fee08b",
-    Stage.PROBATIONARY: "#fdae61",
-    Stage.FOSSILIZED: "#1f77b4",
-    Stage.CULLED: "#d62728",
-    Stage.EMBARGOED: "#f4a6a6",
-}
 
 MOST_HOSTS = 48
 """Rows of a timeline that can still be told apart."""
@@ -110,33 +86,13 @@ def curves(contest: Contest) -> Figure:
 def timeline(trace: Trace, slots: list[str], who: str) -> Figure:
     """What was done to each host before each host epoch, and the stage of each slot after it."""
     shown = min(trace.ops.shape[1], MOST_HOSTS)
-    ticks = trace.ops.shape[0]
-    width, height = 1.0 + (1 + len(slots)) * max(2.2, 0.17 * ticks), 1.9 + 0.19 * shown
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(1, 1 + len(slots), sharey=True, squeeze=False)[0]
-    grid(panels[0], trace.ops[:, :shown].T, OP_COLOURS, "action")
+    figure, panels = panels_for(1 + len(slots), trace.ops.shape[0], shown)
+    grid(panels[0], trace.ops[:, :shown].T, list(OP_COLOURS.values()), "action")
     for k, slot in enumerate(slots):
-        grid(panels[1 + k], trace.stages[:, :shown, k].T, STAGE_COLOURS, slot)
-    panels[0].set_ylabel("host")
+        grid(panels[1 + k], trace.stages[:, :shown, k].T, list(STAGE_COLOURS.values()), slot)
     panels[0].set_yticks(range(0, shown, max(1, shown // 16)))
     figure.suptitle(f"{who}: the first {shown} of {trace.ops.shape[1]} hosts", fontsize=10)
-    names = [*((op.name, colour) for op, colour in OP_COLOURS.items() if (trace.ops == op).any())]
+    names = [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (trace.ops == i).any()]
     names += [(stage.name, colour) for stage, colour in STAGE_COLOURS.items() if (trace.stages == stage).any()]
-    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8)
+    legend(figure, names)
     return figure
-
-
-def grid(axes: Axes, numbers: np.ndarray, colours: dict[Op, str] | dict[Stage, str], title: str) -> None:
-    """Numbers [H, T] as coloured cells."""
-    edges = np.arange(len(colours) + 1) - 0.5
-    cells = ListedColormap(list(colours.values()))
-    hosts, ticks = numbers.shape
-    extent = (0.5, ticks + 0.5, hosts - 0.5, -0.5)
-    axes.imshow(numbers, cmap=cells, norm=BoundaryNorm(edges, cells.N), aspect="auto", extent=extent)
-    axes.set_xticks(np.arange(1.5, ticks), minor=True)
-    axes.set_yticks(np.arange(0.5, hosts), minor=True)
-    axes.grid(which="minor", color="white", lw=0.6)
-    axes.tick_params(which="minor", length=0)
-    axes.set_xlabel("tick", fontsize=8)
-    axes.set_title(title, fontsize=9)

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 
-Phase = Literal["data", "train", "validate", "counterfactual", "policy", "update", "governor", "bookkeeping"]
+Phase = Literal[
+    "data", "train", "validate", "counterfactual", "policy", "update", "governor", "bookkeeping", "telemetry"
+]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """`data` is drawing, fetching and varying minibatches, which `train` does not hold; `counterfactual` is the part of the
 validation pass that answers for combinations of seeds beside the host as it is, and `validate` the rest of it."""

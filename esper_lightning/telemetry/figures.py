@@ -1,0 +1,151 @@
+"""Figures of what hosts have grown and how. T ticks, H hosts, K slots, B blueprints."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from esper_lightning.growth.stages import Stage
+from esper_lightning.telemetry.scoreboard import Score
+from esper_lightning.telemetry.trace import EpisodeTrace
+
+OP_COLOURS = {
+    "WAIT": "#eeeeee",
+    "GERMINATE": "#2ca02c",
+    "CULL": "#d62728",
+    "FOSSILIZE": "#1f77b4",
+    "ADVANCE": "#ff7f0e",
+    "SET_ALPHA": "#9467bd",
+}
+"""In the order of their numbers."""
+
+STAGE_COLOURS = {
+    Stage.DORMANT: "#ffffff",
+    Stage.GERMINATED: "#d9f0d3",
+    Stage.TRAINING: "#a6dba0",
+    Stage.BLENDING: "#fee08b",
+    Stage.PROBATIONARY: "#fdae61",
+    Stage.FOSSILIZED: "#1f77b4",
+    Stage.CULLED: "#d62728",
+    Stage.EMBARGOED: "#f4a6a6",
+}
+
+SHOWN = 24
+"""Hosts in a timeline: more of them would be too thin to be seen in TensorBoard."""
+
+ROWS = 10
+"""Heights that alpha can have in a host's row."""
+
+PALE = 0.72
+"""White in the colour of a stage, where alpha does not reach."""
+
+
+def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
+    """The stage of every slot after each tick as colour, alpha as the height to which it is filled, and rollbacks."""
+    stage, alpha = trace.stage[: trace.length, :SHOWN].numpy(), trace.alpha[: trace.length, :SHOWN].numpy()
+    hosts = stage.shape[1]
+    figure, panels = panels_for(len(slots), trace.length, hosts)
+    for k, (axes, slot) in enumerate(zip(panels, slots, strict=True)):
+        extent = (0.5, trace.length + 0.5, hosts - 0.5, -0.5)
+        axes.imshow(filled(stage[..., k].T, alpha[..., k].T), aspect="auto", interpolation="nearest", extent=extent)
+        separate(axes, hosts, trace.length, slot)
+        ticks, which = np.nonzero(trace.rolled_back[: trace.length, :hosts].numpy())
+        axes.scatter(ticks + 1, which, marker="v", s=14, color="black", zorder=3)
+    met = [(name.name, colour) for name, colour in STAGE_COLOURS.items() if (stage == name).any()]
+    legend(figure, met, "▼ rolled back" if trace.rolled_back[: trace.length, :hosts].any() else None)
+    return figure
+
+
+def filled(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] both -> [H·ROWS, T, 3]
+    """Cells in the colour of their stage, pale above alpha."""
+    colours = np.array([to_rgb(colour) for colour in STAGE_COLOURS.values()])[stage]  # [H, T, 3]
+    height = (np.arange(ROWS)[::-1] + 0.5) / ROWS  # of each row of pixels, from the top down
+    pale = (alpha[:, None] < height[:, None])[..., None] * PALE  # [H, ROWS, T, 1]
+    return (colours[:, None] * (1.0 - pale) + pale).reshape(-1, stage.shape[1], 3)
+
+
+def op_map(trace: EpisodeTrace) -> Figure:
+    """What was done to each host before each tick, and the share of each op in each tick."""
+    op = trace.op[: trace.length].numpy()
+    hosts = min(op.shape[1], SHOWN)
+    figure, (left, right) = panels_for(2, trace.length, hosts, sharey=False)
+    grid(left, op[:, :hosts].T, list(OP_COLOURS.values()), f"the first {hosts} hosts")
+    ticks = np.arange(1, trace.length + 1)
+    bottom = np.zeros(trace.length)
+    for number, colour in enumerate(OP_COLOURS.values()):
+        share = (op == number).mean(1)
+        right.bar(ticks, share, bottom=bottom, width=1.0, color=colour)
+        bottom += share
+    right.set(xlabel="tick", ylabel="share", xlim=(0.5, trace.length + 0.5), ylim=(0.0, 1.0))
+    right.set_title(f"all {op.shape[1]} hosts", fontsize=9)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    legend(figure, [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (op == i).any()])
+    return figure
+
+
+def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, objective: np.ndarray) -> Figure:
+    """Hosts at their episodes' end, [N] each. Better is up and to the left."""
+    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    dots = axes.scatter(parameters, accuracy, c=objective, cmap="viridis", s=22, edgecolors="0.4", linewidths=0.4)
+    figure.colorbar(dots, label="objective")
+    axes.set(xlabel="parameters of what is kept", ylabel="validation accuracy of what is kept", xscale="log")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequence[str]) -> Figure:
+    """What became of the seeds of each blueprint in each slot: how many, how many were kept, what they contributed."""
+    figure = Figure(figsize=(3.0 + 1.1 * 3 * len(slots), 1.8 + 0.34 * len(blueprints)), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    kept = score.fossilized / np.maximum(score.germinated, 1.0)
+    tables = (("seeds", score.germinated, ".0f"), ("share kept", kept, ".2f"), ("contribution", score.mean, "+.1f"))
+    for axes, (title, table, form) in zip(panels, tables, strict=True):
+        shown = np.ma.masked_where((score.germinated == 0.0) | ~np.isfinite(table), table)
+        axes.imshow(shown, aspect="auto", cmap="YlGnBu", alpha=0.55)
+        axes.set_title(title, fontsize=9)
+        axes.set_xticks(range(len(slots)), slots, fontsize=8, rotation=20)
+        axes.set_yticks(range(len(blueprints)), blueprints, fontsize=8)
+        for b, k in zip(*np.nonzero(~np.ma.getmaskarray(shown)), strict=True):
+            axes.text(k, b, f"{table[b, k]:{form}}", ha="center", va="center", fontsize=8)
+    return figure
+
+
+def panels_for(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many panels side by side, with a row for each host."""
+    figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts), layout="constrained")
+    panels = figure.subplots(1, number, sharey=sharey, squeeze=False)[0]
+    panels[0].set_ylabel("host")
+    return figure, panels
+
+
+def grid(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
+    """Numbers [H, T] as coloured cells."""
+    cells = ListedColormap(colours)
+    hosts, ticks = numbers.shape
+    norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, cells.N)
+    axes.imshow(numbers, cmap=cells, norm=norm, aspect="auto", extent=(0.5, ticks + 0.5, hosts - 0.5, -0.5))
+    separate(axes, hosts, ticks, title)
+
+
+def separate(axes: Axes, hosts: int, ticks: int, title: str) -> None:
+    """Thin lines between the cells of H hosts and T ticks, and what the axes show."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(np.arange(1.5, ticks), minor=True)
+    axes.set_yticks(np.arange(0.5, hosts), minor=True)
+    axes.grid(which="minor", color="white", lw=0.6)
+    axes.tick_params(which="minor", length=0)
+    axes.set_xlabel("tick", fontsize=8)
+    axes.set_title(title, fontsize=9)
+
+
+def legend(figure: Figure, names: Sequence[tuple[str, str]], mark: str | None = None) -> None:
+    """Below a figure: names with their colours, and what a mark means."""
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
+    if mark is not None:
+        patches.append(Patch(facecolor="none", edgecolor="none", label=mark))
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8)

@@ -1,0 +1,77 @@
+"""Follows the hosts of a run tick by tick, for whatever is told of them later."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+from esper_lightning.growth.restoring import check_parts
+from esper_lightning.telemetry.chronicle import GateWatch, contributions, rollbacks, seed_changes, vetoes
+from esper_lightning.telemetry.events import Event
+from esper_lightning.telemetry.figures import (
+    accuracy_against_parameters,
+    blueprint_scoreboard,
+    growth_timeline,
+    op_map,
+)
+from esper_lightning.telemetry.readings import GradientWatch
+from esper_lightning.telemetry.scoreboard import Scoreboard
+from esper_lightning.telemetry.trace import EpisodeTrace
+
+if TYPE_CHECKING:
+    from esper_lightning.envs import HostPool, StepResult
+    from esper_lightning.envs.host_env import HostEnv
+
+PARTS = ("gradients", "scoreboard", "trace", "gates")
+
+
+class Observer:
+    """What is known of the hosts, their seeds, and what was done to them.
+
+    Args:
+        pool: The hosts; only its measure is taken.
+    """
+
+    def __init__(self, pool: "HostPool") -> None:
+        space = pool.space
+        self.slots, self.blueprints = space.slot, space.blueprint
+        self.gradients = GradientWatch()
+        self.scoreboard = Scoreboard(space.blueprint, space.slot, pool.n_envs)
+        self.trace = EpisodeTrace(pool.horizon, pool.n_envs, len(space.slot))
+        self.gates = GateWatch()
+
+    def tick(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, everything: bool) -> list[Event]:
+        """Takes in a tick; returns what there is to tell of it.
+
+        Args:
+            step: What followed from it.
+            envs: The hosts.
+            tick: Since the run began.
+            everything: Or else what nobody wishes for alone.
+        """
+        self.gradients.tick(envs)
+        self.scoreboard.tick(step, envs)
+        self.trace.tick(step, envs)
+        told = [*rollbacks(step, tick), *vetoes(step, tick)]
+        if everything:
+            told = [*seed_changes(step, tick), *self.gates.tick(envs, tick), *contributions(envs, tick), *told]
+        return told
+
+    def figures(self, step: "StepResult") -> dict[str, Figure]:
+        """By tag, of an episode that is over."""
+        final = (part.numpy() for part in (step.metrics.accuracy, step.metrics.parameters, step.metrics.objective))
+        return {
+            "figures/growth": growth_timeline(self.trace, self.slots),
+            "figures/ops": op_map(self.trace),
+            "figures/hosts": accuracy_against_parameters(*final),
+            "figures/blueprints": blueprint_scoreboard(self.scoreboard.run, self.blueprints, self.slots),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name).state_dict() for name in PARTS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises ValueError if the state is damaged."""
+        check_parts("what is known of the hosts", state, PARTS)
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])

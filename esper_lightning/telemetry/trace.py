@@ -1,0 +1,64 @@
+"""What was done to each host of a rollout, tick by tick, and what came of it. T ticks, N hosts, K slots."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from esper_lightning.growth.restoring import check_below, check_count, check_like, check_parts
+from esper_lightning.growth.stages import Stage
+
+if TYPE_CHECKING:
+    from esper_lightning.envs import StepResult
+    from esper_lightning.envs.host_env import HostEnv
+
+
+class EpisodeTrace:
+    """Follows one episode of every host, for figures; all of it is small, and on the CPU.
+
+    Args:
+        ticks, n_envs, slots: T, N and K.
+    """
+
+    def __init__(self, ticks: int, n_envs: int, slots: int) -> None:
+        self.length = 0
+        self.op = torch.zeros(ticks, n_envs, dtype=torch.uint8)
+        self.stage = torch.zeros(ticks, n_envs, slots, dtype=torch.uint8)  # after the tick
+        self.alpha = torch.zeros(ticks, n_envs, slots)  # in the coming one
+        self.rolled_back = torch.zeros(ticks, n_envs, dtype=torch.bool)
+
+    def tick(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
+        """Takes in a host epoch."""
+        t = envs[0].tick - 1
+        self.op[t] = torch.tensor([int(env.last_op) for env in envs])
+        self.stage[t] = torch.tensor([[int(slot.stage) for slot in env.slots] for env in envs])
+        self.alpha[t] = torch.tensor([[slot.alpha_now if slot.blended else 0.0 for slot in env.slots] for env in envs])
+        self.rolled_back[t] = False
+        for word in step.verdicts:
+            self.rolled_back[t, word.host] = word.verdict.diverged
+        self.length = t + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name)[: self.length].clone() for name in PARTS}
+        return {"length": self.length, **parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the middle of an episode; with another number of hosts there is none.
+
+        Raises ValueError if the state is damaged.
+        """
+        what = "the trace of the rollout"
+        check_parts(what, state, ("length", *PARTS))
+        length = check_count(what, state["length"], len(self.op))
+        same = isinstance(state["op"], Tensor) and state["op"].shape == (length, self.op.shape[1])
+        self.length = length if same else 0
+        if not same:
+            return
+        for name in PARTS:
+            ours = getattr(self, name)[: self.length]
+            ours.copy_(check_like(what, state[name], ours))
+        check_below(what, self.stage[: self.length], len(Stage))
+
+
+PARTS = ("op", "stage", "alpha", "rolled_back")

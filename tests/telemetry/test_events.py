@@ -1,0 +1,135 @@
+"""Events: what is written can be read back, also after a crash, and a resumed run tells everything once."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from esper_lightning.telemetry.events import (
+    KINDS,
+    SCHEMA,
+    AnomalyChanged,
+    Event,
+    EventLog,
+    SeedChanged,
+    Started,
+    from_line,
+    read_events,
+    to_line,
+)
+from tests.runs import ROOT, SaveEveryTick, fit, only_run, with_callback
+
+START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "normal")
+BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate")
+PAGE = (ROOT / "docs" / "events.md").read_text()
+
+
+def written(path: Path, *events: Event) -> EventLog:
+    log = EventLog(path)
+    log.write(events)
+    return log
+
+
+def test_what_is_written_is_there_at_once_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = written(path, START, BORN)
+
+    assert list(read_events(path)) == [START, BORN], "nobody has closed the file"
+    log.write([BORN._replace(tick=4)])
+    assert [event.tick for event in read_events(path)] == [0, 3, 4]
+
+
+def test_a_line_is_plain_json_that_names_its_type() -> None:
+    assert json.loads(to_line(BORN)) == {"type": "seed", **BORN._asdict()}
+
+
+def test_what_is_not_finite_is_null() -> None:
+    event = AnomalyChanged(5, 1, "kl", "critical", math.nan, 0.1, "why", ["a.b"])
+
+    assert json.loads(to_line(event))["value"] is None
+    assert from_line(to_line(event)) == event._replace(value=None)
+
+
+def test_the_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    written(path, START, BORN)
+    path.write_bytes(path.read_bytes()[:-5])
+
+    assert list(read_events(path)) == [START]
+
+
+def test_going_on_forgets_what_came_later_and_the_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = written(path, START, BORN, BORN._replace(tick=4), BORN._replace(tick=5))
+    log.close()
+    path.write_bytes(path.read_bytes()[:-5])
+
+    log.go_on(3)
+    log.write([BORN._replace(tick=4, host=0)])
+
+    assert list(read_events(path)) == [START, BORN, BORN._replace(tick=4, host=0)]
+
+
+def test_going_on_where_nothing_was_written_makes_no_file(tmp_path: Path) -> None:
+    EventLog(tmp_path / "events.jsonl").go_on(3)
+
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"type":"nonsense","tick":1}', "no event of schema 1"),
+        ("[]", "no event of schema 1"),
+        ('{"type":"seed","tick":1}', "has not the fields tick, host, slot"),
+        (to_line(START._replace(schema=SCHEMA + 1)), f"events of schema {SCHEMA + 1}, but this version reads {SCHEMA}"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(to_line(START) + line.rstrip() + "\n")
+
+    with pytest.raises(ValueError, match=message) as raised:
+        list(read_events(path))
+    assert f"{path}, line 2" in str(raised.value)
+
+
+def told(root: Path) -> list[Event]:
+    """What a run told, but for what may differ between equal runs: how long it took to write checkpoints."""
+    events = read_events(only_run(root).folder / "events.jsonl")
+    return [event._replace(seconds=0.0) if hasattr(event, "seconds") else event for event in events]
+
+
+@pytest.mark.parametrize("tick", [1, 4, 5, 8])
+def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
+    """From the checkpoint of any tick, with the whole run's file already there: as after `kill -9`."""
+    fit(tmp_path, *with_callback(SaveEveryTick))
+    whole = told(tmp_path)
+    checkpoint = only_run(tmp_path).checkpoints / f"tick{tick}.ckpt"
+
+    fit(tmp_path, *with_callback(SaveEveryTick), "--ckpt_path", str(checkpoint))
+
+    resumed = told(tmp_path)
+    starts = [event for event in resumed if isinstance(event, Started)]
+    assert [start.tick for start in starts] == [0, tick]
+    resumed.remove(starts[1])
+    assert resumed == whole
+
+
+def test_ticks_never_go_back(tmp_path: Path) -> None:
+    fit(tmp_path)
+
+    ticks = [event.tick for event in told(tmp_path)]
+    assert ticks == sorted(ticks) and ticks[-1] == 15
+
+
+def test_the_page_describes_every_event_and_every_field() -> None:
+    described = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+    assert list(described) == list(KINDS)
+    for name, kind in KINDS.items():
+        assert re.findall(r"^- `(\w+)`", described[name], re.MULTILINE) == [f for f in kind._fields if f != "tick"]
+    assert f"schema {SCHEMA}" in PAGE
