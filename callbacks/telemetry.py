@@ -50,12 +50,13 @@ class Telemetry(Callback):
 
     Args:
         level: off: nothing. minimal: numbers of each rollout, anomalies, rollbacks. normal: hosts tick by tick, every
-            event, histograms, figures, what each blueprint is worth. debug: every layer's gradient, the kept seeds of
-            all hosts, and figures of every rollout.
+            event, histograms, figures, what each blueprint is worth. debug: every layer's gradient, and the kept seeds
+            of all hosts.
         every_n_ticks: How often the hosts are written, and the seconds that a tick took since the last time.
         figures_every: Rollouts between figures; the last rollout has some, too. 0: none.
         credit_hosts: Hosts whose kept seeds are looked at when an episode ends: Shapley values. 0: none.
-        raised_ticks: For so many ticks an anomaly raises the level to debug. 0: it stays as it is.
+        raised_ticks: For so many ticks an anomaly raises the level to debug, with figures of every rollout. 0: it stays
+            as it is.
         anomalies: What counts as one.
     """
 
@@ -231,7 +232,9 @@ class Telemetry(Callback):
             "contribution": torch.tensor(numbers.contribution_values(pool.envs)),
         }
         update = trainer.current_epoch + 1
-        due = self.figures_every and (debug or update % self.figures_every == 0 or update == trainer.max_epochs)
+        due = self.figures_every and (
+            update % self.figures_every == 0 or update == trainer.max_epochs or self.detail.raised(loop.ticks)
+        )
         for board in self.boards:
             for name, values in histograms.items():
                 board.histogram(f"histograms/{name}", values, loop.ticks)

@@ -37,6 +37,9 @@ CALLBACKS = {
 }
 """Part of every run; each can be configured under its key. The package itself never imports them."""
 
+QUEUE = 1000
+"""Points that wait to be written: with torch's ten of them a tick waits for the disk."""
+
 CALLBACK_DEFAULTS = {
     # Two, because one that also tracks the best would not save the last epoch when it is not the best.
     "latest.filename": "latest",
@@ -282,8 +285,8 @@ def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
     """A run of its own below `root`; a resumed run goes on in the folder of its checkpoint."""
     if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
         run = Path(checkpoint).resolve().parent.parent
-        return TensorBoardLogger(run.parent, name="", version=run.name)
-    return TensorBoardLogger(root, name="")
+        return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=QUEUE)
+    return TensorBoardLogger(root, name="", max_queue=QUEUE)
 
 
 def run(args: list[str] | None) -> None:

@@ -2,14 +2,17 @@
 
 import csv
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.choice import Choice
@@ -168,3 +171,22 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
     cells = [tables.shown(mean_interval(np.array(lead)), signed=True) for lead in [*leads, leads]]
     assert wait.split(" | ")[2:] == [*cells[:2], f"{cells[2]} |"]
     assert tables.number(-0.0214) == "−.021" and tables.number(1.5) == "1.500"
+
+
+def test_every_level_of_telemetry_is_timed_in_one_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["telemetry.py", "--hosts", "2", "--rounds", "1", "--executor", "loop"])
+    benchmark = script("telemetry")
+
+    benchmark.main()
+
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[-3:] == list(benchmark.LEVELS) == ["off", "normal", "debug"]
+
+
+def test_pictures_are_taken_of_a_tensorboard_that_answers(tmp_path: Path) -> None:
+    SummaryWriter(str(tmp_path / "version_0")).close()
+
+    with script("screenshots").tensorboard(tmp_path) as address, urlopen(f"{address}data/runs", timeout=60) as answer:
+        assert json.loads(answer.read()) == ["version_0"]

@@ -91,6 +91,7 @@ def timeline(trace: Trace, slots: list[str], who: str) -> Figure:
     for k, slot in enumerate(slots):
         grid(panels[1 + k], trace.stages[:, :shown, k].T, list(STAGE_COLOURS.values()), slot)
     panels[0].set_yticks(range(0, shown, max(1, shown // 16)))
+    figure.subplots_adjust(top=figure.subplotpars.top - 0.25 / figure.get_size_inches()[1])
     figure.suptitle(f"{who}: the first {shown} of {trace.ops.shape[1]} hosts", fontsize=10)
     names = [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (trace.ops == i).any()]
     names += [(stage.name, colour) for stage, colour in STAGE_COLOURS.items() if (trace.stages == stage).any()]

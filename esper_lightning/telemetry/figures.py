@@ -73,12 +73,8 @@ def op_map(trace: EpisodeTrace) -> Figure:
     hosts = min(op.shape[1], SHOWN)
     figure, (left, right) = panels_for(2, trace.length, hosts, sharey=False)
     grid(left, op[:, :hosts].T, list(OP_COLOURS.values()), f"the first {hosts} hosts")
-    ticks = np.arange(1, trace.length + 1)
-    bottom = np.zeros(trace.length)
-    for number, colour in enumerate(OP_COLOURS.values()):
-        share = (op == number).mean(1)
-        right.bar(ticks, share, bottom=bottom, width=1.0, color=colour)
-        bottom += share
+    edges = np.repeat(np.arange(trace.length + 1) + 0.5, 2)[1:-1]  # of each tick, on both sides
+    right.stackplot(edges, np.repeat(shares_of_ops(op), 2, axis=1), colors=list(OP_COLOURS.values()))
     right.set(xlabel="tick", ylabel="share", xlim=(0.5, trace.length + 0.5), ylim=(0.0, 1.0))
     right.set_title(f"all {op.shape[1]} hosts", fontsize=9)
     right.xaxis.get_major_locator().set_params(integer=True)
@@ -86,10 +82,16 @@ def op_map(trace: EpisodeTrace) -> Figure:
     return figure
 
 
+def shares_of_ops(op: np.ndarray) -> np.ndarray:  # [T, N] -> [ops, T]
+    """How many of the hosts each op was done to in each tick."""
+    return np.stack([(op == number).mean(1) for number in range(len(OP_COLOURS))])
+
+
 def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, objective: np.ndarray) -> Figure:
     """Hosts at their episodes' end, [N] each. Better is up and to the left."""
-    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.0, 4.2))
     axes = figure.subplots()
+    margins(figure, left=0.8, right=0.3)
     dots = axes.scatter(parameters, accuracy, c=objective, cmap="viridis", s=22, edgecolors="0.4", linewidths=0.4)
     figure.colorbar(dots, label="objective")
     axes.set(xlabel="parameters of what is kept", ylabel="validation accuracy of what is kept", xscale="log")
@@ -99,8 +101,9 @@ def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, ob
 
 def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequence[str]) -> Figure:
     """What became of the seeds of each blueprint in each slot: how many, how many were kept, what they contributed."""
-    figure = Figure(figsize=(3.0 + 1.1 * 3 * len(slots), 1.8 + 0.34 * len(blueprints)), layout="constrained")
+    figure = Figure(figsize=(2.6 + 1.1 * 3 * len(slots), 1.4 + 0.34 * len(blueprints)))
     panels = figure.subplots(1, 3, sharey=True)
+    margins(figure, left=1.2, bottom=0.8)
     kept = score.fossilized / np.maximum(score.germinated, 1.0)
     tables = (("seeds", score.germinated, ".0f"), ("share kept", kept, ".2f"), ("contribution", score.mean, "+.1f"))
     for axes, (title, table, form) in zip(panels, tables, strict=True):
@@ -116,10 +119,20 @@ def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequenc
 
 def panels_for(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
     """A figure of so many panels side by side, with a row for each host."""
-    figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts), layout="constrained")
+    figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts))
     panels = figure.subplots(1, number, sharey=sharey, squeeze=False)[0]
+    margins(figure, bottom=1.05)
+    if not sharey:
+        figure.subplots_adjust(wspace=0.3)
     panels[0].set_ylabel("host")
     return figure, panels
+
+
+def margins(figure: Figure, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35) -> None:
+    """Room around the panels in inches: to let matplotlib find it out takes longer than all the rest."""
+    width, height = figure.get_size_inches()
+    sides = {"left": left / width, "right": 1.0 - right / width, "bottom": bottom / height, "top": 1.0 - top / height}
+    figure.subplots_adjust(**sides, wspace=0.1)
 
 
 def grid(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
@@ -148,4 +161,4 @@ def legend(figure: Figure, names: Sequence[tuple[str, str]], mark: str | None = 
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
     if mark is not None:
         patches.append(Patch(facecolor="none", edgecolor="none", label=mark))
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8)
+    figure.legend(handles=patches, loc="lower center", ncols=min(6, len(patches)), fontsize=8)

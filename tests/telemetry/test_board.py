@@ -17,7 +17,12 @@ from tests.runs import CONFIGS, ROOT, SaveEveryTick, cli, continuation, differen
 
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
-    *("--telemetry.level=debug", "--telemetry.anomalies.least_seeds=1", "--data.env.training.precision=fp16"),
+    *(
+        "--telemetry.level=debug",
+        "--telemetry.figures_every=1",
+        "--telemetry.anomalies.least_seeds=1",
+        "--data.env.training.precision=fp16",
+    ),
     "--data.n_envs=6",
 )
 """A run that has something to show under every tag: steps that are skipped, seeds that are kept in pairs."""
@@ -70,7 +75,7 @@ def test_figures_histograms_and_texts_are_those_that_are_documented(rich: EventA
     texts = {f"{tag.tag}/text_summary" for tag in TEXTS}
     assert texts == {tag for tag in tags["tensors"] if tag.endswith("/text_summary")}
     for tag in FIGURES:
-        assert [image.step for image in rich.Images(tag.tag)] == [12, 24], "at level debug after every rollout"
+        assert [image.step for image in rich.Images(tag.tag)] == [12, 24], "after every rollout"
         assert rich.Images(tag.tag)[0].encoded_image_string.startswith(b"\x89PNG")
     for tag in HISTOGRAMS:
         assert all(event.histogram_value.num > 0 for event in rich.Histograms(tag.tag))

@@ -2,12 +2,19 @@
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.colors import to_rgb
 
 from esper_lightning.envs import Op
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.figures import OP_COLOURS, ROWS, STAGE_COLOURS, filled, growth_timeline, op_map
+from esper_lightning.telemetry.figures import (
+    OP_COLOURS,
+    ROWS,
+    STAGE_COLOURS,
+    filled,
+    growth_timeline,
+    op_map,
+    shares_of_ops,
+)
 from esper_lightning.telemetry.trace import EpisodeTrace
 
 
@@ -36,12 +43,21 @@ def test_rollbacks_are_marked_where_they_happened() -> None:
 
 
 def test_shares_of_ops_add_up_in_every_tick() -> None:
+    op = np.random.default_rng(0).integers(0, len(Op), (5, 3))
+
+    shares = shares_of_ops(op)
+
+    assert np.allclose(shares.sum(0), 1.0)
+    assert np.allclose(shares[Op.CULL], [(row == Op.CULL).sum() / 3 for row in op])
+
+
+def test_the_op_map_shows_a_band_for_every_op() -> None:
     trace = EpisodeTrace(5, 3, 1)
     trace.length = 5
-    trace.op[:] = torch.randint(0, 6, (5, 3), generator=torch.Generator().manual_seed(0)).byte()
+    trace.op[2] = int(Op.CULL)
 
     _, right = op_map(trace).axes
 
-    heights = np.array([bar.get_height() for bar in right.patches]).reshape(len(Op), 5)
-    assert np.allclose(heights.sum(0), 1.0)
-    assert np.allclose(heights[Op.CULL], (trace.op == int(Op.CULL)).float().mean(1))
+    culled = right.collections[Op.CULL].get_paths()[0].vertices
+    assert len(right.collections) == len(Op)
+    assert {x for x, y in culled if y == 1.0} >= {2.5, 3.5}, "in the third tick all of them"

@@ -1,0 +1,115 @@
+"""What telemetry costs: one run whose level changes from rollout to rollout, with the time of each.
+
+    python -m benchmarks.telemetry --rounds 10
+
+Hosts are base-8 CNNs (6,418 parameters) on 32×32 inputs with eight minibatches of 32 a tick: a short tick, in which
+telemetry weighs more than in those of a real data set. A round is a rollout at each level. The cost is what a rollout
+takes longer than at `off`; the time in telemetry's own hooks is measured beside it, for on a busy machine the
+difference of two rollouts is mostly noise.
+"""
+
+import argparse
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning import Trainer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.hosts import CASES, training
+from callbacks import RolloutState, Telemetry
+from esper_lightning.cli import make_logger
+from esper_lightning.data import HostPoolData
+from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.telemetry.detail import Level
+from esper_lightning.telemetry.rules import AnomalyConfig
+
+LEVELS: tuple[Level, ...] = ("off", "normal", "debug")
+"""In turns. Three of them, so that figures, drawn every tenth rollout, fall on each alike."""
+
+FIRST = 1
+"""Rounds that are left out: whatever is used for the first time takes longer."""
+
+BARS = {"normal": 0.03, "debug": 0.15}
+"""Most that they may cost, of the time without telemetry."""
+
+
+class Turns(Telemetry):
+    """Telemetry at another level in each rollout."""
+
+    def __init__(self) -> None:
+        # A run of so few rollouts has its anomalies, and none may change the level.
+        super().__init__(raised_ticks=0, anomalies=AnomalyConfig())
+        self.seconds: dict[Level, list[float]] = {level: [] for level in LEVELS}
+        self.own: dict[Level, list[float]] = {level: [] for level in LEVELS}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self.detail.level = LEVELS[trainer.current_epoch % len(LEVELS)]
+        self.own[self.detail.level].append(0.0)
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *args: object) -> None:
+        began = time.perf_counter()
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self.own[self.detail.level][-1] += time.perf_counter() - began
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self.seconds[self.detail.level].append(time.perf_counter() - self._began)
+
+
+def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Turns:
+    """A run that has gone through all levels, round after round."""
+    case = CASES["32x8"]
+    env = EnvConfig(
+        executor=executor,
+        training=training(case, "fp32"),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        actions=ActionConfig(tempos={"FAST": 2}),
+    )
+    telemetry = Turns()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=len(LEVELS) * (rounds + FIRST),
+        callbacks=[RolloutState(), telemetry],
+        logger=make_logger(folder, None),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(TamiyoModule(ppo=PPOConfig(minibatches=2)), HostPoolData(case.task, case.host, env, n_envs=hosts))
+    return telemetry
+
+
+def main() -> None:
+    """Prints what each level costs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=8, help="number N of hosts")
+    parser.add_argument("--executor", default="threads", help="who trains them")
+    parser.add_argument("--rounds", type=int, default=10, help="rollouts of each level that count")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        run = measure(args.hosts, args.executor, args.rounds, Path(folder))
+    table = Table("level", "seconds a rollout", "cost", "quartiles by round", "in its hooks", "bar", box=box.MARKDOWN)
+    off = np.array(run.seconds["off"][FIRST:])
+    for level in LEVELS:
+        taken = np.array(run.seconds[level][FIRST:])
+        low, high = np.quantile(taken / off - 1.0, (0.25, 0.75))
+        own = np.mean(run.own[level][FIRST:]) / off.mean()
+        cost, bar = taken.mean() / off.mean() - 1.0, f"{BARS[level]:.0%}" if level in BARS else ""
+        table.add_row(level, f"{taken.mean():.2f}", f"{cost:+.1%}", f"{low:+.1%} … {high:+.1%}", f"{own:.1%}", bar)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
