@@ -109,6 +109,7 @@ class Telemetry(Callback):
         self._in_rollout: Counter[str] = Counter()  # seconds by phase
         self._unwritten: Counter[str] = Counter()
         loop.pool.clock.take()
+        loop.pool.clock.take_memory()
         self.observer = Observer(loop.pool)
         if self._restored is not None:
             self.observer.load_state_dict(self._restored)
@@ -213,6 +214,8 @@ class Telemetry(Callback):
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
         chosen = op_frequency(loop.buffer.action.op, loop.buffer.masks)
         found |= {f"rollout/op.{op}": share for op, share in chosen.items()}
+        found |= numbers.throughput(loop.pool, self._in_rollout, loop.ticks - ticks)
+        found |= {f"memory/phase.{phase}": held for phase, held in loop.pool.clock.take_memory().items()}
         shares = numbers.phase_shares(self._in_rollout, now - then)
         found |= {f"time/share.{phase}": share for phase, share in shares.items()}
         self._in_rollout = Counter()

@@ -26,10 +26,46 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return metrics
 
 
+class ProcessGauge:
+    """What the process holds when a phase ends."""
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def end(self) -> float | None:
+        """MiB."""
+        return resident()
+
+
+class CudaGauge:
+    """The most that tensors on a GPU held within a phase; nobody waits for it.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self) -> None:
+        """The most so far counts no more."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end(self) -> float | None:
+        """MiB."""
+        return torch.cuda.max_memory_allocated(self.device) / 2**20
+
+
+def make_gauge(device: torch.device) -> ProcessGauge | CudaGauge:
+    """For work on `device`."""
+    return CudaGauge(device) if device.type == "cuda" else ProcessGauge()
+
+
 def memory_share(device: torch.device) -> dict[str, float]:
-    """The most memory that was in use so far, as a share of the device's; nothing where that is not known."""
+    """Memory in use as a share of the device's (on a GPU: what torch has taken, which it does not give back by itself);
+    nothing where that is not known."""
     if device.type == "cuda":
-        share = torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
+        share = torch.cuda.memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
         return {"share": share}
     now = resident()
     return {} if now is None else {"share": now * 2**20 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}

@@ -12,7 +12,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import SeedCredited
 
 if TYPE_CHECKING:
-    from esper_lightning.envs import StepResult
+    from esper_lightning.envs import HostPool, StepResult
     from esper_lightning.envs.host_env import HostEnv
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -164,3 +164,23 @@ def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, floa
     """Seconds by phase as shares of the `elapsed` time by the clock; `other` is what no phase accounts for."""
     shares = {phase: spent / elapsed for phase, spent in seconds.items()}
     return shares | {"other": 1.0 - sum(shares.values())}
+
+
+def throughput(pool: "HostPool", seconds: Mapping[str, float], ticks: int) -> dict[str, float]:
+    """Samples of all hosts per second of the phase that they were needed in; nothing where it took no time.
+
+    Args:
+        pool: The hosts.
+        seconds: By phase.
+        ticks: In which they were spent.
+    """
+    training, data = pool.config.training, pool.data
+    of_host = {
+        "train": training.steps(data.train.samples) * training.batch_size,
+        "validate": data.validation.samples,
+    }
+    return {
+        f"time/samples_per_second.{phase}": ticks * pool.n_envs * samples / seconds[phase]
+        for phase, samples in of_host.items()
+        if seconds.get(phase, 0.0) > 0.0
+    }

@@ -117,15 +117,28 @@ class _Stretch(NamedTuple):
     laps: list[tuple[Timer, Lap]]
 
 
+class Gauge(Protocol):
+    """Says how much memory a phase takes."""
+
+    def begin(self) -> None:
+        """A phase begins."""
+
+    def end(self) -> float | None:
+        """It is over, with so many MiB. None: nobody knows."""
+
+
 class PhaseClock:
-    """Adds up seconds per phase.
+    """Adds up seconds per phase, and remembers the most memory that each took.
 
     Args:
         timer: Where the pool's observations live; its name says which clock it is.
+        gauge: Of memory. None: nobody asks.
     """
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: Timer, gauge: Gauge | None = None) -> None:
         self.timer = timer
+        self.gauge = gauge
+        self.memory: dict[str, float] = {}  # MiB by phase, since `take_memory`
         self.seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
         self._pending: list[_Stretch] = []
 
@@ -138,8 +151,12 @@ class PhaseClock:
         """
         for laps in hosts:
             laps.take()  # somebody else's time
+        if self.gauge is not None:
+            self.gauge.begin()
         begin = self.timer.mark()
         yield
+        if self.gauge is not None and (held := self.gauge.end()) is not None:
+            self.memory[phase] = max(held, self.memory.get(phase, 0.0))
         worked = [(laps.timer, lap) for laps in hosts for lap in laps.take()]
         self._pending.append(_Stretch(phase, begin, self.timer.mark(), worked))
         self.settle()
@@ -167,4 +184,9 @@ class PhaseClock:
         """Seconds per phase since the last call; on CUDA, as far as the GPU has come."""
         self.settle()
         taken, self.seconds = dict(self.seconds), Counter(dict.fromkeys(PHASES, 0.0))
+        return taken
+
+    def take_memory(self) -> dict[str, float]:
+        """MiB per phase, the most since the last call; of the phases that there were."""
+        taken, self.memory = self.memory, {}
         return taken

@@ -12,6 +12,7 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from esper_lightning.tasks import Batches, Split, fetch
+from esper_lightning.telemetry.memory import make_gauge
 from tests.envs.execution.fake_cuda import Event, FakeCuda, Stream
 
 MakePool = Callable[..., HostPool]
@@ -51,6 +52,42 @@ def test_time_is_of_the_phase_that_is_measured() -> None:
 
     assert spent(clock) == {"policy": 3.0 + 1.0, "update": 5.0}
     assert clock.take() == dict.fromkeys(PHASES, 0.0)
+
+
+def test_a_phase_remembers_the_most_memory_that_it_took() -> None:
+    held = iter([3.0, 7.0, 5.0])
+
+    class Gauge:
+        def begin(self) -> None:
+            pass
+
+        def end(self) -> float:
+            return next(held)
+
+    clock = PhaseClock(Counting(), Gauge())
+    for phase in ("train", "update", "train"):
+        with clock.measure(phase):
+            pass
+
+    assert clock.take_memory() == {"train": 5.0, "update": 7.0}
+    assert clock.take_memory() == {}
+
+
+def test_on_a_gpu_each_phase_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = 0
+
+    def reset(device: torch.device) -> None:
+        nonlocal peak
+        peak = 0
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    clock = PhaseClock(Counting(), make_gauge(torch.device("cuda", 0)))
+    for phase, most in (("train", 8 * 2**20), ("validate", 2 * 2**20)):
+        with clock.measure(phase):
+            peak = max(peak, most)
+
+    assert clock.take_memory() == {"train": 8.0, "validate": 2.0}
 
 
 def test_time_with_several_hosts_is_divided_as_their_laps_say() -> None:
