@@ -2,19 +2,27 @@
 
 from esper_lightning.tasks.augment import AugmentConfig, draw_choices
 from esper_lightning.tasks.batches import Batches, fetch
+from esper_lightning.tasks.cifar10 import CIFAR10
 from esper_lightning.tasks.digits import Digits
 from esper_lightning.tasks.integrity import check_data, fingerprint
+from esper_lightning.tasks.synthetic import Synthetic
+from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
+from esper_lightning.tasks.text import Text
 from esper_lightning.tasks.variants import Variant, vary
 
 __all__ = [
+    "CIFAR10",
     "AugmentConfig",
     "Batches",
     "Digits",
     "Measures",
     "Split",
+    "Synthetic",
+    "Tabular",
     "Task",
     "TaskData",
+    "Text",
     "Variant",
     "check_data",
     "draw_choices",

@@ -1,0 +1,90 @@
+"""CIFAR-10: 60,000 colour images of 32×32 pixels in ten classes (https://www.cs.toronto.edu/~kriz/cifar.html)."""
+
+from pathlib import Path
+from urllib.error import URLError
+
+import torch
+from torch import Tensor
+
+from esper_lightning.tasks.task import Split, Task, TaskData
+
+ARCHIVE = "cifar-10-python.tar.gz"
+
+SPLIT_SEED = 0
+"""Which training images are held out for validation is part of the task."""
+
+
+class CIFAR10(Task):
+    """Its 10,000 test images are seen by evaluations alone; validation images are taken from the 50,000 others.
+
+    All images are kept in memory, on the hosts' device, each channel with mean 0 and deviation 1; minibatches are
+    varied there (`data.env.training.augment`).
+
+    Args:
+        root: Folder that holds `cifar-10-batches-py`, or the archive `cifar-10-python.tar.gz`.
+        download: Fetch what is not there, 170 MB, and check it.
+        validation: Images that rewards and observations are measured on.
+        train: Images that hosts learn from. None: all the others. Fewer make ticks shorter.
+        test: Images that evaluations see. None: all.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        validation: int = 5000,
+        train: int | None = None,
+        test: int | None = None,
+    ) -> None:
+        for name, value in (("validation", validation), ("train", train), ("test", test)):
+            if value is not None and value < 1:
+                raise ValueError(f"CIFAR10: {name} must be at least 1 image, got {value}")
+        self.root = Path(root)
+        self.download = download
+        self.validation = validation
+        self.train = train
+        self.test = test
+
+    def load(self) -> TaskData:
+        images, labels = self._read(train=True)
+        if self.validation + (self.train or 1) > len(images):
+            raise ValueError(
+                f"CIFAR10: {self.validation} images for validation and {self.train or 1} for training are more than "
+                f"there are, {len(images)}; lower validation or train"
+            )
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        held_out, rest = order[: self.validation], order[self.validation :][: self.train]
+        mean, deviation = channel_statistics(images[rest])
+
+        def split(images: Tensor, labels: Tensor) -> Split:
+            return Split((images.float() - mean) / deviation, labels)
+
+        seen = [split(images[part], labels[part]) for part in (rest, held_out)]
+        tested = split(*(part[: self.test] for part in self._read(train=False)))
+        return TaskData(*seen, tested, classes=10)
+
+    def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
+        from torchvision.datasets import CIFAR10 as Stored  # takes a second, which other tasks need not wait for
+
+        try:
+            stored = Stored(self.root, train=train, download=self.download)
+        except (RuntimeError, URLError) as error:  # torchvision's own ways to say that files are missing or damaged
+            raise ValueError(self._way_out(error)) from error
+        return torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(stored.targets)
+
+    def _way_out(self, error: Exception) -> str:
+        if self.download:
+            return f"CIFAR10: the download to {str(self.root)!r} failed ({error}); put {ARCHIVE} there by hand"
+        return (
+            f"CIFAR10: no sound data set in {str(self.root)!r}; give --data.task.init_args.download true to fetch it "
+            f"(170 MB), or name the folder that holds it by --data.task.init_args.root"
+        )
+
+
+def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:  # [n, C, H, W] uint8 -> [C, 1, 1] each
+    """Mean and deviation of each channel, from counts of its 256 values: no copy of the images as numbers."""
+    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    values = torch.arange(256, dtype=torch.float64)
+    mean = (counts * values).sum(1) / counts.sum(1)
+    variance = (counts * (values - mean[:, None]) ** 2).sum(1) / counts.sum(1)
+    return mean.float()[:, None, None], variance.sqrt().float()[:, None, None]

@@ -1,0 +1,132 @@
+"""Tabular: rows of numbers and words, and a class for each. From a CSV file, arrays, or a set of scikit-learn's."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_breast_cancer, load_wine
+from sklearn.impute import SimpleImputer
+from sklearn.model_selection import train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from esper_lightning.tasks.task import Split, Task, TaskData
+
+SPLIT_SEED = 0
+"""The split is part of the task."""
+
+BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer}
+"""Real tables that come with scikit-learn: 178 rows of 13 numbers and 3 classes; 569 of 30 and 2."""
+
+MOST_WORDS = 32
+"""Columns that a column of words may become; rarer words share one."""
+
+
+class Tabular(Task):
+    """Columns of numbers are scaled to mean 0 and deviation 1, with their median where one is missing; columns of words
+    become a column for each word. What that takes is learned from the training rows alone.
+
+    Args:
+        source: Path of a .csv file with a line of names, or of an .npz file with arrays `x` [rows, columns] and `y`
+            [rows]; `wine` or `breast_cancer`: tables that come with scikit-learn.
+        target: Name of the column that holds the class. Of a .csv file alone.
+        validation, test: Share of the rows.
+    """
+
+    def __init__(self, source: str, target: str | None = None, validation: float = 0.2, test: float = 0.3) -> None:
+        if min(validation, test) <= 0.0 or validation + test >= 1.0:
+            raise ValueError(
+                f"Tabular: validation and test must be positive and leave rows to learn from, got {validation} and "
+                f"{test}"
+            )
+        self.source = source
+        self.target = target
+        self.validation = validation
+        self.test = test
+
+    def load(self) -> TaskData:
+        columns, labels = self._read()
+        classes, targets = np.unique(labels, return_inverse=True)
+        rarest = np.bincount(targets).min()
+        if len(classes) < 2 or rarest < 3:
+            raise ValueError(
+                f"Tabular: {self.source!r} has {len(classes)} classes, the rarest of {rarest} rows; each class needs 3 "
+                f"rows at least, and a target that is a quantity is none"
+            )
+        rest, test = self._split(np.arange(len(targets)), targets, self.test)
+        train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
+        inputs = np.concatenate([as_numbers(column, train) for column in columns], axis=1)
+        numbers, right = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
+        splits = [Split(numbers[part], right[part]) for part in (train, validation, test)]
+        return TaskData(*splits, classes=len(classes))
+
+    def _split(self, rows: np.ndarray, targets: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return train_test_split(rows, test_size=share, random_state=SPLIT_SEED, stratify=targets[rows])
+        except ValueError as error:  # a split that would be smaller than the number of classes
+            raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
+
+    def _read(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Columns, each of numbers [rows] or of words, and labels [rows]."""
+        path = Path(self.source)
+        if self.source in BUNDLED:
+            x, y = BUNDLED[self.source](return_X_y=True)
+        elif not path.is_file():
+            raise ValueError(
+                f"Tabular: there is no file {self.source!r}; name a .csv or .npz file by --data.task.init_args.source, "
+                f"or one of {', '.join(BUNDLED)}"
+            )
+        elif path.suffix == ".npz":
+            x, y = read_arrays(path)
+        else:
+            return read_csv(path, self.target)
+        return list(np.asarray(x, dtype=np.float64).T), np.asarray(y)
+
+
+def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """`x` [rows, columns] and `y` [rows]. Raises ValueError if they are not there, or do not fit."""
+    with np.load(path, allow_pickle=False) as arrays:
+        if not {"x", "y"} <= set(arrays):
+            raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
+        x, y = arrays["x"], arrays["y"]
+    if x.ndim != 2 or y.shape != x.shape[:1]:
+        raise ValueError(f"Tabular: x is {list(x.shape)} and y {list(y.shape)}; they need [rows, columns] and [rows]")
+    return x, y
+
+
+def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Columns but `target`, and `target`. Raises ValueError if the file is no table, or has no such column."""
+    with path.open(newline="", encoding="utf-8") as file:
+        names, *rows = csv.reader(file)
+    if target not in names:
+        raise ValueError(
+            f"Tabular: {str(path)!r} has no column {target!r} to learn; --data.task.init_args.target names one of "
+            f"{', '.join(names)}"
+        )
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(names):
+            raise ValueError(f"Tabular: {str(path)!r}, line {number}: {len(row)} cells, {len(names)} columns")
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    labels = np.array(columns.pop(target))
+    if (labels == "").any():
+        raise ValueError(f"Tabular: {str(path)!r}: {(labels == '').sum()} rows have no {target}; leave them out")
+    return [as_column(cells) for cells in columns.values()], labels
+
+
+def as_column(cells: Sequence[str]) -> np.ndarray:
+    """Numbers if all cells are, with NaN where there is nothing; else words."""
+    try:
+        return np.array([float(cell) if cell.strip() else np.nan for cell in cells])
+    except ValueError:
+        return np.array(cells)
+
+
+def as_numbers(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows] -> [rows, k]
+    """A column as the network sees it, by what is known of the training rows."""
+    if column.dtype.kind == "f":
+        steps = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
+    else:
+        steps = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=MOST_WORDS, sparse_output=False)
+    return steps.fit(column[train, None]).transform(column[:, None])

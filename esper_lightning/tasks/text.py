@@ -1,0 +1,108 @@
+"""Text: the next token of any UTF-8 file. T tokens in a sequence."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_lightning.tasks.task import Split, Task, TaskData
+
+REFERENCE = "python"
+"""Names the English reference of Python's language, which every CPython brings along: 460 kB, no download."""
+
+BYTES = 256
+
+
+class Text(Task):
+    """Sequences of tokens, and for each token the one that follows. Accuracy is the share that is guessed.
+
+    The text is cut into three stretches: the first is learned from, the next is for validation, the last for test.
+
+    Args:
+        source: Path of a UTF-8 file; `python`: the reference of Python's language, which comes with CPython.
+        tokens: bytes: one of 256 each. bpe: pieces of words, found in the training part by byte pair encoding
+            (https://arxiv.org/abs/1508.07909); needs the package `tokenizers`.
+        vocabulary: Number of tokens with bpe.
+        length: Tokens T of a sequence.
+        validation, test: Share of the text.
+        train: Sequences that hosts learn from. None: all. Fewer make ticks shorter.
+    """
+
+    def __init__(
+        self,
+        source: str = REFERENCE,
+        tokens: Literal["bytes", "bpe"] = "bytes",
+        vocabulary: int = 1024,
+        length: int = 64,
+        validation: float = 0.05,
+        test: float = 0.1,
+        train: int | None = None,
+    ) -> None:
+        if length < 1 or (train is not None and train < 1):
+            raise ValueError(f"Text: length and train must be at least 1, got {length} and {train}")
+        if tokens == "bpe" and vocabulary <= BYTES:
+            raise ValueError(f"Text: a vocabulary of bpe has more than {BYTES} tokens, got {vocabulary}")
+        if min(validation, test) <= 0.0 or validation + test >= 1.0:
+            raise ValueError(
+                f"Text: validation and test must be positive and leave something to learn from, got {validation} and "
+                f"{test}"
+            )
+        self.source = source
+        self.tokens = tokens
+        self.vocabulary = vocabulary
+        self.length = length
+        self.validation = validation
+        self.test = test
+        self.train = train
+
+    def load(self) -> TaskData:
+        text = self._read()
+        first, second = (int(share * len(text)) for share in (1.0 - self.validation - self.test, 1.0 - self.test))
+        parts = [text[:first], text[first:second], text[second:]]
+        if self.tokens == "bytes":
+            streams = [torch.from_numpy(np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64)) for part in parts]
+        else:
+            encode = byte_pairs(parts[0], self.vocabulary)
+            streams = [torch.tensor(encode.encode(part).ids) for part in parts]
+        splits = [self._sequences(stream) for stream in streams]
+        learned = Split(*(part[: self.train] for part in splits[0]))
+        return TaskData(learned, *splits[1:], classes=BYTES if self.tokens == "bytes" else self.vocabulary)
+
+    def _read(self) -> str:
+        if self.source == REFERENCE:
+            from pydoc_data.topics import topics
+
+            return "\n\n".join(topics[name] for name in sorted(topics))
+        path = Path(self.source)
+        try:
+            return path.read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise ValueError(
+                f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
+                f"{REFERENCE} for the one that comes with CPython"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+    def _sequences(self, stream: Tensor) -> Split:  # [n] -> [n // T, T] and the same, one token later
+        count = (len(stream) - 1) // self.length
+        if count < 1:
+            raise ValueError(
+                f"Text: {self.source!r} is too short: a part of it has {len(stream)} tokens, not one sequence of "
+                f"{self.length}; lower length, or name a longer text"
+            )
+        inputs, targets = (stream[start : start + count * self.length] for start in (0, 1))
+        return Split(inputs.view(count, self.length).clone(), targets.view(count, self.length).clone())
+
+
+def byte_pairs(text: str, vocabulary: int) -> Any:
+    """An encoder of `vocabulary` tokens, found in `text`. Raises ValueError if the package for it is missing."""
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+    except ImportError as error:
+        raise ValueError("Text: bpe needs the package tokenizers; pip install tokenizers, or use bytes") from error
+    encoder = ByteLevelBPETokenizer()
+    encoder.train_from_iterator([text], vocab_size=vocabulary, show_progress=False)
+    return encoder

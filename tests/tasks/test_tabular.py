@@ -1,0 +1,106 @@
+"""Tabular: numbers and words become columns, by what the training rows alone say."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esper_lightning.tasks import Tabular, check_data
+
+ROWS = 60
+
+
+def written(folder: Path, header: list[str], rows: list[list[object]]) -> str:
+    path = folder / "some.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return str(path)
+
+
+@pytest.mark.parametrize(("source", "columns", "classes"), [("wine", 13, 3), ("breast_cancer", 30, 2)])
+def test_bundled_tables_are_scaled_by_their_training_rows(source: str, columns: int, classes: int) -> None:
+    data = Tabular(source).load()
+
+    check_data(data, "Tabular")
+    assert data.input_shape == (columns,) and data.classes == classes
+    assert data.train.inputs.mean(0).abs().max() < 1e-5
+    assert (data.train.inputs.std(0, correction=0) - 1.0).abs().max() < 1e-5
+    assert data.test.inputs.mean(0).abs().max() > 1e-3, "nobody has looked at these"
+
+
+def test_every_class_is_in_every_split_in_its_share() -> None:
+    data = Tabular("wine").load()
+
+    shares = [torch.bincount(split.targets) / split.samples for split in data[:3]]
+    for share in shares[1:]:
+        assert (share - shares[0]).abs().max() < 0.03
+
+
+def test_words_become_columns_and_what_is_missing_the_median(tmp_path: Path) -> None:
+    rows = [[i if i % 10 else "", "red" if i % 2 else "blue", "yes" if i % 3 else "no"] for i in range(ROWS)]
+    data = Tabular(written(tmp_path, ["size", "colour", "good"], rows), target="good").load()
+
+    check_data(data, "Tabular")
+    assert data.input_shape == (3,), "one number, two words"
+    words = data.train.inputs[:, 1:]
+    assert set(words.flatten().tolist()) == {0.0, 1.0} and torch.equal(words.sum(1), torch.ones(len(words)))
+
+
+def test_a_word_that_training_never_saw_is_none_of_those_it_knows(tmp_path: Path) -> None:
+    rows = [[f"word{i}", i % 2] for i in range(ROWS)]
+    data = Tabular(written(tmp_path, ["word", "class"], rows), target="class").load()
+
+    assert data.input_shape[0] <= 32
+    assert torch.isfinite(data.test.inputs).all()
+
+
+def test_arrays_are_taken_as_they_are(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(ROWS, 4)), np.arange(ROWS) % 3
+    np.savez(tmp_path / "some.npz", x=x, y=y)
+    data = Tabular(str(tmp_path / "some.npz")).load()
+
+    assert data.input_shape == (4,) and data.classes == 3
+    assert sum(split.samples for split in data[:3]) == ROWS
+
+
+TABLE = [[i, i % 2] for i in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "settings", "message"),
+    [
+        (["a", "b"], TABLE, {}, "has no column None to learn; --data.task.init_args.target names one of a, b"),
+        (["a", "b"], TABLE, {"target": "c"}, "has no column 'c' to learn"),
+        (["a", "b"], [*TABLE, [1]], {"target": "b"}, "line 62: 1 cells, 2 columns"),
+        (["a", "b"], [*TABLE, [1, ""]], {"target": "b"}, "1 rows have no b; leave them out"),
+        (["a", "b"], TABLE, {"target": "a"}, "has 60 classes, the rarest of 1 rows"),
+        (["a", "b"], TABLE, {"target": "b", "test": 0.9, "validation": 0.1}, "leave rows to learn from"),
+    ],
+)
+def test_what_is_no_table_of_classes_is_refused_in_a_line(
+    tmp_path: Path, header: list[str], rows: list[list[object]], settings: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tabular(written(tmp_path, header, rows), **settings).load()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((4, 2))}, "holds x; it needs x and y"),
+        ({"x": np.zeros(4), "y": np.zeros(4)}, r"need \[rows, columns\] and \[rows\]"),
+        ({"x": np.zeros((4, 2)), "y": np.zeros(5)}, r"need \[rows, columns\] and \[rows\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "some.npz", **arrays)
+
+    with pytest.raises(ValueError, match=message):
+        Tabular(str(tmp_path / "some.npz")).load()
+
+
+def test_a_file_that_is_not_there_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"there is no file 'missing.csv'; name a .csv or .npz file .* wine, breast"):
+        Tabular("missing.csv").load()
