@@ -30,6 +30,7 @@ from tests.runs import (
     only_run,
     process,
 )
+from tests.tasks.stored import write_cifar10
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
 RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
@@ -112,14 +113,27 @@ def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_trains(config: Path, tmp_path: Path) -> None:
-    root = ("--trainer.default_root_dir", str(tmp_path))
+def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = ("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.accelerator=cpu")
     tiny = ("--data.n_envs=2", "--model.ppo.minibatches=2", "--data.env.training.batches=1")
+    if config.stem.startswith("cifar10"):
+        stored = write_cifar10(tmp_path, monkeypatch, each=40)
+        tiny += (f"--data.task.init_args.root={stored}", "--data.task.init_args.validation=20")
 
     built = cli("--config", str(config), *root, *ONE_ROLLOUT, *tiny)
 
-    assert built.datamodule.pool.space.slot == ["block1.pool", "block2.pool", "block3"]
-    assert only_run(tmp_path).latest.is_file()
+    wanted = yaml.safe_load(config.read_text())["data"]["host"]
+    slots = wanted["init_args"].get("slots") if isinstance(wanted, dict) else None
+    assert slots in (None, built.datamodule.pool.space.slot)
+    assert only_run(tmp_path / "runs").latest.is_file()
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
+    lines = config.read_text().splitlines()
+
+    assert len(lines) < 40
+    assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
 
 
 def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ class Text(Task):
         first, second = (int(share * len(text)) for share in (1.0 - self.validation - self.test, 1.0 - self.test))
         parts = [text[:first], text[first:second], text[second:]]
         if self.tokens == "bytes":
-            streams = [torch.from_numpy(np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64)) for part in parts]
+            streams = [
+                torch.from_numpy(np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64)) for part in parts
+            ]
         else:
             encode = byte_pairs(parts[0], self.vocabulary)
             streams = [torch.tensor(encode.encode(part).ids) for part in parts]

@@ -1,18 +1,16 @@
 """CIFAR-10: the real format, read from a small copy that is made here; the download up to its request."""
 
-import hashlib
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
 from torchvision.datasets import CIFAR10 as Stored
 
 from esper_lightning.tasks import CIFAR10, check_data
 from esper_lightning.tasks.cifar10 import channel_statistics
+from tests.tasks.stored import write_cifar10
 
 EACH = 12
 """Images in each of the five files that are learned from, and in the one for test."""
@@ -20,25 +18,8 @@ EACH = 12
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set in the files and with the checksums that torchvision asks for."""
-    folder = tmp_path / Stored.base_folder
-    folder.mkdir()
-    random = np.random.default_rng(0)
-
-    def write(name: str, content: dict) -> str:
-        packed = pickle.dumps(content)
-        (folder / name).write_bytes(packed)
-        return hashlib.md5(packed).hexdigest()
-
-    def batch(name: str) -> list[str]:
-        images = random.integers(0, 256, (EACH, 3 * 32 * 32), dtype=np.uint8)
-        return [name, write(name, {"data": images, "labels": random.integers(0, 10, EACH).tolist()})]
-
-    monkeypatch.setattr(Stored, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])
-    monkeypatch.setattr(Stored, "test_list", [batch("test_batch")])
-    names = {"label_names": [f"class {i}" for i in range(10)]}
-    monkeypatch.setattr(Stored, "meta", Stored.meta | {"md5": write("batches.meta", names)})
-    return tmp_path
+    """A small data set in the real format."""
+    return write_cifar10(tmp_path, monkeypatch, EACH)
 
 
 def test_images_are_split_and_scaled_by_those_that_are_learned_from(root: Path) -> None:
