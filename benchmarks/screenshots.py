@@ -18,8 +18,13 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-TABS = {"scalars": "timeseries", "custom_scalars": "custom_scalars", "images": "images", "hparams": "hparams"}
-"""File name and tab."""
+TABS = {
+    "scalars": "?tagFilter=rollout%2F(obj|acc|fos|op)|train%2F(kl|expl|entropy)&smoothing=0#timeseries",
+    "custom_scalars": "?smoothing=0#custom_scalars",
+    "images": "#images",
+    "hparams": "#hparams",
+}
+"""File name, and where its page is."""
 
 WINDOW = (1500, 1250)
 """Pixels."""
@@ -27,7 +32,7 @@ WINDOW = (1500, 1250)
 PATIENCE = 60.0
 """Seconds that TensorBoard may take to answer."""
 
-SETTLED = 20_000
+SETTLED = 60_000
 """Milliseconds of the page's own time in which its plots are drawn."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -65,7 +70,7 @@ def wait_for(address: str) -> None:
 def take(browser: str, address: str, path: Path) -> None:
     """A picture of a page that has been drawn."""
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command = [browser, "--headless=new", "--no-sandbox", "--enable-unsafe-swiftshader", "--hide-scrollbars"]
         command += [f"--user-data-dir={profile}", f"--window-size={WINDOW[0]},{WINDOW[1]}"]
         command += [f"--virtual-time-budget={SETTLED}", f"--screenshot={path.resolve()}", address]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -82,8 +87,8 @@ def main() -> None:
         parser.error(f"there is none of {', '.join(BROWSERS)} on this machine; install one")
     args.out.mkdir(parents=True, exist_ok=True)
     with tensorboard(args.logdir) as address:
-        for name, tab in TABS.items():
-            take(browser, f"{address}#{tab}", args.out / f"{name}.png")
+        for name, page in TABS.items():
+            take(browser, f"{address}{page}", args.out / f"{name}.png")
             print(f"{name}: {args.out / name}.png")
 
 

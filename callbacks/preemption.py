@@ -1,6 +1,8 @@
 """Preemption: a stopped run is a saved run."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -10,6 +12,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from esper_lightning.module import TamiyoModule
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Preemption(Checkpoint):
@@ -35,6 +39,8 @@ class Preemption(Checkpoint):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+        if sys.stdout.isatty():  # bars have hidden the cursor, and a second signal gives nobody time to show it
+            os.write(sys.stdout.fileno(), SHOW_CURSOR)
         for either in SIGNALS:
             signal.signal(either, signal.SIG_DFL)
 

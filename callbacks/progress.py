@@ -1,17 +1,35 @@
 """Progress: how far a run is, for people who wait."""
 
+import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal
 
 from lightning import Callback, Trainer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from esper_lightning.data import say
 from esper_lightning.module import TamiyoModule
 
 Show = Literal["auto", "bars", "lines", "nothing"]
+
+
+class Bars(Progress):
+    """A bar for the rollout, one for the run, and a line of text below them."""
+
+    def __init__(self, console: Console, ticks: int, whole: int, done: int) -> None:
+        self.note = ""
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+        super().__init__(*columns, console=console, expand=True)
+        self.rollout = self.add_task("rollout", total=ticks)
+        self.run = self.add_task("run", total=whole, completed=done)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.note, overflow="ellipsis", no_wrap=True)
 
 
 class ProgressReport(Callback):
@@ -27,7 +45,7 @@ class ProgressReport(Callback):
             raise ValueError(f"progress.every must be at least 1 rollout, got {every}")
         self.show = show
         self.every = every
-        self.bars: Progress | None = None
+        self.bars: Bars | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._began = time.perf_counter()
@@ -35,35 +53,32 @@ class ProgressReport(Callback):
         self._horizon = pl_module.loop.buffer.ticks
         self._whole = trainer.max_epochs * self._horizon
         console = Console()
-        if self.show == "bars" or (self.show == "auto" and console.is_terminal):
-            self.bars = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[note]}"), console=console,
-            )  # fmt: skip
-            self._rollout = self.bars.add_task("rollout", total=self._horizon, note="")
-            self._run = self.bars.add_task("run", total=self._whole, completed=self._since, note="")
+        # Of rich's own opinion alone a pipe may be a terminal: FORCE_COLOR says so in many a CI.
+        able = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+        if self.show == "bars" or (self.show == "auto" and able):
+            self.bars = Bars(console, self._horizon, self._whole, self._since)
             self.bars.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        loop = pl_module.loop
-        rollout = trainer.current_epoch + 1
+        rollout, ticks = trainer.current_epoch + 1, pl_module.loop.ticks
         if self.bars is not None:
-            played = loop.ticks - trainer.current_epoch * self._horizon
-            self.bars.update(self._rollout, completed=played, description=f"rollout {rollout} of {trainer.max_epochs}")
+            shown = f"rollout {rollout} of {trainer.max_epochs}"
+            self.bars.update(self.bars.rollout, completed=ticks - (rollout - 1) * self._horizon, description=shown)
+            self.bars.update(self.bars.run, completed=ticks, description=f"{self._left(ticks)} left")
             if trainer.is_last_batch:
-                self.bars.update(self._run, completed=loop.ticks, note=summary(pl_module))
-            else:
-                self.bars.update(self._run, completed=loop.ticks)
+                self.bars.note = f"{shown}: {summary(pl_module)}"
         elif self.show != "nothing" and trainer.is_last_batch:
-            self._say_line(trainer, pl_module)
+            due = rollout % self.every == 0 or rollout == trainer.max_epochs
+            speed = f"{self._pace(ticks) * pl_module.loop.pool.n_envs:.0f} host epochs/s, {self._left(ticks)} left"
+            say(*[f"rollout {rollout} of {trainer.max_epochs}: {summary(pl_module)}, {speed}"] * due)
 
-    def _say_line(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        loop, rollout = pl_module.loop, trainer.current_epoch + 1
-        if rollout % self.every == 0 or rollout == trainer.max_epochs:
-            pace = (loop.ticks - self._since) / (time.perf_counter() - self._began)
-            left = timedelta(seconds=round(max(0, self._whole - loop.ticks) / pace))
-            speed = f"{pace * loop.pool.n_envs:.0f} host epochs/s, {left} left"
-            say(f"rollout {rollout} of {trainer.max_epochs}: {summary(pl_module)}, {speed}")
+    def _pace(self, ticks: int) -> float:
+        """Ticks per second of this process."""
+        return (ticks - self._since) / (time.perf_counter() - self._began)
+
+    def _left(self, ticks: int) -> timedelta:
+        """By that pace: rich's own estimate forgets after half a minute, and a tick may take longer."""
+        return timedelta(seconds=round(max(0, self._whole - ticks) / self._pace(ticks)))
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._stop()

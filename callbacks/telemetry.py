@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from esper_lightning.data import say
 from esper_lightning.disk import AtomicCheckpointIO
 from esper_lightning.envs.actions import relevance
+from esper_lightning.envs.failure import in_a_line, is_out_of_memory
 from esper_lightning.envs.inspection import credit_seeds, layer_gradients
 from esper_lightning.envs.masks import op_frequency
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.module import TamiyoModule
-from esper_lightning.provenance import RunRecord
+from esper_lightning.provenance import RunRecord, set_aside
 from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry.anomalies import Anomaly, AnomalyDetector
 from esper_lightning.telemetry.board import Board
@@ -32,16 +34,13 @@ from esper_lightning.telemetry.events import (
     Started,
     Updated,
 )
-from esper_lightning.telemetry.memory import memory_metrics, memory_share
+from esper_lightning.telemetry.memory import make_gauge, memory_metrics, memory_share
 from esper_lightning.telemetry.observer import Observer
 from esper_lightning.telemetry.readings import host_readings, state_rms
 from esper_lightning.telemetry.rules import AnomalyConfig
 
 EVENTS = "events.jsonl"
 """In the run's folder."""
-
-LAYER_HOSTS = 2
-"""Hosts whose layers' gradients are looked at: each costs a minibatch."""
 
 
 class Telemetry(Callback):
@@ -55,6 +54,7 @@ class Telemetry(Callback):
         every_n_ticks: How often the hosts are written, and the seconds that a tick took since the last time.
         figures_every: Rollouts between figures; the last rollout has some, too. 0: none.
         credit_hosts: Hosts whose kept seeds are looked at when an episode ends: Shapley values. 0: none.
+        layer_hosts: Hosts whose layers' gradients are looked at in every tick at level debug: each costs a minibatch.
         raised_ticks: For so many ticks an anomaly raises the level to debug, with figures of every rollout. 0: it stays
             as it is.
         anomalies: What counts as one.
@@ -66,22 +66,25 @@ class Telemetry(Callback):
         every_n_ticks: int = 1,
         figures_every: int = 10,
         credit_hosts: int = 2,
+        layer_hosts: int = 2,
         raised_ticks: int = 50,
         anomalies: AnomalyConfig = AnomalyConfig(),
     ) -> None:
         if every_n_ticks < 1:
             raise ValueError(f"telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
-        counts = {"figures_every": figures_every, "credit_hosts": credit_hosts, "raised_ticks": raised_ticks}
-        for name, value in counts.items():
+        counts = {"figures_every": figures_every, "credit_hosts": credit_hosts, "layer_hosts": layer_hosts}
+        for name, value in (counts | {"raised_ticks": raised_ticks}).items():
             if value < 0:
                 raise ValueError(f"telemetry.{name} must not be negative, got {value}")
         self.every_n_ticks = every_n_ticks
         self.figures_every = figures_every
         self.credit_hosts = credit_hosts
+        self.layer_hosts = layer_hosts
         self.anomalies = anomalies
         self.detail = Detail(level, raised_ticks)
         self.detector = AnomalyDetector(anomalies)
         self._restored: Any = None  # the observer's state, until there is one
+        self._introduced = False  # the run's boards have what does not change
         self.events: EventLog | None = None
         self.boards: list[Board] = []
 
@@ -94,13 +97,16 @@ class Telemetry(Callback):
             "anomalies": self.detector.state_dict(),
             "detail": self.detail.state_dict(),
             "observed": self.observer.state_dict(),
+            "introduced": self._introduced,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_parts("Telemetry", state_dict, ("anomalies", "detail", "observed"))
+        check_parts("Telemetry", state_dict, ("anomalies",))
         self.detector.load_state_dict(state_dict["anomalies"])
-        self.detail.load_state_dict(state_dict["detail"])
-        self._restored = state_dict["observed"]
+        # An earlier version knew no more, and what there is to see is no reason to lose a run.
+        self.detail.load_state_dict(state_dict.get("detail", [0, 0]))
+        self._restored = state_dict.get("observed")
+        self._introduced = bool(state_dict.get("introduced", False))
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         loop = pl_module.loop
@@ -108,26 +114,41 @@ class Telemetry(Callback):
         self._since = (time.perf_counter(), loop.ticks)
         self._in_rollout: Counter[str] = Counter()  # seconds by phase
         self._unwritten: Counter[str] = Counter()
+        self._host_epochs = self._measured = 0  # in this rollout; and host by host, validations
+        self._most = 0.0  # MiB in any phase so far
         loop.pool.clock.take()
-        loop.pool.clock.take_memory()
         self.observer = Observer(loop.pool)
         if self._restored is not None:
             self.observer.load_state_dict(self._restored)
+            self._restored = None
+        self._forget_what_is_void(trainer, loop.ticks)
         if self.detail.level != "off":
             self._begin(trainer, loop.ticks)
 
-    def _begin(self, trainer: Trainer, tick: int) -> None:
-        """Opens what is written to; what an interrupted run had written after the checkpoint is void."""
-        records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                self.boards.append(Board(logger.experiment))
-                self.boards[-1].begin(records[0].changed if records else {}, tick)
-        if trainer.loggers:
+    def _forget_what_is_void(self, trainer: Trainer, tick: int) -> None:
+        """What an interrupted run had written after the checkpoint."""
+        self.boards = [Board(one.experiment) for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
+        for board in self.boards:
+            board.go_on(tick)
+        if trainer.log_dir is not None and trainer.loggers:
             self.events = EventLog(Path(trainer.log_dir) / EVENTS)
+            try:
+                self.events.go_on(tick)
+            except ValueError as error:
+                set_aside(self.events.path)
+                say(f"{error}; the file is set aside, and another one begins")
+
+    def _begin(self, trainer: Trainer, tick: int) -> None:
+        """Opens what is written to, and says what does not change."""
+        records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]
+        for board in self.boards:
+            if not (self._introduced and board.has_earlier_files):
+                board.introduce(records[0].changed if records else {})
+        self._introduced = bool(self.boards)
+        if self.events is not None:
             self.events.path.parent.mkdir(parents=True, exist_ok=True)
-            self.events.go_on(tick)
         pool = self._module.loop.pool
+        pool.clock.gauge = make_gauge(pool.device)
         slots, blueprints = list(pool.space.slot), list(pool.space.blueprint)
         self._tell([Started(tick, SCHEMA, pool.n_envs, pool.horizon, slots, blueprints, self.detail.level)])
         keeper = trainer.strategy.checkpoint_io
@@ -150,6 +171,10 @@ class Telemetry(Callback):
     def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
         if self.events is not None:
             self.events.close()
+        keeper = trainer.strategy.checkpoint_io
+        if isinstance(keeper, AtomicCheckpointIO) and self._checkpoint_saved in keeper.listeners:
+            keeper.listeners.remove(self._checkpoint_saved)
+        self.events, self.boards = None, []
 
     def _follow(self) -> None:
         """Takes in the last tick, once."""
@@ -158,6 +183,10 @@ class Telemetry(Callback):
             everything = self.detail.includes("normal", loop.ticks)
             self._tell(self.observer.tick(loop.last, loop.pool.envs, loop.ticks, everything))
             self._followed = loop.ticks
+            alive = sum(not env.ended for env in loop.pool.envs)
+            self._host_epochs += alive
+            # Before the first tick of an episode fresh hosts are validated.
+            self._measured += alive + (loop.pool.n_envs if loop.pool.envs[0].tick == 1 else 0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if self.detail.level == "off":
@@ -172,11 +201,12 @@ class Telemetry(Callback):
             if self.detail.includes("normal", loop.ticks) and loop.ticks % self.every_n_ticks == 0:
                 written |= self._tick_metrics()
             if trainer.is_last_batch:
-                written |= self._rollout_metrics(trainer)
+                ops = op_frequency(loop.buffer.action.op, loop.buffer.masks)
+                written |= self._rollout_metrics(trainer) | {f"rollout/op.{op}": share for op, share in ops.items()}
                 if self.detail.includes("normal", loop.ticks):
                     written |= self._details(trainer)
                 if self.anomalies.enabled:
-                    written |= self._look_for_anomalies(trainer)
+                    written |= self._look_for_anomalies(trainer, ops)
             for logger in trainer.loggers if written else ():
                 logger.log_metrics(written, step=loop.ticks)
             if self.detail.changes(loop.ticks):
@@ -193,8 +223,27 @@ class Telemetry(Callback):
         found |= numbers.phase_seconds(self._unwritten, loop.ticks - self._written, pool.clock.timer.name)
         self._unwritten, self._written = Counter(), loop.ticks
         if self.detail.includes("debug", loop.ticks):
-            found |= numbers.layer_metrics([layer_gradients(pool, host) for host in range(pool.n_envs)[:LAYER_HOSTS]])
+            found |= self._layers()
         return found
+
+    def _layers(self) -> dict[str, float]:
+        """Of the first hosts that still learn."""
+        pool = self._module.loop.pool
+        alive = [host for host, env in enumerate(pool.envs) if not env.ended and env.failure is None]
+        with self._unless_out_of_memory("layer_hosts"):
+            return numbers.layer_metrics([layer_gradients(pool, host) for host in alive[: self.layer_hosts]])
+        return {}
+
+    @contextmanager
+    def _unless_out_of_memory(self, setting: str) -> Iterator[None]:
+        """A closer look that needs more memory than there is does not end a run: it says so, and is switched off."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            setattr(self, setting, 0)
+            say(f"telemetry: {setting} is 0 from now on: {in_a_line(error)}")
 
     def _rollout_metrics(self, trainer: Trainer) -> dict[str, float]:
         loop, report = self._module.loop, self._module.report
@@ -212,10 +261,11 @@ class Telemetry(Callback):
         }
         found |= memory_metrics(loop.pool.device)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
-        chosen = op_frequency(loop.buffer.action.op, loop.buffer.masks)
-        found |= {f"rollout/op.{op}": share for op, share in chosen.items()}
-        found |= numbers.throughput(loop.pool, self._in_rollout, loop.ticks - ticks)
-        found |= {f"memory/phase.{phase}": held for phase, held in loop.pool.clock.take_memory().items()}
+        found |= numbers.throughput(loop.pool, self._in_rollout, self._host_epochs, self._measured)
+        self._host_epochs = self._measured = 0
+        memory = loop.pool.clock.take_memory()
+        self._most = max(self._most, *memory.values())
+        found |= {f"memory/phase.{phase}": held for phase, held in memory.items()}
         shares = numbers.phase_shares(self._in_rollout, now - then)
         found |= {f"time/share.{phase}": share for phase, share in shares.items()}
         self._in_rollout = Counter()
@@ -249,22 +299,19 @@ class Telemetry(Callback):
 
     def _credit(self, hosts: int) -> dict[str, float]:
         loop = self._module.loop
-        try:
+        with self._unless_out_of_memory("credit_hosts"):
             credits = credit_seeds(loop.pool, hosts, loop.ticks)
-        except MemoryError as error:
-            self.credit_hosts = 0
-            say(f"telemetry.credit_hosts is 0 from now on: {error}")
-            return {}
-        self._tell(credits)
-        return numbers.credit_metrics(credits)
+            self._tell(credits)
+            return numbers.credit_metrics(credits)
+        return {}
 
-    def _look_for_anomalies(self, trainer: Trainer) -> dict[str, float]:
+    def _look_for_anomalies(self, trainer: Trainer, chosen: dict[str, float]) -> dict[str, float]:
         """Says what was raised or cleared by this rollout and its update; returns what there is to plot."""
         loop, config = self._module.loop, self.anomalies
         readings = self.observer.gradients.readings(config.least_seeds)
         readings |= host_readings(loop.pool.envs, config.most_reliance) | state_rms(loop.state)
-        memory = {f"memory.{name}": share for name, share in memory_share(loop.pool.device).items()}
-        ops = {f"op.{op}": share for op, share in op_frequency(loop.buffer.action.op, loop.buffer.masks).items()}
+        memory = {f"memory.{name}": share for name, share in memory_share(loop.pool.device, self._most).items()}
+        ops = {f"op.{op}": share for op, share in chosen.items()}
         update = trainer.current_epoch + 1
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)
         changes = self.detector.observe(self._module.report.metrics | readings | memory | ops, update, progress)

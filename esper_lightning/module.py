@@ -43,7 +43,8 @@ class UpdateReport(NamedTuple):
     rollout: RolloutSummary
     metrics: dict[str, float]
     ratios: list[torch.Tensor]
-    """Of the last pass over the rollout, minibatch by minibatch; not a number where a step was forced."""
+    """Of the last pass over the rollout, as far as it got, minibatch by minibatch; not a number where a step was
+    forced."""
 
 
 class TamiyoModule(LightningModule):
@@ -145,7 +146,8 @@ class TamiyoModule(LightningModule):
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
         }
-        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in watched[-self.ppo.minibatches :]])
+        last_pass = (len(watched) - 1) // self.ppo.minibatches * self.ppo.minibatches
+        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in watched[last_pass:]])
         # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
         chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)

@@ -15,7 +15,6 @@ from torch import Tensor
 from esper_lightning.envs.choices import Choices, ChoiceSpace
 from esper_lightning.envs.execution.timing import PhaseClock, make_timer
 from esper_lightning.envs.vector import Ended, Seen, VectorStep
-from esper_lightning.telemetry.memory import make_gauge
 
 RECENT = 100
 """Episodes over which return and length are averaged."""
@@ -66,7 +65,7 @@ class GymVector:
         self._first = np.asarray(envs.single_action_space.start)  # gymnasium may count from another number than 0
         self._one = isinstance(envs.single_action_space, Discrete)
         self._mask, self._privileged = mask, privileged
-        self.clock = PhaseClock(make_timer(device), make_gauge(device))
+        self.clock = PhaseClock(make_timer(device))
         seen, info = envs.reset(seed=0)
         self.observation = Seen(self._rows(seen).clone())
         self.masks = self.space.free(self.n_envs, device)

@@ -1,6 +1,7 @@
 """One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,13 +225,19 @@ class HostEnv:
         Args:
             ended: Is the episode over?
             cause: Of the seeds' end, for their events.
+
+        Returns a change for every slot that is not in the stage any more that it was in before, so that whoever follows
+        the events knows where each slot is.
         """
+        before = [self.growing.standing(slot.name) for slot in self.slots]
         tick, factor = self.tick, self.lr_factor * self.guard.config.lr_factor
         # Of a view the optimizer would keep the whole snapshot's memory, again and again.
         self._load_host(self.guard.snapshot.copy())
         self.tick, self.lr_factor, self.ended = tick + 1, factor, ended
         self._set_options()
-        return self.growing.cull_live(cause)
+        self.growing.cull_live(cause)
+        now = zip(before, self.slots, strict=True)
+        return [replace(was, after=slot.stage, cause=cause) for was, slot in now if was.before is not slot.stage]
 
     def finish_tick(self, measured: Measured, hold: bool = False) -> list[SeedEvent]:
         """Takes in what the host epoch showed, and lets time pass for the seeds; with `hold` none of them advances."""

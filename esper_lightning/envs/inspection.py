@@ -42,19 +42,24 @@ def credit_seeds(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
 
 
 def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
-    """Norm of the gradient of every parameter, by its name, on the minibatch that the host would learn from next."""
+    """Norm of the gradient of every parameter, by its name, on what the host would learn from next: a minibatch, or a
+    part of one where it learns in parts."""
     env = pool.envs[host]
     before = env.generator.get_state()
-    batch = env.draw_batches(pool.data.train.samples).at(0)
+    batch = env.draw_batches(pool.data.train.samples).in_parts(env.training.micro_batches).at(0)
     env.generator.set_state(before)
     data = fetch(pool.data.train.to(env.device), batch, env.training.augment)
     network, training = env.network, env.network.training
     names, parameters = zip(*network.named_parameters(), strict=True)
     running = {name: buffer.clone() for name, buffer in network.named_buffers()}  # statistics move with each pass
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), env.training.autocast(env.device):
         outputs = functional_call(network.train(), running, (data.inputs,))
+        loss = pool.task.measure(outputs, data.targets).loss.mean()
     network.train(training)
-    loss = pool.task.measure(outputs, data.targets).loss.mean()
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    return dict(zip(names, norms.tolist(), strict=True))
+    idle = {id(parameter) for slot in env.failing for parameter in slot.seed.parameters()}  # grafts that fail
+    norms = [
+        torch.linalg.vector_norm(gradient) * (id(parameter) not in idle)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return dict(zip(names, torch.stack(norms).tolist(), strict=True))

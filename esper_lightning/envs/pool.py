@@ -26,7 +26,6 @@ from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.restoring import check_count, check_parts
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Split, Task, TaskData
-from esper_lightning.telemetry.memory import make_gauge
 
 WAIT = (0,) * len(HEADS)
 """The decision to do nothing."""
@@ -67,7 +66,7 @@ class HostPool:
         self.device = device
         devices = [device, *others]
         self.task = task
-        self.clock = PhaseClock(make_timer(device), make_gauge(device))
+        self.clock = PhaseClock(make_timer(device))
         self.bench = Bench(task, data.spread(devices), host, config, devices, held_out)
         self.data, self.space, growable = self.bench.data, self.bench.space, self.bench.growable
         self.envs = [self.bench.seat(i, i) for i in range(n_envs)]

@@ -148,7 +148,7 @@ class GrowingNetwork:
     def fossilize(self, slot: str) -> SeedEvent:
         """Keeps a probationary seed for good."""
         self._allow("fossilized", slot, self.against_fossilizing(slot))
-        return self._changed(network.fossilize(self.slots[slot]))
+        return self._changed(replace(network.fossilize(self.slots[slot]), contribution=self._contribution(slot)))
 
     def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
         """Removes a live seed: at once, or by letting its alpha fall to 0 over `ticks` host epochs first.
@@ -162,21 +162,28 @@ class GrowingNetwork:
             return SeedEvent(slot, place.blueprint, place.stage, place.stage, "fading already")
         if ticks > 1 and place.ramping and place.alpha_before > 0.0:
             return network.aim(place, 0.0, ticks, curve)
+        return self._cull_now(slot, "cull")
+
+    def _cull_now(self, slot: str, cause: str) -> SeedEvent:
+        place, contribution = self.slots[slot], self._contribution(slot)
         seed = place.seed
-        event = network.cull(place)
+        event = network.cull(place, cause)
         self._forget_seed(slot, seed)
-        return self._changed(event)
+        return self._changed(replace(event, contribution=contribution))
+
+    def _contribution(self, slot: str) -> float | None:
+        """Of the seed at the alpha that it is meant to have: while it fades, that says nothing of it."""
+        return None if self.slots[slot].fading else self.records[slot].contribution
+
+    def standing(self, slot: str) -> SeedEvent:
+        """Where a seed is, as a change that has yet to happen."""
+        place = self._slot(slot)
+        kind, stage = place.blueprint or "", place.stage
+        return SeedEvent(slot, kind, stage, stage, "", place.ticks_in_stage, place.age, self._contribution(slot))
 
     def cull_live(self, cause: str) -> list[SeedEvent]:
         """Removes every seed that is neither kept nor gone, at once and whatever the gates say."""
-        events = []
-        for name, slot in self.slots.items():
-            if slot.live:
-                seed = slot.seed
-                event = network.cull(slot, cause)
-                self._forget_seed(name, seed)
-                events.append(self._changed(event))
-        return events
+        return [self._cull_now(name, cause) for name, slot in self.slots.items() if slot.live]
 
     def tick(
         self,
@@ -204,11 +211,11 @@ class GrowingNetwork:
             if slot.blended and contributions is not None and name in contributions:
                 record.previous_contribution, record.contribution = record.contribution, contributions[name]
             slot.tick()
-            seed = slot.seed
+            seed, contribution = slot.seed, self._contribution(name)
             happened = network.elapse(slot, self.evidence(name), lifecycle, self.horizon)
             if any(event.after is Stage.CULLED for event in happened):
                 self._forget_seed(name, seed)
-            events += [self._changed(event) for event in happened]
+            events += [self._changed(replace(event, contribution=contribution)) for event in happened]
         return events
 
     def evidence(self, slot: str) -> Evidence:

@@ -4,7 +4,8 @@
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, get_args
+from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import nn
@@ -24,14 +25,24 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage, check_transition
 
 
-class SeedEvent(NamedTuple):
-    """One change of a seed: of its stage, or of where its alpha goes (then `before` and `after` are the same)."""
+@dataclass(frozen=True)
+class SeedEvent:
+    """One change of a seed: of its stage, or of where its alpha goes (then `before` and `after` are the same).
+
+    Equal are those that tell of the same change, whatever had been measured by then.
+    """
 
     slot: str
     blueprint: str
     before: Stage
     after: Stage
     cause: str
+    ticks: int = field(default=0, compare=False)
+    """Host epochs that the seed had spent in `before`."""
+    age: int = field(default=0, compare=False)
+    """Host epochs since it was germinated."""
+    contribution: float | None = field(default=None, compare=False)
+    """Accuracy points (of 100) as last measured at the alpha that it was meant to have. None: never, or alpha falls."""
 
     def __str__(self) -> str:
         """`layer1: conv_light DORMANT → GERMINATED (germinate)`"""
@@ -115,7 +126,9 @@ def aim(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> SeedEvent:
     # From what the host has seen last: asked twice between two host epochs, alpha moves once.
     slot.aim(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
     slot.ticks_in_stage = 0  # a seed that is given another alpha is judged anew
-    return SeedEvent(slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks")
+    return SeedEvent(
+        slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks", age=slot.age
+    )
 
 
 def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
@@ -159,9 +172,9 @@ def elapse(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon:
 
 
 def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
-    before = slot.stage
+    before, ticks = slot.stage, slot.ticks_in_stage
     slot.move_to(stage)
-    return SeedEvent(slot.name, slot.blueprint or "", before, stage, cause)
+    return SeedEvent(slot.name, slot.blueprint or "", before, stage, cause, ticks, slot.age)
 
 
 def count_parameters(module: nn.Module) -> int:

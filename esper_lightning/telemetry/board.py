@@ -56,23 +56,24 @@ class Board:
     def __init__(self, writer: SummaryWriter) -> None:
         self.writer = writer
 
-    def begin(self, settings: Mapping[str, str], tick: int) -> None:
-        """What does not change in a run; in a folder that has it already it is left as it is.
-
-        Args:
-            settings: Hyper-parameters, as texts.
-            tick: That the run goes on from. What an earlier process wrote after it is void: readers drop it.
-        """
-        earlier = len(list(Path(self.writer.log_dir).glob("events.out.tfevents.*"))) > 1
+    def go_on(self, tick: int) -> None:
+        """What an earlier process wrote after `tick` is void: readers drop it."""
         if tick:
             start = SessionLog(status=SessionLog.START)
             self.writer.file_writer.add_event(Event(step=tick + 1, session_log=start))
-        if not earlier:
-            self.writer.add_custom_scalars(LAYOUT)
-            self.writer.add_text("guide", guide(), 0)
-            values = {name: as_number(value) for name, value in settings.items()}
-            for summary in hparams(values, dict.fromkeys(METRICS, 0.0)):
-                self.writer.file_writer.add_summary(summary)
+
+    @property
+    def has_earlier_files(self) -> bool:
+        """Has another process written to this folder?"""
+        return len(list(Path(self.writer.log_dir).glob("events.out.tfevents.*"))) > 1
+
+    def introduce(self, settings: Mapping[str, str]) -> None:
+        """Shows what does not change in a run: the layout, the guide, and hyper-parameters."""
+        self.writer.add_custom_scalars(LAYOUT)
+        self.writer.add_text("guide", guide(), 0)
+        values = {name: as_number(value) for name, value in settings.items()}
+        for summary in hparams(values, dict.fromkeys(METRICS, 0.0)):
+            self.writer.file_writer.add_summary(summary)
 
     def histogram(self, tag: str, values: Tensor, tick: int) -> None:
         """Of what is finite among `values`; nothing if nothing is."""

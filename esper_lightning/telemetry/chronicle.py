@@ -32,7 +32,10 @@ def vetoes(step: "StepResult", tick: int) -> list[Event]:
 def seed_changes(step: "StepResult", tick: int) -> list[Event]:
     """Of one tick."""
     return [
-        SeedChanged(tick, host, seed.slot, seed.blueprint, seed.before.name, seed.after.name, seed.cause)
+        SeedChanged(
+            *(tick, host, seed.slot, seed.blueprint, seed.before.name, seed.after.name, seed.cause),
+            *(seed.age, seed.contribution),
+        )
         for host, _, seed in step.events
     ]
 

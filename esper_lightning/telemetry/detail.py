@@ -35,7 +35,7 @@ class Detail:
 
     def alarm(self, tick: int) -> None:
         """From the next tick on, for a while, look at everything."""
-        if not self.raised(tick + 1):
+        if not self.raised(tick):
             self.since = tick
         self.until = tick + self.ticks
 

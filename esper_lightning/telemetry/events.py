@@ -35,6 +35,10 @@ class SeedChanged(NamedTuple):
     before: str
     after: str
     cause: str
+    age: int
+    """Host epochs since it was germinated."""
+    contribution: float | None
+    """Accuracy points (of 100) as last measured, also in this tick; null: never, or while it fades."""
 
 
 class GateRefused(NamedTuple):
@@ -223,13 +227,22 @@ class EventLog:
         self._file: BinaryIO | None = None
 
     def go_on(self, tick: int) -> None:
-        """Forgets what was written after `tick`, for a run that goes on from there, and what is not a whole line."""
+        """Forgets what was written after `tick`, for a run that goes on from there, and what is not a whole line.
+
+        Raises ValueError, and leaves the file as it is, if a line holds no event.
+        """
         if not self.path.exists():
             return
         kept = 0
         with self.path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or from_line(line.decode()).tick > tick:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    event = from_line(line.decode())
+                except ValueError as error:
+                    raise ValueError(f"{self.path}, line {number}: {error}") from error
+                if event.tick > tick:
                     break
                 kept += len(line)
         with self.path.open("r+b") as file:

@@ -94,7 +94,7 @@ def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, ob
     margins(figure, left=0.8, right=0.3)
     dots = axes.scatter(parameters, accuracy, c=objective, cmap="viridis", s=22, edgecolors="0.4", linewidths=0.4)
     figure.colorbar(dots, label="objective")
-    axes.set(xlabel="parameters of what is kept", ylabel="validation accuracy of what is kept", xscale="log")
+    axes.set(xlabel="parameters of what is kept", ylabel="validation accuracy of what is kept")
     axes.grid(alpha=0.3)
     return figure
 

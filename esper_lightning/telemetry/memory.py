@@ -61,11 +61,10 @@ def make_gauge(device: torch.device) -> ProcessGauge | CudaGauge:
     return CudaGauge(device) if device.type == "cuda" else ProcessGauge()
 
 
-def memory_share(device: torch.device) -> dict[str, float]:
-    """Memory in use as a share of the device's (on a GPU: what torch has taken, which it does not give back by itself);
-    nothing where that is not known."""
+def memory_share(device: torch.device, most: float) -> dict[str, float]:
+    """Memory in use, on a GPU the `most` MiB that tensors held so far, as a share of the device's; nothing where that
+    is not known."""
     if device.type == "cuda":
-        share = torch.cuda.memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
-        return {"share": share}
+        return {"share": most * 2**20 / torch.cuda.get_device_properties(device).total_memory}
     now = resident()
     return {} if now is None else {"share": now * 2**20 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}

@@ -166,21 +166,21 @@ def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, floa
     return shares | {"other": 1.0 - sum(shares.values())}
 
 
-def throughput(pool: "HostPool", seconds: Mapping[str, float], ticks: int) -> dict[str, float]:
+def throughput(pool: "HostPool", seconds: Mapping[str, float], trained: int, validated: int) -> dict[str, float]:
     """Samples of all hosts per second of the phase that they were needed in; nothing where it took no time.
 
     Args:
         pool: The hosts.
         seconds: By phase.
-        ticks: In which they were spent.
+        trained, validated: Host epochs and validations in them.
     """
     training, data = pool.config.training, pool.data
-    of_host = {
-        "train": training.steps(data.train.samples) * training.batch_size,
-        "validate": data.validation.samples,
+    samples = {
+        "train": trained * training.steps(data.train.samples) * training.batch_size,
+        "validate": validated * data.validation.samples,
     }
     return {
-        f"time/samples_per_second.{phase}": ticks * pool.n_envs * samples / seconds[phase]
-        for phase, samples in of_host.items()
+        f"time/samples_per_second.{phase}": number / seconds[phase]
+        for phase, number in samples.items()
         if seconds.get(phase, 0.0) > 0.0
     }

@@ -58,14 +58,15 @@ class Observer:
         return told
 
     def figures(self, step: "StepResult") -> dict[str, Figure]:
-        """By tag, of an episode that is over."""
+        """By tag, of an episode that is over; of one that nobody has seen whole, those that do not need it."""
         final = (part.numpy() for part in (step.metrics.accuracy, step.metrics.parameters, step.metrics.objective))
-        return {
-            "figures/growth": growth_timeline(self.trace, self.slots),
-            "figures/ops": op_map(self.trace),
+        found = {
             "figures/hosts": accuracy_against_parameters(*final),
             "figures/blueprints": blueprint_scoreboard(self.scoreboard.run, self.blueprints, self.slots),
         }
+        if self.trace.whole:
+            found |= {"figures/growth": growth_timeline(self.trace, self.slots), "figures/ops": op_map(self.trace)}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name).state_dict() for name in PARTS}
@@ -75,3 +76,6 @@ class Observer:
         check_parts("what is known of the hosts", state, PARTS)
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
+        saved = check_parts("the trace of the rollout", state["trace"], ("length",))["length"]
+        if saved not in (0, len(self.trace.op)) and self.trace.length == 0:  # by another number of hosts
+            self.scoreboard.forget_rollout()

@@ -11,6 +11,7 @@ from esper_lightning.growth.stages import LIVE, Stage
 if TYPE_CHECKING:
     from esper_lightning.envs import StepResult
     from esper_lightning.envs.host_env import HostEnv
+    from esper_lightning.growth.network import SeedEvent
 
 
 class Score(NamedTuple):
@@ -19,6 +20,7 @@ class Score(NamedTuple):
     germinated: Any = 0.0
     fossilized: Any = 0.0
     culled: Any = 0.0
+    """Or lost by a rollback."""
     judged: Any = 0.0
     """Kept or culled with a contribution that was measured."""
     contribution: Any = 0.0
@@ -70,9 +72,7 @@ class Scoreboard:
         self.blueprints, self.slots = list(blueprints), list(slots)
         self.sums = np.zeros((2, len(Score._fields), len(blueprints), len(slots)))  # of the run, of the rollout
         self.stages = np.zeros((2, len(Stage)))  # seeds that left a stage in this rollout, and their host epochs there
-        self.known = np.full((n_envs, len(slots)), np.nan)  # contribution as last measured
-        self.born = np.zeros((n_envs, len(slots)))  # tick of the seed's germination, and of its stage's beginning
-        self.since = np.zeros((n_envs, len(slots)))
+        self.known = np.full((n_envs, len(slots)), np.nan)  # contribution as last measured before it began to fade
 
     @property
     def run(self) -> Score:  # of arrays [B, K]
@@ -94,45 +94,44 @@ class Scoreboard:
         """Takes in what a host epoch brought."""
         if envs[0].tick == 1:
             self.sums[1], self.stages[:], self.known[:] = 0.0, 0.0, np.nan
-        for host, tick, seed in step.events:
+        for host, _, seed in step.events:
             if seed.before is not seed.after:
-                self._move(host, tick, seed, envs)
+                self._move(host, seed, envs[host])
         for host, env in enumerate(envs):
             for k, (slot, record) in enumerate(zip(env.slots, env.records, strict=True)):
-                if slot.blended and record.contribution is not None:
+                if slot.blended and not slot.fading and record.contribution is not None:
                     self.known[host, k] = record.contribution
 
-    def _move(self, host: int, tick: int, seed: Any, envs: Sequence["HostEnv"]) -> None:
+    def _move(self, host: int, seed: "SeedEvent", env: "HostEnv") -> None:
         k = self.slots.index(seed.slot)
         if seed.before in LIVE:
-            self.stages[:, seed.before] += 1.0, tick - self.since[host, k]
-        self.since[host, k] = tick
+            self.stages[:, seed.before] += 1.0, seed.ticks
         if seed.after is Stage.GERMINATED:
-            self.born[host, k], self.known[host, k] = tick, np.nan
+            self.known[host, k] = np.nan
             self._add(seed, k, germinated=1.0)
-        elif seed.after in (Stage.FOSSILIZED, Stage.CULLED):
-            points, age = self.known[host, k], tick - self.born[host, k]
+        elif seed.before in LIVE and seed.after not in LIVE:  # kept, or gone: culled, or by a rollback
+            points = self.known[host, k] if seed.contribution is None else seed.contribution
             if np.isfinite(points):
                 self._add(seed, k, judged=1.0, contribution=points, squares=points**2)
-            if seed.after is Stage.CULLED:
-                self._add(seed, k, culled=1.0, ticks=age)
+            if seed.after is Stage.FOSSILIZED:
+                size = sum(parameter.numel() for parameter in env.slots[k].seed.parameters())
+                self._add(seed, k, fossilized=1.0, ticks=seed.age, parameters=size)
             else:
-                size = sum(parameter.numel() for parameter in envs[host].slots[k].seed.parameters())
-                self._add(seed, k, fossilized=1.0, ticks=age, parameters=size)
+                self._add(seed, k, culled=1.0, ticks=seed.age)
 
-    def _add(self, seed: Any, slot: int, **amounts: float) -> None:
+    def _add(self, seed: "SeedEvent", slot: int, **amounts: float) -> None:
         for name, amount in amounts.items():
             self.sums[:, Score._fields.index(name), self.blueprints.index(seed.blueprint), slot] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Of the rollout, for plots: per blueprint over all slots and hosts; what was not met is left out."""
+        """Of the rollout, for plots: per blueprint over all slots and hosts; what has no value is left out."""
         of_blueprint = Score(*(part.sum(1) for part in self.rollout))  # [B]
         hosts = len(self.known)
         found = {f"growth/ticks.{stage.name}": ticks for stage, ticks in self.durations.items()}
         for b, name in enumerate(self.blueprints):
+            found[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / hosts
+            found[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / hosts
             if of_blueprint.germinated[b] > 0.0:
-                found[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / hosts
-                found[f"blueprint/{name}/kept"] = of_blueprint.fossilized[b] / hosts
                 found[f"blueprint/{name}/churn"] = of_blueprint.churn[b]
             if of_blueprint.judged[b] > 0.0:
                 found[f"blueprint/{name}/contribution"] = of_blueprint.mean[b]
@@ -153,8 +152,13 @@ class Scoreboard:
                     rows.append(f"| {slot} | {blueprint} | {counts} | {judged} | {size} | {one.age:.1f} |")
         return "\n".join(rows)
 
+    def forget_rollout(self) -> None:
+        """The rollout in flight counts as never begun."""
+        self.sums[0] -= self.sums[1]
+        self.sums[1], self.stages[:] = 0.0, 0.0
+
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name).ravel().tolist() for name in ("sums", "stages", "known", "born", "since")}
+        return {name: getattr(self, name).ravel().tolist() for name in ("sums", "stages", "known")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there; with another number of hosts only the sums do, for then their episodes begin anew.
@@ -162,8 +166,8 @@ class Scoreboard:
         Raises ValueError if the state is damaged.
         """
         what = "the scoreboard"
-        check_parts(what, state, ("sums", "stages", "known", "born", "since"))
-        for name in ("sums", "stages", "known", "born", "since"):
+        check_parts(what, state, ("sums", "stages", "known"))
+        for name in ("sums", "stages", "known"):
             ours = getattr(self, name)
-            if name in ("sums", "stages") or len(state["known"]) == ours.size:
+            if name != "known" or len(state["known"]) == ours.size:
                 ours[:] = np.reshape(check_numbers(what, state[name], ours.size), ours.shape)

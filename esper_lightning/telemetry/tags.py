@@ -70,7 +70,7 @@ SCALARS: tuple[Tag, ...] = (
         "MiB, the most within a phase (CPU: at its end)",
         "flat; says which phase to cut",
     ),
-    Tag("memory/share", "minimal", "memory in use, of the device's", "below 0.85"),
+    Tag("memory/share", "minimal", "memory in use (GPU: the most so far), of the device's", "below 0.85"),
     Tag("anomaly/<name>", "minimal", "0: quiet, 1: warning, 2: critical", "0"),
     Tag("telemetry/level", "minimal", "0: off … 3: debug", "as configured; rises by itself on an anomaly"),
     Tag("hosts/accuracy", "normal", "validation accuracy after the tick, mean over hosts", "rises within an episode"),

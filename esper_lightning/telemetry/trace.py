@@ -27,17 +27,26 @@ class EpisodeTrace:
         self.stage = torch.zeros(ticks, n_envs, slots, dtype=torch.uint8)  # after the tick
         self.alpha = torch.zeros(ticks, n_envs, slots)  # in the coming one
         self.rolled_back = torch.zeros(ticks, n_envs, dtype=torch.bool)
+        self.seen = torch.zeros(ticks, dtype=torch.bool)  # false for ticks in which nobody looked
 
     def tick(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
         """Takes in a host epoch."""
         t = envs[0].tick - 1
-        self.op[t] = torch.tensor([int(env.last_op) for env in envs])
+        if t == 0:
+            self.seen.zero_()
+        self.seen[t] = True
+        self.op[t] = step.action.op.cpu()  # that was carried out; a host that was rolled back has forgotten it
         self.stage[t] = torch.tensor([[int(slot.stage) for slot in env.slots] for env in envs])
         self.alpha[t] = torch.tensor([[slot.alpha_now if slot.blended else 0.0 for slot in env.slots] for env in envs])
         self.rolled_back[t] = False
         for word in step.verdicts:
             self.rolled_back[t, word.host] = word.verdict.diverged
         self.length = t + 1
+
+    @property
+    def whole(self) -> bool:
+        """Was every tick of the episode followed so far?"""
+        return bool(self.seen[: self.length].all())
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: getattr(self, name)[: self.length].clone() for name in PARTS}
@@ -51,14 +60,13 @@ class EpisodeTrace:
         what = "the trace of the rollout"
         check_parts(what, state, ("length", *PARTS))
         length = check_count(what, state["length"], len(self.op))
-        same = isinstance(state["op"], Tensor) and state["op"].shape == (length, self.op.shape[1])
-        self.length = length if same else 0
-        if not same:
+        if not isinstance(state["op"], Tensor) or state["op"].shape != (length, self.op.shape[1]):
             return
+        self.length = length
         for name in PARTS:
             ours = getattr(self, name)[: self.length]
             ours.copy_(check_like(what, state[name], ours))
         check_below(what, self.stage[: self.length], len(Stage))
 
 
-PARTS = ("op", "stage", "alpha", "rolled_back")
+PARTS = ("op", "stage", "alpha", "rolled_back", "seen")

@@ -1,10 +1,12 @@
 """Progress: bars on a terminal, lines elsewhere, or nothing."""
 
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from callbacks import ProgressReport, progress
 from tests.runs import EPOCHS, SaveEveryTick, fit, only_run, with_callback
@@ -43,12 +45,40 @@ def test_on_a_terminal_there_is_a_bar_for_the_rollout_and_one_for_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "Console", lambda: Console(force_terminal=True, width=160, color_system=None))
-    fit(tmp_path, *SHOWN)
+    fit(tmp_path, *SHOWN, "--progress.show=bars")
 
     shown = capsys.readouterr().out
     assert f"rollout {EPOCHS} of {EPOCHS}" in shown and "5/5" in shown and "15/15" in shown
+    assert "0:00:00 left" in shown
     assert re.search(r"objective \d\.\d{3}, accuracy", shown)
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is there again"
     assert not lines(shown)
+
+
+@pytest.mark.parametrize("variables", [{"FORCE_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_pipe_gets_lines_whatever_it_is_taken_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    fit(tmp_path, *SHOWN)
+
+    plain = "\n".join(Text.from_ansi(line).plain for line in capsys.readouterr().out.splitlines())
+    assert lines(plain) == ["1", "2", "3"]
+
+
+def test_bars_fit_a_narrow_terminal_and_say_how_long_it_takes() -> None:
+    console = Console(force_terminal=True, width=60, color_system=None, file=StringIO())
+    bars = progress.Bars(console, ticks=12, whole=6000, done=100)
+    bars.update(bars.run, description="1:02:03 left")
+    bars.note = "rollout 9 of 500: objective 0.541, accuracy 0.712, return 0.230"
+
+    console.print(*bars.get_renderables(), sep="\n")
+
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].startswith("1:02:03 left") and lines[1].rstrip().endswith("100/6000")
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_resumed_run_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

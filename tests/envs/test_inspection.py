@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.inspection import credit_seeds, layer_gradients, shares_of_kept
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
@@ -87,3 +88,19 @@ def test_who_has_kept_nothing_has_no_credit() -> None:
 
     assert shares_of_kept(pool, 0) is None
     assert credit_seeds(pool, 4, 1) == []
+
+
+def test_a_graft_that_fails_is_shown_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = played(tiny_host, ticks=3)
+    grown = next(i for i, env in enumerate(pool.envs) if any(slot.occupied for slot in env.slots))
+    before = layer_gradients(pool, grown)
+    monkeypatch.setattr(HostEnv, "failing", property(lambda env: [slot for slot in env.slots if slot.occupied]))
+
+    after = layer_gradients(pool, grown)
+
+    seeds = [name for name in after if ".seed." in name]
+    assert seeds and max(before[name] for name in seeds) > 0.0
+    assert all(after[name] == 0.0 for name in seeds)
+    assert {name: norm for name, norm in after.items() if name not in seeds} == {
+        name: norm for name, norm in before.items() if name not in seeds
+    }

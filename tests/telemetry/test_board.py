@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from callbacks import telemetry
 from esper_lightning.telemetry.board import LAYOUT, LONGEST, METRICS, as_number
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide
 from tests.runs import CONFIGS, ROOT, SaveEveryTick, cli, continuation, differences, fit, only_run, with_callback
@@ -205,3 +207,52 @@ def test_the_page_shows_the_guide() -> None:
     assert guide() in page
     shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
     assert len(shown) == 4 and all((ROOT / "docs" / picture).is_file() for picture in shown)
+
+
+def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> None:
+    """From the middle of a rollout, of which nobody has seen the beginning: no figure of it is invented."""
+    fit(tmp_path, *with_callback(SaveEveryTick), "--telemetry.level=off", "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+
+    fit(tmp_path, "--ckpt_path", str(run.checkpoints / "tick3.ckpt"), "--trainer.max_epochs=1")
+
+    tags = reader(run.folder).Tags()
+    assert "custom_scalars__config__" in tags["tensors"] and "guide/text_summary" in tags["tensors"]
+    assert sorted(tags["images"]) == ["figures/blueprints", "figures/hosts"]
+
+
+def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+    (run.folder / "events.jsonl").write_text("nonsense\n")
+    capsys.readouterr()
+
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.latest))
+
+    assert "events.jsonl, line 1: " in capsys.readouterr().out.replace("\n", "")
+    assert (run.folder / "events.1.jsonl").read_text() == "nonsense\n"
+    assert (run.folder / "events.jsonl").read_text().startswith('{"type":"started","tick":5,')
+
+
+def test_a_second_run_in_this_process_writes_to_its_own_folder_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        fit(tmp_path / name, "--trainer.max_epochs=1")
+
+    for name in ("a", "b"):
+        told = (only_run(tmp_path / name).folder / "events.jsonl").read_text()
+        assert told.count('"type":"checkpoint"') == 2, "the best and the latest"
+
+
+def test_a_look_for_which_memory_does_not_suffice_is_switched_off_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(telemetry, "layer_gradients", too_large)
+    fit(tmp_path, "--telemetry.level=debug", "--trainer.max_epochs=1")
+
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert said.count("telemetry: layer_hosts is 0 from now on: out of memory: CUDA out of memory.") == 1

@@ -22,7 +22,7 @@ from esper_lightning.telemetry.events import (
 from tests.runs import ROOT, SaveEveryTick, fit, only_run, with_callback
 
 START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "normal")
-BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate")
+BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
 PAGE = (ROOT / "docs" / "events.md").read_text()
 
 

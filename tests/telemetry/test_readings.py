@@ -144,4 +144,4 @@ def test_size_of_a_recurrent_state() -> None:
 
 
 def test_memory_is_a_share_of_the_machine_s() -> None:
-    assert 0.0 < memory_share(torch.device("cpu"))["share"] < 1.0
+    assert 0.0 < memory_share(torch.device("cpu"), 0.0)["share"] < 1.0

@@ -132,12 +132,14 @@ class PhaseClock:
 
     Args:
         timer: Where the pool's observations live; its name says which clock it is.
-        gauge: Of memory. None: nobody asks.
+
+    Attributes:
+        gauge: Of memory, for whoever asks. None: nobody does; on a GPU it counts the peak anew with each phase.
     """
 
-    def __init__(self, timer: Timer, gauge: Gauge | None = None) -> None:
+    def __init__(self, timer: Timer) -> None:
         self.timer = timer
-        self.gauge = gauge
+        self.gauge: Gauge | None = None
         self.memory: dict[str, float] = {}  # MiB by phase, since `take_memory`
         self.seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
         self._pending: list[_Stretch] = []
