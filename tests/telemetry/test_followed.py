@@ -1,4 +1,4 @@
-"""Whoever follows what is told of hosts knows where each seed is, also where hosts diverge and seeds go by themselves."""
+"""Whoever follows what is told of hosts knows where each seed is, where hosts diverge and seeds cull themselves too."""
 
 import re
 from collections.abc import Iterator
