@@ -119,6 +119,7 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
     if config.stem.startswith("cifar10"):
         stored = write_cifar10(tmp_path, monkeypatch, each=40)
         tiny += (f"--data.task.init_args.root={stored}", "--data.task.init_args.validation=20")
+        tiny += ("--data.env.executor=loop", "--data.env.training.batch_size=8", "--data.env.horizon=2")
 
     built = cli("--config", str(config), *root, *ONE_ROLLOUT, *tiny)
 

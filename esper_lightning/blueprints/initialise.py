@@ -65,8 +65,13 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
 
     Knows linear layers, convolutions, embeddings, normalisations and MultiheadAttention. Any other module that owns
     parameters or buffers must have a method `initialise(generator)`. Modules are visited children first, so that method
-    may also correct its children (zero a last layer, say). Raises ValueError for a module it cannot initialise.
+    may also correct its children (zero a last layer, say). A method `initialise_whole(generator)` answers for a module
+    and all its children. Raises ValueError for a module it cannot initialise.
     """
+    whole: Callable[[torch.Generator], None] | None = getattr(network, "initialise_whole", None)
+    if whole is not None:
+        whole(generator)
+        return
     for child in network.children():
         initialise(child, generator)
     own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)

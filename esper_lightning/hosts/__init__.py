@@ -1,7 +1,8 @@
 """What seeds grow on: networks with slots built in."""
 
+from esper_lightning.hosts.attached import Attached
 from esper_lightning.hosts.cnn import CNN
 from esper_lightning.hosts.mlp import MLP
 from esper_lightning.hosts.transformer import GPT
 
-__all__ = ["CNN", "GPT", "MLP"]
+__all__ = ["CNN", "GPT", "MLP", "Attached"]

@@ -117,8 +117,14 @@ def test_a4_devices_are_devices_inside() -> None:
                 strings += [(path.name, text) for text in texts if text.partition(":")[0] in ("cpu", "cuda")]
                 assert not (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"), path
 
-    # The edge: where snapshots are kept, where weights are put together in double precision, where files are read.
-    assert sorted(strings) == [("fold.py", "cpu"), ("reading.py", "cpu"), ("snapshot.py", "cpu")]
+    # The edge: where snapshots are kept, where weights are put together in double precision, where files are read, and
+    # where networks are made to be looked at.
+    assert sorted(strings) == [
+        ("attached.py", "cpu"),
+        ("fold.py", "cpu"),
+        ("reading.py", "cpu"),
+        ("snapshot.py", "cpu"),
+    ]
 
 
 def torch_names(code: ast.AST) -> Iterator[str]:

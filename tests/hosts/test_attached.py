@@ -1,0 +1,127 @@
+"""Networks that nobody wrote for growth, as hosts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import build_on, initialise
+from esper_lightning.envs import EnvConfig, HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.network import slots_of
+from esper_lightning.hosts import Attached
+from esper_lightning.hosts.attached import imported
+from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.tasks import Synthetic
+
+CPU = torch.device("cpu")
+SHAPE = (3, 16, 16)
+
+
+class Learner(nn.Module):
+    """A network of its own kind: a parameter that no layer knows, and a start that is not torch's."""
+
+    def __init__(self, num_classes: int, width: int = 4) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(width, 1, 1))
+        self.body = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(width, num_classes)
+        nn.init.constant_(self.head.bias, 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) + self.shift).mean((2, 3)))
+
+
+LEARNER = f"{Learner.__module__}.{Learner.__qualname__}"
+
+
+def attached(network: str = LEARNER, slots: tuple[str, ...] = ("body",), **settings: Any) -> nn.Module:
+    """On the CPU, with weights."""
+    generator = torch.Generator().manual_seed(0)
+    return build_on(CPU, lambda: Attached(SHAPE, 5, network, list(slots), **settings), generator)
+
+
+def test_it_begins_as_its_own_constructor_makes_it() -> None:
+    host = attached(settings={"width": 6})
+
+    assert torch.equal(host.network.head.bias, torch.full((5,), 0.25))
+    assert host.network.shift.shape == (6, 1, 1) and host.network.shift.std() > 0.1
+
+
+def test_each_seed_has_weights_of_its_own_and_nobody_else_s_random_numbers() -> None:
+    host, before = attached(), torch.get_rng_state()
+
+    def weights(seed: int) -> Tensor:
+        initialise(host, torch.Generator().manual_seed(seed))
+        return torch.cat([p.flatten() for p in host.parameters()]).detach().clone()
+
+    assert torch.equal(weights(1), weights(1)) and not torch.equal(weights(1), weights(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_episode_begins_without_what_grew_in_the_last_one() -> None:
+    host = attached()
+    growing = GrowingNetwork(host, torch.optim.SGD(host.parameters(), lr=0.1), horizon=3)
+    growing.germinate("body", "norm")
+    growing.clear()
+
+    initialise(host, torch.Generator().manual_seed(0))
+
+    assert not slots_of(host)["body"].occupied
+    assert host(torch.randn(2, *SHAPE)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("network", "slots", "executor"),
+    [
+        ("torchvision.models.resnet18", ("layer1", "layer3"), "loop"),
+        ("torchvision.models.resnet18", ("layer1", "layer3"), "fused"),
+        ("torchvision.models.squeezenet1_1", ("features.3",), "loop"),
+        (LEARNER, ("body",), "loop"),
+    ],
+)
+def test_networks_of_others_grow_in_a_pool(network: str, slots: tuple[str, ...], executor: str) -> None:
+    pool, controller = make_pool(network, slots, executor), RandomValid(0)
+    for _ in range(3):
+        step = pool.step(controller.act(pool))
+
+    assert pool.space.slot == list(slots)
+    assert torch.isfinite(step.metrics.objective).all()
+    alone = sum(parameter.numel() for parameter in imported(network)(num_classes=5).parameters())
+    assert pool.envs[0].host_parameters == alone
+
+
+def make_pool(network: str, slots: tuple[str, ...], executor: str) -> HostPool:
+    """Two hosts on images of 32×32 pixels."""
+
+    def host(shape: Any, outputs: int) -> nn.Module:
+        return Attached(shape, outputs, network, list(slots))
+
+    task = Synthetic(shape=(3, 32, 32), classes=5, train=16, validation=8, test=8)
+    config = EnvConfig(horizon=3, executor=executor, training=HostTraining(batches=1, batch_size=8, lr=1e-4))
+    return HostPool(task, task.load(), host, config, 2, CPU)
+
+
+def test_what_cannot_be_stacked_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"a Learner with weights of its own; use env\.executor loop"):
+        make_pool(LEARNER, ("body",), "fused")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"network": "torchvision.models.resnet1"}, r"torchvision.models has no 'resnet1'; did you mean 'resnet1"),
+        ({"network": "nonsense.models.net"}, "cannot import 'nonsense.models'"),
+        ({"network": "resnet18"}, "cannot import ''"),
+        ({"slots": ("bdy",)}, "has no module 'bdy'; did you mean 'body'"),
+        ({"classes_as": "classes"}, "unexpected keyword argument 'classes'; see data.host.init_args.settings"),
+        ({"classes_as": None, "settings": {"num_classes": 7}}, r"answers with \[2, 7\], the task has 5 classes"),
+        ({"settings": {"depth": 3}}, "unexpected keyword argument 'depth'"),
+        ({"network": "torchvision.models.squeezenet1_1"}, r"does not take inputs \[3, 16, 16\]: Given input size"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attached(**settings)
