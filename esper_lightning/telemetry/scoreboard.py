@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
-from esper_lightning.growth.restoring import check_numbers, check_parts
+from esper_lightning.growth.restoring import check_like, check_parts
 from esper_lightning.growth.stages import LIVE, Stage
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Scoreboard:
         self.sums[1], self.stages[:] = 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name).ravel().tolist() for name in ("sums", "stages", "known")}
+        return {name: torch.from_numpy(getattr(self, name).copy()) for name in PARTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there; with another number of hosts only the sums do, for then their episodes begin anew.
@@ -166,8 +167,11 @@ class Scoreboard:
         Raises ValueError if the state is damaged.
         """
         what = "the scoreboard"
-        check_parts(what, state, ("sums", "stages", "known"))
-        for name in ("sums", "stages", "known"):
+        check_parts(what, state, PARTS)
+        for name in PARTS:
             ours = getattr(self, name)
-            if name != "known" or len(state["known"]) == ours.size:
-                ours[:] = np.reshape(check_numbers(what, state[name], ours.size), ours.shape)
+            if name != "known" or len(state["known"]) == len(ours):
+                ours[:] = check_like(what, state[name], torch.from_numpy(ours)).numpy()
+
+
+PARTS = ("sums", "stages", "known")

@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Callback, Trainer
 
+from callbacks.telemetry import EVENTS
 from esper_lightning.module import TamiyoModule
+from esper_lightning.telemetry.events import CheckpointSaved, Started, read_events
 from tests.runs import TINY, Run, cli, continuation, differences, load
 
 GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")
 """With three hosts and quick seeds some are fossilized in every run, whatever its seed."""
+
+MAY_DIFFER = (Started, CheckpointSaved)
 
 Callbacks = Mapping[type[Callback], dict[str, Any]]
 """Callbacks and their arguments."""
@@ -26,6 +30,8 @@ class Ending(NamedTuple):
     latest: dict[str, Any]
     best: dict[str, Any]
     points: dict[str, list[tuple[int, float]]]
+    told: list[str]
+    """Events, but for processes that began and checkpoints that were written: there may be more, or one less."""
     files: list[str]
 
 
@@ -39,6 +45,7 @@ def ending_of(run: Run) -> Ending:
         latest=continuation(run.latest),
         best=continuation(run.checkpoints / "best.ckpt"),
         points={tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))},
+        told=[str(event) for event in read_events(run.folder / EVENTS) if not isinstance(event, MAY_DIFFER)],
         files=sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("tick")),
     )
 

@@ -110,7 +110,7 @@ def test_with_other_hosts_the_sums_go_on_alone(played: tuple) -> None:
     assert np.array_equal(again.sums[0], board.sums[0] - board.sums[1]) and not again.sums[1].any()
 
 
-@pytest.mark.parametrize("damage", [{"sums": [1.0]}, {"sums": None}, {"stages": ["a"] * 16}])
+@pytest.mark.parametrize("damage", [{"sums": [1.0]}, {"sums": None}, {"stages": torch.zeros(16)}])
 def test_a_damaged_scoreboard_is_refused(played: tuple, damage: dict) -> None:
     board, *_ = played
 
