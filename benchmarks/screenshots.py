@@ -2,7 +2,7 @@
 
     python -m benchmarks.screenshots --logdir runs/digits --out docs/tensorboard
 
-Needs Chromium on the machine (Debian: `apt-get install chromium`).
+Needs Chromium on the machine (Debian: `apt-get install chromium`), and `pip install playwright` to drive it.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -32,8 +32,8 @@ WINDOW = (1500, 1250)
 PATIENCE = 60.0
 """Seconds that TensorBoard may take to answer."""
 
-SETTLED = 60_000
-"""Milliseconds of the page's own time in which its plots are drawn."""
+SETTLED = 20_000
+"""Milliseconds in which plots are drawn."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -67,13 +67,13 @@ def wait_for(address: str) -> None:
     raise TimeoutError(f"TensorBoard did not answer at {address} within {PATIENCE:.0f} s")
 
 
-def take(browser: str, address: str, path: Path) -> None:
+def take(browser: Any, address: str, path: Path) -> None:
     """A picture of a page that has been drawn."""
-    with tempfile.TemporaryDirectory() as profile:
-        command = [browser, "--headless=new", "--no-sandbox", "--enable-unsafe-swiftshader", "--hide-scrollbars"]
-        command += [f"--user-data-dir={profile}", f"--window-size={WINDOW[0]},{WINDOW[1]}"]
-        command += [f"--virtual-time-budget={SETTLED}", f"--screenshot={path.resolve()}", address]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+    page = browser.new_page(viewport={"width": WINDOW[0], "height": WINDOW[1]})
+    page.goto(address)
+    page.wait_for_timeout(SETTLED)
+    page.screenshot(path=path)
+    page.close()
 
 
 def main() -> None:
@@ -82,11 +82,17 @@ def main() -> None:
     parser.add_argument("--logdir", type=Path, required=True, help="runs to show")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     args = parser.parse_args()
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
         parser.error(f"there is none of {', '.join(BROWSERS)} on this machine; install one")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        parser.error("the package playwright is missing; pip install playwright")
     args.out.mkdir(parents=True, exist_ok=True)
-    with tensorboard(args.logdir) as address:
+    options = {"executable_path": program, "args": ["--no-sandbox", "--enable-unsafe-swiftshader"]}
+    with tensorboard(args.logdir) as address, sync_playwright() as driver:
+        browser = driver.chromium.launch(**options)
         for name, page in TABS.items():
             take(browser, f"{address}{page}", args.out / f"{name}.png")
             print(f"{name}: {args.out / name}.png")
