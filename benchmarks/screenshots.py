@@ -6,6 +6,7 @@ Needs Chromium on the machine (Debian: `apt-get install chromium`), and `pip ins
 """
 
 import argparse
+import json
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
+from urllib.parse import urlencode
 from urllib.request import urlopen
 
 TABS = {
@@ -31,6 +33,11 @@ WINDOW = (1500, 1250)
 
 PATIENCE = 60.0
 """Seconds that TensorBoard may take to answer."""
+
+OBJECTIVE = "rollout/objective"
+
+PAUSE = 5.0
+"""Seconds between two looks at what TensorBoard has read."""
 
 SETTLED = 20_000
 """Milliseconds in which plots are drawn."""
@@ -50,6 +57,7 @@ def tensorboard(logdir: Path) -> Iterator[str]:
         address = f"http://127.0.0.1:{port}/"
         try:
             wait_for(address)
+            wait_until_read(address)
             yield address
         finally:
             server.terminate()
@@ -65,6 +73,25 @@ def wait_for(address: str) -> None:
         except URLError:
             time.sleep(0.5)
     raise TimeoutError(f"TensorBoard did not answer at {address} within {PATIENCE:.0f} s")
+
+
+def wait_until_read(address: str) -> None:
+    """Until it finds no more points: TensorBoard shows what it has read so far."""
+    before = [-1]
+    while (now := points(address)) != before:
+        before = now
+        time.sleep(PAUSE)
+
+
+def points(address: str) -> list[int]:
+    """Of the objective, in each run."""
+    with urlopen(f"{address}data/plugin/scalars/tags", timeout=PATIENCE) as answer:
+        runs = [run for run, tags in json.loads(answer.read()).items() if OBJECTIVE in tags]
+    found = []
+    for run in runs:
+        with urlopen(f"{address}data/plugin/scalars/scalars?{urlencode({'run': run, 'tag': OBJECTIVE})}") as answer:
+            found.append(len(json.loads(answer.read())))
+    return found
 
 
 def take(browser: Any, address: str, path: Path) -> None:
