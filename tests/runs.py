@@ -62,9 +62,16 @@ class Run:
         self.latest = self.checkpoints / "latest.ckpt"
 
     def scalars(self) -> dict[str, list[tuple[int, float]]]:
-        """TensorBoard's points (step, value) by tag, as a reader sees them."""
+        """TensorBoard's points (step, value) by tag, as a reader sees them; no tag of which all points are void."""
         events = EventAccumulator(str(self.folder), size_guidance={"scalars": 0}).Reload()
-        return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        tags = sorted(tag for tag in events.Tags()["scalars"] if events.Scalars(tag))
+        return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+
+
+def points_after(tick: int, points: Mapping[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """What a run that goes on from `tick` has to write: some tags have a point now and then only."""
+    later = {tag: [point for point in of_tag if point[0] > tick] for tag, of_tag in points.items()}
+    return {tag: of_tag for tag, of_tag in later.items() if of_tag}
 
 
 def only_run(root: Path) -> Run:

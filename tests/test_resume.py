@@ -22,6 +22,7 @@ from tests.runs import (
     guarded_signals,
     load,
     only_run,
+    points_after,
     process,
     with_callback,
 )
@@ -84,7 +85,7 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     fit(tmp_path, "--ckpt_path", str(checkpoint))
 
     assert_same_end(run, uninterrupted)
-    expected = {tag: [point for point in points if point[0] > tick] for tag, points in measured(uninterrupted).items()}
+    expected = points_after(tick, measured(uninterrupted))
     assert measured(run) == expected
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tests.faults.runs import Breaking, Callbacks, Ending, check_that_it_grows, ending_of, grow, with_callbacks
-from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run
+from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run, points_after
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
 
@@ -113,8 +113,7 @@ def test_a_run_that_goes_on_in_mid_rollout_equals_the_uninterrupted_one(
     run = gone_on(reference.checkpoint(tick), kind, tmp_path)
 
     assert differences(continuation(run.latest), reference.ending.latest) == []
-    expected = {tag: [point for point in points if point[0] > tick] for tag, points in reference.ending.points.items()}
-    assert differences(ending_of(run).points, expected) == []
+    assert differences(ending_of(run).points, points_after(tick, reference.ending.points)) == []
 
 
 @pytest.mark.parametrize("kind", ROLLED_BACK, ids=str)
