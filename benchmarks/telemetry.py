@@ -30,7 +30,6 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.telemetry.detail import Level
-from esper_lightning.telemetry.rules import AnomalyConfig
 
 LEVELS: tuple[Level, ...] = ("off", "normal", "debug")
 """In turns. Three of them, so that figures, drawn every tenth rollout, fall on each alike."""
@@ -47,7 +46,7 @@ class Turns(Telemetry):
 
     def __init__(self) -> None:
         # A run of so few rollouts has its anomalies, and none may change the level.
-        super().__init__(raised_ticks=0, anomalies=AnomalyConfig())
+        super().__init__(raised_ticks=0)
         self.seconds: dict[Level, list[float]] = {level: [] for level in LEVELS}
         self.own: dict[Level, list[float]] = {level: [] for level in LEVELS}
 

@@ -60,17 +60,16 @@ class ProgressReport(Callback):
             self.bars.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        rollout, ticks = trainer.current_epoch + 1, pl_module.loop.ticks
+        rollout, last, ticks = trainer.current_epoch + 1, trainer.max_epochs, pl_module.loop.ticks
         if self.bars is not None:
-            shown = f"rollout {rollout} of {trainer.max_epochs}"
+            shown = f"rollout {rollout} of {last}"
             self.bars.update(self.bars.rollout, completed=ticks - (rollout - 1) * self._horizon, description=shown)
             self.bars.update(self.bars.run, completed=ticks, description=f"{self._left(ticks)} left")
             if trainer.is_last_batch:
                 self.bars.note = f"{shown}: {summary(pl_module)}"
-        elif self.show != "nothing" and trainer.is_last_batch:
-            due = rollout % self.every == 0 or rollout == trainer.max_epochs
+        elif self.show != "nothing" and trainer.is_last_batch and (rollout % self.every == 0 or rollout == last):
             speed = f"{self._pace(ticks) * pl_module.loop.pool.n_envs:.0f} host epochs/s, {self._left(ticks)} left"
-            say(*[f"rollout {rollout} of {trainer.max_epochs}: {summary(pl_module)}, {speed}"] * due)
+            say(f"rollout {rollout} of {last}: {summary(pl_module)}, {speed}")
 
     def _pace(self, ticks: int) -> float:
         """Ticks per second of this process."""
