@@ -1,5 +1,6 @@
 """TamiyoModule: the policy and its PPO update as a LightningModule with manual optimization."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_me
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.rollout import RolloutLoop, RolloutSummary
 from esper_lightning.tamiyo.controller import LearnedController
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,10 @@ class TamiyoModule(LightningModule):
         """Builds the policy to the environments' measure; they stay outside, for hosts are not ours to train."""
         data: PolicyData = self.trainer.datamodule
         self.check(data)
-        shape = shape_of(data.pool)
+        self.build(shape_of(data.pool))
+
+    def build(self, shape: PolicyShape) -> None:
+        """Builds the policy and its normalisers. Raises ValueError if there is less to see than the critic is to."""
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
@@ -167,14 +171,31 @@ class TamiyoModule(LightningModule):
         self.trainer.datamodule.settle(checkpoint)
 
 
+POLICY_NAMES = ("width", "blueprint_embedding", "memory", "asymmetric")
+NORMALIZE_NAMES = ("observations", "momentum")
+"""Settings that decide what weights there are, and what they mean."""
+
+
 def identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
     """What two runs must have in common for one to continue the other, by the names of the settings."""
-    policy, normalize = module.policy_config, module.normalize
-    return data.identity() | {
-        "model.policy.width": policy.width,
-        "model.policy.blueprint_embedding": policy.blueprint_embedding,
-        "model.policy.memory": policy.memory,
-        "model.policy.asymmetric": policy.asymmetric,
-        "model.normalize.observations": normalize.observations,
-        "model.normalize.momentum": normalize.momentum,
-    }
+    return (
+        data.identity()
+        | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_NAMES}
+        | {f"model.normalize.{name}": getattr(module.normalize, name) for name in NORMALIZE_NAMES}
+    )
+
+
+def module_like(identity: Mapping[str, Any], clip: float) -> TamiyoModule:
+    """A module with the policy's settings of the run that has this identity; it is not built yet.
+
+    Raises ValueError if they are no such settings.
+    """
+    try:
+        return TamiyoModule(
+            PolicyConfig(**{name: identity[f"model.policy.{name}"] for name in POLICY_NAMES}),
+            normalize=NormalizeConfig(
+                clip=clip, **{name: identity[f"model.normalize.{name}"] for name in NORMALIZE_NAMES}
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its settings of the policy are damaged: {error}") from error

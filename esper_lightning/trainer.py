@@ -25,7 +25,7 @@ from esper_lightning.envs.failure import is_out_of_memory
 from esper_lightning.evaluation.comparison import RACERS, Comparison
 from esper_lightning.evaluation.information import InformationConfig, value_of_information
 from esper_lightning.evaluation.information_report import print_information, write_information
-from esper_lightning.evaluation.learned import load_tamiyos, other_settings
+from esper_lightning.evaluation.learned import load_tamiyos, load_travellers, other_settings
 from esper_lightning.evaluation.publish import publish
 from esper_lightning.growth.reading import NOT_TENSORS
 from esper_lightning.module import TamiyoModule
@@ -34,7 +34,7 @@ UNUSABLE = (*NOT_TENSORS, RecursionError, MisconfigurationException)
 """What a damaged checkpoint has been seen to raise where it is restored."""
 
 
-EVALUATION_FOLDER = "evaluation"
+EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Of a run's folder: what comparisons leave."""
 
 COMPARISON_LOST = "trained, but not compared; for the table resume from the run's latest.ckpt"
@@ -84,6 +84,8 @@ class EsperTrainer(Trainer):
         more: str | list[str] | None = None,
         out: str | Path | None = None,
         weights_only: bool | None = None,
+        transfer: bool = False,
+        stand_ins: dict[str, str] | None = None,
     ) -> None:
         """Compares a trained Tamiyo with rules, schedules and static controls on fresh hosts, and reports.
 
@@ -92,19 +94,31 @@ class EsperTrainer(Trainer):
                 config.yaml in its run folder.
             more: Checkpoints of further training seeds of the same settings: then she is reported seed by seed and for
                 all seeds together.
-            out: Folder for tables and figures. None: `evaluation` in the run folder of the first checkpoint.
+            out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
+                checkpoint.
             weights_only: As for `fit`; it cannot be switched off.
+            transfer: She was trained on other hosts than those of --config: show these to her as the places and seeds
+                that she knows. They may have fewer slots, and their slots are paired with hers in order.
+            stand_ins: Blueprints, by those that she knows, that take their place where she is a stranger.
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
-        folder = Path(out) if out is not None else run_folder(paths[0]) / EVALUATION_FOLDER
+        usual = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
+        folder = Path(out) if out is not None else run_folder(paths[0]) / usual
         device = self.strategy.root_device
         try:
             with one_line_errors():
                 self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
-                model.setup("evaluate")
-                model.to(device)
-                tamiyos = load_tamiyos(model, datamodule, paths)
+                if transfer:
+                    tamiyos = load_travellers(paths, stand_ins or {}, device)
+                    for tamiyo in tamiyos:
+                        tamiyo.greedy().reset(datamodule.pool)  # what does not fit is found out now
+                else:
+                    if stand_ins:
+                        raise ValueError("stand_ins are for hosts that she was not trained on; set --transfer true")
+                    model.setup("evaluate")
+                    model.to(device)
+                    tamiyos = load_tamiyos(model, datamodule, paths)
                 say(*other_settings(paths))
                 folder.mkdir(parents=True, exist_ok=True)
             contest = comparison.play(datamodule, tamiyos, device)

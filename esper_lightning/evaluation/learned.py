@@ -1,20 +1,24 @@
 """Tamiyo as checkpoints hold her: one per training seed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from esper_lightning.checkpoint import IDENTITY_KEY, SETTINGS_KEY, check_checkpoint, check_identity, differences
 from esper_lightning.data import HostPoolData
-from esper_lightning.module import TamiyoModule, identity
-from esper_lightning.tamiyo.controller import LearnedController
-from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.module import NormalizeConfig, TamiyoModule, identity, module_like
+from esper_lightning.tamiyo.abroad import Abroad, Home
+from esper_lightning.tamiyo.controller import Controller, LearnedController
+from esper_lightning.tamiyo.policy import Policy, PolicyShape
 from esper_lightning.tamiyo.sampled import SampledController
 
 SEED_NAME = "seed_everything"
+
+CLIP_NAME = "model.normalize.clip"
 
 NOT_OF_THE_RUN = (SEED_NAME, "data.seed", "evaluation.")
 """Settings in which training seeds differ, or that have nothing to do with training."""
@@ -28,14 +32,19 @@ class Tamiyo(NamedTuple):
     """Where she comes from: a checkpoint's path, or the run that has just ended."""
     policy: Policy
     normalise: nn.Module
+    home: Home | None = None
+    """What she knows, where she is to meet other hosts than those that she was trained on."""
 
-    def greedy(self) -> LearnedController:
+    def greedy(self) -> Controller:
         """Does what is likeliest."""
-        return LearnedController(self.policy, self.normalise)
+        return self._wherever(LearnedController(self.policy, self.normalise))
 
-    def sampled(self, seed: int) -> SampledController:
+    def sampled(self, seed: int) -> Controller:
         """Explores as in training."""
-        return SampledController(self.policy, self.normalise, seed)
+        return self._wherever(SampledController(self.policy, self.normalise, seed))
+
+    def _wherever(self, controller: Controller) -> Controller:
+        return controller if self.home is None else Abroad(controller, self.home)
 
 
 def check_distinct(paths: Sequence[str]) -> None:
@@ -57,23 +66,65 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
 
     Raises ValueError, naming the checkpoint, if it is not whole, not ours, or of another kind of run.
     """
-    found: list[Tamiyo] = []
+
+    def load(checkpoint: dict[str, Any]) -> TamiyoModule:
+        check_identity(checkpoint[IDENTITY_KEY], identity(model, data))
+        model.load_state_dict(checkpoint["state_dict"])
+        return model
+
+    return [
+        Tamiyo(seed, path, deepcopy(loaded.policy), deepcopy(loaded.observation_norm))
+        for seed, path, loaded, _ in _each(paths, load)
+    ]
+
+
+def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], device: torch.device) -> list[Tamiyo]:
+    """Of these checkpoints, whatever hosts their runs were on; of different training seeds.
+
+    Args:
+        paths: Of the checkpoints.
+        stand_ins: Blueprints that take the place of those that she knows; see `Home`.
+        device: Where she decides.
+
+    Raises ValueError, naming the checkpoint, if it is not whole or not ours.
+    """
+
+    def load(checkpoint: dict[str, Any]) -> TamiyoModule:
+        known, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
+        home = Home.of(known, stand_ins)
+        model = module_like(known, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_NAME, NormalizeConfig.clip)))
+        privileged = weights["privileged_norm.mean"].numel() if "privileged_norm.mean" in weights else 0
+        if model.policy_config.asymmetric and not privileged:  # it saw them as they are
+            privileged = weights["policy.value.0.weight"].shape[1] - model.policy_config.width
+        places, categories = len(home.space.slot), len(home.space.blueprint) + 1
+        model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
+        model.load_state_dict(weights)
+        return model.to(device)
+
+    return [
+        Tamiyo(seed, path, loaded.policy, loaded.observation_norm, Home.of(checkpoint[IDENTITY_KEY], stand_ins))
+        for seed, path, loaded, checkpoint in _each(paths, load)
+    ]
+
+
+def _each(
+    paths: Sequence[str], load: Callable[[dict[str, Any]], TamiyoModule]
+) -> Iterator[tuple[int | None, str, TamiyoModule, dict[str, Any]]]:
+    """Training seed, path, module and checkpoint, one after the other. Raises ValueError that names the checkpoint."""
+    found: dict[int, str] = {}
     for path in paths:
         checkpoint = check_checkpoint(path)
         seed = training_seed(checkpoint)
-        for other in found:
-            if seed is not None and seed == other.training_seed:
-                raise ValueError(
-                    f"checkpoint {path!r} and {other.source!r} are both of training seed {seed}: they would count as "
-                    f"two; give one of each seed"
-                )
+        if seed is not None and (same := found.setdefault(seed, path)) is not path:
+            raise ValueError(
+                f"checkpoint {path!r} and {same!r} are both of training seed {seed}: they would count as two; give one "
+                f"of each seed"
+            )
         try:
-            check_identity(checkpoint[IDENTITY_KEY], identity(model, data))
-            model.load_state_dict(checkpoint["state_dict"])
-        except (ValueError, RuntimeError) as error:  # torch's word for weights of other names or shapes
+            loaded = load(checkpoint)
+        except (ValueError, RuntimeError, KeyError) as error:  # torch's word for weights of other names or shapes
             raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
-        found.append(Tamiyo(seed, str(path), deepcopy(model.policy), deepcopy(model.observation_norm)))
-    return found
+        yield seed, path, loaded, checkpoint
 
 
 def training_seed(checkpoint: Mapping[str, Any]) -> int | None:

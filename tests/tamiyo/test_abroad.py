@@ -1,0 +1,180 @@
+"""A policy on hosts of another kind: shown to it as the places and seeds that it knows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.envs import ActionConfig, HostPool, Op
+from esper_lightning.envs.masks import Masks
+from esper_lightning.envs.observation import SightConfig
+from esper_lightning.hosts import CNN, MLP
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.tamiyo.abroad import Abroad, Guise, Home
+from esper_lightning.tamiyo.controller import LearnedController
+from esper_lightning.tamiyo.policy import Policy
+from esper_lightning.tamiyo.sampled import SampledController
+from esper_lightning.tasks import Synthetic
+from tests.conftest import FREE, SMALL
+from tests.decisions import CPU, WAIT, act, decide, germinate
+from tests.tamiyo.playing import episode
+
+MakePool = Callable[..., HostPool]
+MakePolicy = Callable[..., Policy]
+
+FEW = ActionConfig(blueprints=["depthwise", "conv_small"], tempos=SMALL.actions.tempos)
+
+
+def home_of(pool: HostPool, **stand_ins: str) -> Home:
+    return Home(pool.space, pool.feature_names, stand_ins)
+
+
+def host_of_two(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """Slots of other names, one fewer, and of other widths."""
+    return CNN(input_shape, outputs, base=3, blocks=2, slots=["block1", "block2.pool"], channels_last=False)
+
+
+@pytest.fixture(scope="module")
+def known(make_pool: MakePool) -> HostPool:
+    return make_pool(3)
+
+
+@pytest.fixture
+def abroad(make_pool: MakePool) -> HostPool:
+    return make_pool(3, host=host_of_two, actions=FEW)
+
+
+def random_controller(pool: HostPool, make_policy: MakePolicy, seed: int) -> SampledController:
+    return SampledController(make_policy(pool, seed), RunningMeanStd((len(pool.feature_names),)), seed)
+
+
+@pytest.mark.parametrize("changes", [{}, FREE], ids=["few heads", "every head"])
+def test_at_home_everything_looks_as_it_is(
+    make_pool: MakePool, make_policy: MakePolicy, changes: dict[str, Any]
+) -> None:
+    pool = make_pool(3, **changes)
+    home = home_of(pool)
+    looks: list[bool] = []
+
+    class Compared(LearnedController):
+        def act(self, guise: Guise) -> Any:
+            looks.append(guise.observation.features.equal(pool.observation.features))
+            looks.append(guise.observation.blueprints.equal(pool.observation.blueprints))
+            looks.extend(mine.equal(its) for mine, its in zip(guise.masks, pool.masks, strict=True))
+            return super().act(guise)
+
+    policy, norm = make_policy(pool), RunningMeanStd((len(pool.feature_names),))
+    plain = episode(pool, LearnedController(policy, norm))
+
+    assert torch.equal(episode(pool, Abroad(Compared(policy, norm), home)), plain)
+    assert len(looks) == pool.config.horizon * (2 + len(Masks._fields)) and all(looks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_elsewhere_only_what_is_possible_is_done(
+    known: HostPool, abroad: HostPool, make_policy: MakePolicy, seed: int
+) -> None:
+    controller = random_controller(known, make_policy, seed)
+
+    taken = episode(abroad, Abroad(controller, home_of(known, norm="depthwise")))  # the pool refuses what is masked
+
+    op, slot, blueprint = taken[:, 0], taken[:, 1], taken[:, 2]
+    assert (op == Op.GERMINATE).any()
+    assert set(slot[op == Op.GERMINATE].tolist()) <= {0, 1}
+    assert set(blueprint[op == Op.GERMINATE].tolist()) <= {0, 1}
+
+
+def test_seeds_are_seen_as_what_they_stand_in_for(known: HostPool, abroad: HostPool) -> None:
+    guise = Guise(home_of(known, conv_light="depthwise"), abroad)
+    light, small, norm = (known.space.blueprint.index(name) for name in ("conv_light", "conv_small", "norm"))
+
+    action = guise.translate(act(germinate(1, light), germinate(0, small), germinate(0, norm)))
+    abroad.step(action)
+
+    seeds = [[slot.blueprint for slot in env.slots] for env in abroad.envs]
+    assert seeds == [[None, "depthwise"], ["conv_small", None], [None, None]], "norm does not grow here"
+    assert guise.observation.blueprints.tolist() == [[0, 1 + light, 0], [1 + small, 0, 0], [0, 0, 0]]
+    assert guise.masks.blueprint[0].tolist() == [
+        [name != "norm" for name in known.space.blueprint],
+        [name != "norm" for name in known.space.blueprint],
+        [False] * 3,
+    ]
+
+
+def test_a_place_that_is_not_there_looks_like_an_empty_one_for_ever(known: HostPool, abroad: HostPool) -> None:
+    guise = Guise(home_of(known), abroad)
+    known.reset([1, 2, 3])
+    third = [name.startswith("block3.") for name in known.feature_names]
+    empty = known.observation.features[:, third].clone()
+    assert empty.shape[1] > 10
+
+    small = known.space.blueprint.index("conv_small")
+    for decision in (germinate(0, small), germinate(1, small), WAIT):
+        abroad.step(guise.translate(act(*[decision] * 3)))
+
+    assert torch.equal(guise.observation.features[:, third], empty)
+    first = guise.observation.features[:, [name.startswith("block1.pool.") for name in known.feature_names]]
+    assert not torch.equal(first, empty), "one that is there shows its seed"
+
+
+def test_nothing_can_be_done_in_a_place_that_is_not_there(known: HostPool, abroad: HostPool) -> None:
+    guise = Guise(home_of(known), abroad)
+
+    masks = guise.masks
+
+    assert masks.slot[:, Op.WAIT].all() and not masks.slot[:, Op.GERMINATE :, 2].any()
+    assert guise.translate(act(*[germinate(2, 1)] * 3)).op.tolist() == [Op.WAIT] * 3
+    assert abroad.masks.slot.shape[-1] == 2, "the hosts' own masks are as they were"
+
+
+def test_a_blind_policy_stays_blind(make_pool: MakePool) -> None:
+    blind = make_pool(1, sight=SightConfig(shown=["progress"]))
+    guise = Guise(home_of(blind), make_pool(2, host=host_of_two, actions=FEW))
+
+    assert guise.observation.features.shape == (2, 1)
+
+
+def test_an_mlp_that_knows_nothing_of_images_can_be_shown(known: HostPool, make_policy: MakePolicy) -> None:
+    task = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
+    actions = ActionConfig(tempos=SMALL.actions.tempos)
+    config = SMALL.__class__(**{**vars(SMALL), "actions": actions})
+    pool = HostPool(task, task.load(), lambda shape, outputs: MLP(shape, outputs, 4, 2), config, 3, CPU)
+
+    taken = episode(
+        pool, Abroad(random_controller(known, make_policy, 0), home_of(known, conv_light="mlp", conv_small="lora"))
+    )
+
+    sown = {pool.space.blueprint[number] for number in taken[:, 2][taken[:, 0] == Op.GERMINATE].tolist()}
+    assert sown <= {"norm", "mlp", "lora"} and len(sown) > 1
+
+
+def test_what_cannot_be_shown_is_refused_in_one_line(known: HostPool, abroad: HostPool, make_pool: MakePool) -> None:
+    stranger = Home(known.space._replace(blueprint=["norm"]), known.feature_names, {})
+    other_tempos = Home(known.space._replace(tempo=["ONE"]), known.feature_names, {})
+    curious = Home(known.space, [*known.feature_names, "weather"], {})
+    fewer = home_of(abroad)
+    for home, pool, said in (
+        (stranger, abroad, r"nothing that Tamiyo knows \(norm\) grows here; name stand_ins among depthwise"),
+        (other_tempos, abroad, r"chooses among \['ONE'\] by her tempo head"),
+        (curious, abroad, "looks at 'weather'"),
+        (fewer, make_pool(1), "these hosts have 3 slots, Tamiyo knows 2"),
+        (home_of(known, norm="depthwse"), abroad, "'depthwse' does not grow here; did you mean 'depthwise'"),
+        (home_of(known, norm="conv_small"), abroad, "'conv_small' would be two of the blueprints"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Guise(home, pool)
+    identity = {f"choices of the {head} head": choices for head, choices in known.space._asdict().items()}
+    with pytest.raises(ValueError, match="she knows no blueprint 'nrm'; did you mean 'norm'"):
+        Home.of(identity | {"observed features": known.feature_names}, {"nrm": "depthwise"})
+    with pytest.raises(ValueError, match="does not say what its policy knows"):
+        Home.of(identity, {})
+
+
+def test_impossible_choices_of_a_policy_without_masks_are_waiting(known: HostPool, make_pool: MakePool) -> None:
+    pool = make_pool(1, host=host_of_two, actions=FEW, sight=SightConfig(masks=False))
+    guise = Guise(home_of(known), pool)
+
+    for decision in (decide(Op.FOSSILIZE, slot=2), germinate(0, known.space.blueprint.index("norm"))):
+        assert guise.translate(act(decision)).op.tolist() == [Op.WAIT]
