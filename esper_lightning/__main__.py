@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -46,6 +47,9 @@ def main(args: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning's, about torch
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # it is on a resume
 
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a config may name what a user has written beside it; last, so that it hides nothing
     before = signal.signal(signal.SIGINT, leave)
     from esper_lightning.cli import run  # imported late: torch and Lightning take seconds
 

@@ -12,6 +12,9 @@ from esper_lightning.growth.slot import SeedSlot
 
 PROBE_SEED = 0
 
+AFTER_A_STEP = 0.01
+"""Size of a weight that began at zero."""
+
 
 def probe_seeds(
     network: nn.Module,
@@ -31,6 +34,7 @@ def probe_seeds(
     generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_SEED)
     reasons: dict[tuple[str, str], list[str]] = {}
     network.train()
+    _leave_zero(network, generator)
     for blueprint in blueprints:
         check_known(blueprint)  # an unknown name ends it here
         trial = _Trial()
@@ -43,6 +47,15 @@ def probe_seeds(
         for slot in slots.values():
             reasons[slot.name, blueprint] = _reasons(slot, trial)
     return reasons
+
+
+@torch.no_grad()
+def _leave_zero(network: nn.Module, generator: torch.Generator) -> None:
+    """Some networks begin with a part at exactly zero, as the head of torchvision's VisionTransformer: it passes no
+    gradient back until it has learned for a step, which says nothing of what may grow before it."""
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.normal_(std=AFTER_A_STEP, generator=generator)
 
 
 class _Trial:

@@ -3,6 +3,7 @@
 from esper_lightning.tasks.augment import AugmentConfig, draw_choices
 from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.cifar10 import CIFAR10
+from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.digits import Digits
 from esper_lightning.tasks.integrity import check_data, fingerprint
 from esper_lightning.tasks.synthetic import Synthetic
@@ -16,6 +17,7 @@ __all__ = [
     "AugmentConfig",
     "Batches",
     "Digits",
+    "FromDataModule",
     "Measures",
     "Split",
     "Synthetic",

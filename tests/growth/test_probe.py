@@ -142,3 +142,12 @@ def test_the_probe_leaves_the_global_generator_alone_and_finds_the_same_each_tim
     found = [probe_seeds(small_cnn(SLOTS), ["dead", "norm"], loss_of) for _ in range(2)]
     assert found[0] == found[1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_host_that_answers_with_zero_at_first_is_no_reason_against_growth() -> None:
+    host = small_cnn()
+    nn.init.zeros_(host.head.weight)
+
+    reasons = probe_seeds(host, ["norm", "conv_light"], loss_of)
+
+    assert not any(reasons.values()), "its head learns from the first batch on, and passes gradients back from then"

@@ -1,0 +1,95 @@
+"""FromDataModule: what any LightningDataModule has, as a task."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from esper_lightning.tasks.task import Split, Task, TaskData
+
+LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
+
+SEED = 0
+"""Of what a data module draws while it is read: the order of samples, and how they are varied."""
+
+
+class FromDataModule(Task):
+    """Classification with the data of a LightningDataModule, whose batches are pairs of inputs and class numbers.
+
+    It is read once, from end to end, and kept in memory on the hosts' device. So a transform that varies an image at
+    random does so once; use data.env.training.augment for one that does so every time.
+
+    Args:
+        data: With loaders for training, validation and test.
+        classes: How many there are. None: one more than the highest number that is found.
+        test_share: Share of the validation data that is set aside as test data. For a module without test data.
+    """
+
+    def __init__(self, data: LightningDataModule, classes: int | None = None, test_share: float | None = None) -> None:
+        if classes is not None and classes < 2:
+            raise ValueError(f"FromDataModule: classes must be at least 2, got {classes}")
+        if test_share is not None and not 0.0 < test_share < 1.0:
+            raise ValueError(f"FromDataModule: test_share must lie in (0, 1), got {test_share}")
+        self.data = data
+        self.classes = classes
+        self.test_share = test_share
+
+    def load(self) -> TaskData:
+        kind = type(self.data).__name__
+        wanted = [name for name in LOADERS if name != "test" or self.test_share is None]
+        for name in wanted:
+            if not is_overridden(LOADERS[name], self.data, LightningDataModule):
+                how = ", or set data.task.init_args.test_share" if name == "test" else ""
+                raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{how}")
+        # Seeded, so that a run that goes on finds the same data; and nobody else's random numbers are used up.
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(SEED)
+            self.data.prepare_data()
+            self.data.setup("fit")
+            if "test" in wanted:
+                self.data.setup("test")
+            train, validation, *rest = (
+                gather(getattr(self.data, LOADERS[name]), f"{kind}'s {name}") for name in wanted
+            )
+            if self.test_share is not None:
+                validation, test = divide(validation, self.test_share, kind)
+                rest = [test]
+        splits = (train, validation, *rest)
+        found = 1 + max(int(split.targets.max()) for split in splits)
+        return TaskData(*splits, classes=self.classes or max(2, found))
+
+
+def gather(make_loader: Callable[[], Any], whose: str) -> Split:
+    """All batches of a loader, one behind the other. Raises ValueError if they are no inputs and class numbers."""
+    batches = list(make_loader())
+    for batch in batches:
+        if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(p, Tensor) for p in batch):
+            parts = [type(p).__name__ for p in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+            raise ValueError(
+                f"FromDataModule: {whose} batches must be pairs of tensors, inputs and targets, got {parts}"
+            )
+        if batch[1].is_floating_point():
+            raise ValueError(
+                f"FromDataModule: {whose} targets are {batch[1].dtype}; give the number of the class, int64"
+            )
+    if not batches:
+        raise ValueError(f"FromDataModule: {whose} data are empty")
+    shapes = {tuple(part.shape[1:]) for batch in batches for part in batch[:1]}
+    if len(shapes) > 1:
+        raise ValueError(f"FromDataModule: {whose} inputs have several shapes, {sorted(shapes)}; bring them to one")
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return Split(inputs, targets.long())
+
+
+def divide(split: Split, share: float, kind: str) -> tuple[Split, Split]:
+    """The samples but a share of them, and these, drawn at random. Raises ValueError if one part would be empty."""
+    order = torch.randperm(split.samples)
+    apart = round(share * split.samples)
+    if not 0 < apart < split.samples:
+        raise ValueError(
+            f"FromDataModule: a share of {share} of {kind}'s {split.samples} validation samples is {apart}"
+        )
+    return Split(*(part[order[apart:]] for part in split)), Split(*(part[order[:apart]] for part in split))

@@ -1,0 +1,99 @@
+"""Any LightningDataModule as a task."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper_lightning.tasks import FromDataModule, check_data, fingerprint
+
+SIZES = {"train": 23, "val": 11, "test": 7}
+
+
+class Numbers(LightningDataModule):
+    """Samples that know where they belong; the training data come in a random order."""
+
+    def setup(self, stage: str) -> None:
+        parts = {"fit": ("train", "val"), "test": ("test",)}[stage]
+        self.sets = getattr(self, "sets", {}) | {part: self.make(part) for part in parts}
+
+    def make(self, part: str) -> TensorDataset:
+        start = 100 * list(SIZES).index(part)
+        inputs = torch.arange(start, start + SIZES[part]).float().view(-1, 1).expand(-1, 4)
+        return TensorDataset(inputs, torch.arange(SIZES[part]) % 3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.sets["train"], batch_size=5, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.sets["val"], batch_size=5)
+
+
+class Complete(Numbers):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.sets["test"], batch_size=5)
+
+
+def test_every_sample_is_there_once_beside_its_target() -> None:
+    data = FromDataModule(Complete()).load()
+
+    check_data(data, "Complete")
+    assert data.classes == 3
+    for i, (split, size) in enumerate(zip(data[:3], SIZES.values(), strict=True)):
+        numbers = split.inputs[:, 0] - 100 * i
+        assert sorted(numbers.tolist()) == list(range(size))
+        assert torch.equal(split.targets, numbers.long() % 3)
+    assert data.train.inputs[:, 0].tolist() != sorted(data.train.inputs[:, 0].tolist())
+
+
+def test_it_is_the_same_data_again_and_nobody_else_s_random_numbers_are_used() -> None:
+    before = torch.get_rng_state()
+
+    first = fingerprint(FromDataModule(Complete()).load())
+    torch.manual_seed(5)
+    again = fingerprint(FromDataModule(Complete()).load())
+
+    assert first == again
+    torch.set_rng_state(before)
+    FromDataModule(Complete()).load()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_validation_data_can_be_divided_where_there_are_no_test_data() -> None:
+    data = FromDataModule(Numbers(), classes=4, test_share=0.3).load()
+
+    assert data.classes == 4
+    assert (data.validation.samples, data.test.samples) == (8, 3)
+    both = torch.cat([data.validation.inputs, data.test.inputs])[:, 0]
+    assert sorted(both.tolist()) == [100.0 + i for i in range(11)]
+
+
+def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule:
+    class Changed(Complete):
+        def val_dataloader(self) -> list[Any]:
+            return [change(*batch) for batch in super().val_dataloader()]
+
+    return Changed()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: FromDataModule(Numbers()), "Numbers has no test data; give it a test_dataloader, or set .*test_share"),
+        (lambda: FromDataModule(Numbers(), test_share=0.01), "a share of 0.01 of Numbers's 11 validation samples is 0"),
+        (lambda: FromDataModule(LightningDataModule()), "has no training data; give it a train_dataloader$"),
+        (lambda: FromDataModule(with_batches(lambda x, y: {"x": x})), "must be pairs of tensors.*got dict"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), r"got \['Tensor', 'Tensor', 'Tensor'\]"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.float()))), "targets are torch.float32"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x[:, : len(x)], y))), r"several shapes, \[\(1,\), \(4,\)\]"),
+        (lambda: FromDataModule(Complete(), classes=1), "classes must be at least 2"),
+        (lambda: FromDataModule(Numbers(), test_share=1.0), "test_share must lie"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_in_one_line(make: Callable[[], FromDataModule], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make().load()
