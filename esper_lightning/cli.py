@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from jsonargparse import ArgumentError, Namespace, set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from esper_lightning.checkpoint import IDENTITY_KEY, check_checkpoint, check_identity
 from esper_lightning.data import HostPoolData, say
 from esper_lightning.disk import AtomicCheckpointIO
-from esper_lightning.endings import fail, one_line_errors
+from esper_lightning.endings import one_line_errors
 from esper_lightning.evaluation.learned import check_distinct
 from esper_lightning.module import TamiyoModule, identity
+from esper_lightning.parser import PROGRAM, USAGE, Parser, add_completion
 from esper_lightning.provenance import RunRecord
 from esper_lightning.trainer import EsperTrainer, run_folder
 
@@ -80,15 +81,6 @@ THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operat
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
 
 
-class Parser(LightningArgumentParser):
-    """Says what is wrong in one line, without the usage of two hundred options."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            raise ArgumentError(None, message) from ex
-        fail(message)
-
-
 class EsperCLI(LightningCLI):
     """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
 
@@ -99,6 +91,12 @@ class EsperCLI(LightningCLI):
             "evaluate": {"model", "datamodule"},
             "information": {"model", "datamodule"},
         }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        if kwargs.get("prog") == PROGRAM:  # and not that of a command
+            add_completion(parser)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
@@ -300,6 +298,11 @@ def run(args: list[str] | None) -> None:
         HostPoolData,
         args=args,
         parser_class=Parser,
+        parser_kwargs={
+            "prog": PROGRAM,
+            "description": "Grows neural networks while they train, under a learned policy.",
+            **{command: {"usage": USAGE} for command in EsperCLI.subcommands()},
+        },
         seed_everything_default=0,
         trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
         save_config_callback=RunRecord,

@@ -41,7 +41,9 @@ COMPARISON_LOST = "trained, but not compared; for the table resume from the run'
 
 
 class EsperTrainer(Trainer):
-    """Until a run has begun, an error is the checkpoint's and ends in one line; after that it is ours.
+    """Trains, compares and looks into families.
+
+    Until a run has begun, an error is the checkpoint's and ends in one line; after that it is ours.
 
     Attributes:
         begun: All is restored: set when training starts.

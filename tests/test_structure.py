@@ -38,7 +38,7 @@ ROOMS = (
     {"ppo"},
     {"rollout", "module", "data", "vector_data", "resuming"},
     {"evaluation"},
-    {"endings", "disk", "trainer", "provenance", "cli"},
+    {"endings", "suggestions", "completion", "parser", "disk", "trainer", "provenance", "cli"},
     {"__main__"},
 )
 """Each may import from itself and from those before it."""
