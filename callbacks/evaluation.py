@@ -6,7 +6,7 @@ from lightning import Callback
 
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.learned import Tamiyo
-from esper_lightning.evaluation.publish import publish
+from esper_lightning.evaluation.publish import compare
 from esper_lightning.module import TamiyoModule
 from esper_lightning.trainer import EVALUATION_FOLDER, EsperTrainer
 
@@ -19,7 +19,5 @@ class Evaluation(Comparison, Callback):
             return
         data = trainer.datamodule
         tamiyo = Tamiyo(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
-        contest = self.play(data, [tamiyo], data.pool.device)
-        if trainer.is_global_zero:
-            folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
-            publish(self, contest, data.pool.space.slot, folder, trainer.record())
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
+        compare(self, data, [tamiyo], folder, trainer.record())

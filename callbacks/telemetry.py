@@ -255,6 +255,7 @@ class Telemetry(Callback):
             "rollout/objective": final.objective.mean().item(),
             "rollout/accuracy": final.accuracy.mean().item(),
             "rollout/parameters": final.parameters.float().mean().item(),
+            **numbers.task_metrics(final, loop.pool.tasks),
             "time/ticks_per_second": speed,
             "time/env_steps_per_second": speed * loop.pool.n_envs,
             "telemetry/level": float(LEVELS.index(self.detail.now(loop.ticks))),

@@ -208,7 +208,8 @@ class EsperCLI(LightningCLI):
     def _build(self) -> None:
         self.model.check(self.datamodule)
         self.datamodule.build(self.trainer.strategy.root_device)
-        self._get(self.config_init, "evaluation").check(self.datamodule.pool)
+        for pool in self.datamodule.pools.values():
+            self._get(self.config_init, "evaluation").check(pool)
 
     def before_evaluate(self) -> None:
         """The same, before any checkpoint's weights are looked at."""

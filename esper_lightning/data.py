@@ -1,7 +1,6 @@
 """HostPoolData: owns the environments and hands out one tick at a time."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +8,12 @@ from lightning import LightningDataModule
 from rich.console import Console, RenderableType
 
 from esper_lightning.checkpoint import check_schema
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool
-from esper_lightning.envs.execution import other_devices
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool
+from esper_lightning.envs.places import share
 from esper_lightning.envs.vector import VectorEnv
+from esper_lightning.grounds import Ground, make_grounds, prepare
 from esper_lightning.resuming import begin_rollout_with, saved_environments
-from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
+from esper_lightning.tasks import Task
 
 
 class TickLoader:
@@ -77,6 +77,8 @@ class HostPoolData(LightningDataModule):
         env: How hosts train, how seeds live, what growth costs.
         n_envs: Hosts trained side by side.
         seed: Decides initial weights, the order of data and exploration. The command line sets it to seed_everything.
+        also: Hosts of other tasks, by a name for each, that she practises on at the same time. Slots are then called
+            place1, place2 … on all hosts; a host with fewer has some in which nothing grows.
     """
 
     heads = HEADS
@@ -88,39 +90,48 @@ class HostPoolData(LightningDataModule):
         env: EnvConfig = EnvConfig(),
         n_envs: int = 48,
         seed: int = 0,
+        also: dict[str, Ground] | None = None,
     ) -> None:
         super().__init__()
-        if n_envs < 1:
-            raise ValueError(f"data.n_envs must be at least 1, got {n_envs}")
         if seed < 0:
             raise ValueError(f"data.seed must not be negative, got {seed}")
-        self.task = task
-        self.host = host
         self.env = env
-        self.n_envs = n_envs
         self.seed = seed
-        self.pool: HostPool | None = None
+        self.grounds = make_grounds(Ground(task=task, host=host, n_envs=n_envs), also or {}, env)
+        self.n_envs = sum(ground.n_envs for ground in self.grounds.values())
+        self.pool: HostPool | MixedPool | None = None
 
     def setup(self, stage: str) -> None:
         self.build(self.trainer.strategy.root_device)
 
     def build(self, device: torch.device) -> None:
         """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
-        if self.pool is None:
-            self.others = other_devices(self.env.executor, device)
-            data = self.task.load()
-            check_data(data, type(self.task).__name__)
-            self.fingerprint = fingerprint(data)
-            self.dataset: TaskData = data.spread([device, *self.others])  # one copy each for every pool
-            self.pool = HostPool(self.task, self.dataset, self.host, self.env, self.n_envs, device, self.others)
-            if self.pool.selection is not None:
-                say(*self.pool.selection.report())
+        if self.pool is not None:
+            return
+        self.prepared = {name: prepare(ground, self.env, device) for name, ground in self.grounds.items()}
+        common = None
+        if len(self.prepared) > 1:
+            common = share([one.offer() for one in self.prepared.values()])
+        self.pools = {
+            name: one.make_pool(self.grounds[name].n_envs, common=common) for name, one in self.prepared.items()
+        }
+        for pool in self.pools.values():
+            if pool.selection is not None:
+                say(*pool.selection.report())
+        (first, *others) = self.pools.values()
+        self.pool = MixedPool(self.pools) if others else first
 
-    def make_pool(self, n_envs: int, device: torch.device, held_out: bool = False) -> HostPool:
-        """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others."""
-        executor, onednn = self.pool.choice
-        env = replace(self.env, executor=executor, training=replace(self.env.training, onednn=onednn))
-        return HostPool(self.task, self.dataset, self.host, env, n_envs, device, self.others, held_out)
+    def make_pool(self, n_envs: int, device: torch.device, held_out: bool = False, task: str | None = None) -> HostPool:
+        """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others.
+
+        Args:
+            n_envs: Number of hosts.
+            device: Where they are.
+            held_out: Of the members of the family that training never meets.
+            task: Of which of several tasks. None: the first.
+        """
+        name = task or next(iter(self.pools))
+        return self.prepared[name].make_pool(n_envs, held_out, self.pools[name])
 
     @property
     def horizon(self) -> int:
@@ -135,7 +146,7 @@ class HostPoolData(LightningDataModule):
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
             "host": pool.host_kind,
-            "data set": self.fingerprint,
+            "data set": "; ".join(one.fingerprint for one in self.prepared.values()),
         }
 
     def settle(self, checkpoint: dict[str, Any]) -> None:

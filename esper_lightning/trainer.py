@@ -26,7 +26,7 @@ from esper_lightning.evaluation.comparison import RACERS, Comparison
 from esper_lightning.evaluation.information import InformationConfig, value_of_information
 from esper_lightning.evaluation.information_report import print_information, write_information
 from esper_lightning.evaluation.learned import load_tamiyos, load_travellers, other_settings
-from esper_lightning.evaluation.publish import publish
+from esper_lightning.evaluation.publish import compare
 from esper_lightning.growth.reading import NOT_TENSORS
 from esper_lightning.module import TamiyoModule
 
@@ -114,7 +114,8 @@ class EsperTrainer(Trainer):
                 if transfer:
                     tamiyos = load_travellers(paths, stand_ins or {}, device)
                     for tamiyo in tamiyos:
-                        tamiyo.greedy().reset(datamodule.pool)  # what does not fit is found out now
+                        for pool in datamodule.pools.values():
+                            tamiyo.greedy().reset(pool)  # what does not fit is found out now
                 else:
                     if stand_ins:
                         raise ValueError("stand_ins are for hosts that she was not trained on; set --transfer true")
@@ -123,8 +124,7 @@ class EsperTrainer(Trainer):
                     tamiyos = load_tamiyos(model, datamodule, paths)
                 say(*other_settings(paths))
                 folder.mkdir(parents=True, exist_ok=True)
-            contest = comparison.play(datamodule, tamiyos, device)
-            publish(comparison, contest, datamodule.pool.space.slot, folder, self.record())
+            compare(comparison, datamodule, tamiyos, folder, self.record())
         except KeyboardInterrupt:
             fail("interrupted before the comparison was over", INTERRUPTED)
         except OSError as error:

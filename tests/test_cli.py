@@ -125,7 +125,9 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
 
     wanted = yaml.safe_load(config.read_text())["data"]["host"]
     slots = wanted["init_args"].get("slots") if isinstance(wanted, dict) else None
-    assert slots in (None, built.datamodule.pool.space.slot)
+    first, *others = built.datamodule.prepared.values()
+    assert slots in (None, first.offer()[0].slot)
+    assert bool(others) == (config.stem == "mixed")
     assert only_run(tmp_path / "runs").latest.is_file()
 
 

@@ -36,7 +36,7 @@ ROOMS = (
     {"envs"},
     {"tamiyo"},
     {"ppo"},
-    {"rollout", "module", "data", "vector_data", "resuming"},
+    {"rollout", "module", "grounds", "data", "vector_data", "resuming"},
     {"evaluation"},
     {"endings", "suggestions", "completion", "parser", "disk", "trainer", "provenance", "cli"},
     {"__main__"},

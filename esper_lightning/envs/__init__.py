@@ -3,6 +3,7 @@
 from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.masks import Masks
+from esper_lightning.envs.mixed import MixedPool
 from esper_lightning.envs.observation import Observation
 from esper_lightning.envs.pool import HostPool
 from esper_lightning.envs.result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
@@ -19,6 +20,7 @@ __all__ = [
     "HostVerdict",
     "HostVeto",
     "Masks",
+    "MixedPool",
     "Observation",
     "Op",
     "PoolMetrics",

@@ -14,6 +14,7 @@ from esper_lightning.envs.guard import Guard
 from esper_lightning.envs.habitat import Habitat
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.offer import describe_host, offer
+from esper_lightning.envs.places import Common, give_places
 from esper_lightning.tasks import Split, Task, TaskData, vary
 
 
@@ -27,6 +28,7 @@ class Bench:
         config: What an environment is, and which facts differ.
         devices: Where hosts live: they are dealt out to these in turn.
         held_out: Of the members that training never meets.
+        common: What hosts of other tasks share with these.
 
     Attributes:
         data: All variants that the family's members learn from, on the devices.
@@ -43,7 +45,9 @@ class Bench:
         config: EnvConfig,
         devices: Sequence[torch.device],
         held_out: bool = False,
+        common: Common | None = None,
     ) -> None:
+        self.common = common
         self.config = config
         self.host = host
         self.devices = devices
@@ -63,7 +67,7 @@ class Bench:
         if config.training.compile is not None and len(architectures) > 1:
             raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
         offers = {
-            kind: offer(self._build(member, devices[0]), task, batch, config.actions, config.lifecycle.birth)
+            kind: offer(self._build(member, devices[0]), task, batch, config.actions, config.lifecycle.birth, common)
             for kind, member in architectures.items()
         }
         (_, (self.space, self.growable)), *others = offers.items()
@@ -92,11 +96,12 @@ class Bench:
 
     def _build(self, member: Member, on: torch.device) -> nn.Module:
         try:
-            return build_on(
+            built = build_on(
                 on,
                 lambda: self.host(self.shape, self.classes, **member.architecture),
                 torch.Generator(on).manual_seed(0),
             )
+            return built if self.common is None else give_places(built, self.common.places, on)
         except TypeError as error:
             if not member.architecture:
                 raise

@@ -20,6 +20,7 @@ def shares_of_kept(pool: HostPool, host: int) -> Shares | None:
 
     Raises MemoryError if the host cannot be measured.
     """
+    pool, host = pool.home_of(host)
     players = [slot.name for slot in pool.envs[host].slots if slot.stage is Stage.FOSSILIZED]
     if not players:
         return None
@@ -44,6 +45,7 @@ def credit_seeds(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
 def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
     """Norm of the gradient of every parameter, by its name, on what the host would learn from next: a minibatch, or a
     part of one where it learns in parts."""
+    pool, host = pool.home_of(host)
     env = pool.envs[host]
     before = env.generator.get_state()
     batch = env.draw_batches(pool.data.train.samples).in_parts(env.training.micro_batches).at(0)

@@ -58,7 +58,7 @@ def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig, end
     target = [[choice != slot.ramp.target for choice in space.target] for slot in slots.values()]
     possible = {
         Op.WAIT: [True for _ in slots],
-        Op.GERMINATE: [room and slot.stage is Stage.DORMANT for slot in slots.values()],
+        Op.GERMINATE: [room and slot.stage is Stage.DORMANT and slot.layout != "absent" for slot in slots.values()],
         Op.CULL: [not growing.against_culling(name) for name in slots],
         Op.FOSSILIZE: [not growing.against_fossilizing(name) for name in slots],
         Op.ADVANCE: [config.advance and not growing.against_advancing(name) for name in slots],

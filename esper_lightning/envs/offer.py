@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, names
 from esper_lightning.envs.actions import ActionConfig, ActionSpace
+from esper_lightning.envs.places import Common
 from esper_lightning.growth.network import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.tasks import Split, Task
@@ -18,12 +19,20 @@ def describe_host(network: nn.Module) -> str:
     return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
 
 
-def offer(host: nn.Module, task: Task, batch: Split, actions: ActionConfig, birth: Birth) -> tuple[ActionSpace, Tensor]:
+def offer(
+    host: nn.Module,
+    task: Task,
+    batch: Split,
+    actions: ActionConfig,
+    birth: Birth,
+    common: Common | None = None,
+) -> tuple[ActionSpace, Tensor]:
     """The choices there are on `host`, and which blueprint can grow in which slot [K, P]; the host is used up.
 
     Args:
         batch: Training data to try seeds on.
         birth: How seeds will begin.
+        common: What is offered on hosts of other tasks, too, whether it can grow here or not; `host` has its places.
 
     Raises ValueError if a blueprint or a slot is useless: nothing to learn from, nothing to grow.
     """
@@ -32,13 +41,15 @@ def offer(host: nn.Module, task: Task, batch: Split, actions: ActionConfig, birt
         raise ValueError("the host has no slots; name at least one place where seeds may grow")
     layouts = {slot.layout: None for slot in slots.values()}
     every = dict.fromkeys(name for layout in layouts for name in names(layout, batch.inputs.device))
-    wanted = actions.blueprints or list(every)
+    wanted = common.blueprints if common is not None else actions.blueprints or list(every)
 
     def loss_of(network: nn.Module) -> Tensor:
         return task.measure(network(batch.inputs), batch.targets).loss.mean()
 
     reasons = probe_seeds(host, wanted, loss_of, birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in wanted] for slot in slots])
+    if common is not None:
+        return actions.space(list(slots), wanted), growable
     for k, slot in enumerate(slots):
         if not growable[k].any():
             raise ValueError(f"slot {slot!r}: nothing can grow there; {wanted[0]}: {reasons[slot, wanted[0]][0]}")

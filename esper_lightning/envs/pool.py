@@ -1,6 +1,6 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from esper_lightning.envs.measured import Measured, as_measured
 from esper_lightning.envs.observation import Observation
 from esper_lightning.envs.oversight import conclude, refuse
 from esper_lightning.envs.paying import Payroll
+from esper_lightning.envs.places import Common
 from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
 from esper_lightning.envs.sight import Sight
 from esper_lightning.envs.transfer import download, send
@@ -43,12 +44,14 @@ class HostPool:
         device: Where observations, rewards and masks live, and hosts.
         others: More devices for hosts: they are dealt out to `device` and these in turn.
         held_out: Meet the members of the family that training never meets.
+        common: What hosts of other tasks share with these, for a policy that grows them all.
 
     Attributes:
         privileged: What each episode hides, [N, facts]: her critic may be shown it. None: nothing is hidden.
     """
 
     goes_on = False  # a rollout is one episode of every host
+    tasks: Mapping[str, slice] = {}  # where hosts of each of several tasks are
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class HostPool:
         device: torch.device,
         others: Sequence[torch.device] = (),
         held_out: bool = False,
+        common: Common | None = None,
     ) -> None:
         check_fits(config, data, n_envs, device)
         self.config = config
@@ -67,7 +71,7 @@ class HostPool:
         devices = [device, *others]
         self.task = task
         self.clock = PhaseClock(make_timer(device))
-        self.bench = Bench(task, data.spread(devices), host, config, devices, held_out)
+        self.bench = Bench(task, data.spread(devices), host, config, devices, held_out, common)
         self.data, self.space, growable = self.bench.data, self.bench.space, self.bench.growable
         self.envs = [self.bench.seat(i, i) for i in range(n_envs)]
         self.payroll = Payroll(self.envs, config)
@@ -296,6 +300,16 @@ class HostPool:
         measured = self.executor.measure(self.envs[host], data, variants)
         self._insist()
         return measured[1].cpu()
+
+    def home_of(self, host: int) -> "tuple[HostPool, int]":
+        """The pool of one task that a host is in, and its place there."""
+        return self, host
+
+    @property
+    def samples_per_epoch(self) -> tuple[float, float]:
+        """That a host learns from in a tick, and is validated on; of several tasks their mean."""
+        training = self.config.training
+        return training.steps(self.data.train.samples) * training.batch_size, self.data.validation.samples
 
     @property
     def parameters(self) -> Tensor:

@@ -1,6 +1,7 @@
 """A comparison: who takes part, and how all are played on the same hosts. S training seeds, H hosts."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -154,9 +155,12 @@ class Comparison:
         """All that have nothing to do with training, as new."""
         return make_rules(self.seed, *self.rules) | fixed(self.schedules)
 
-    def play(self, data: HostPoolData, tamiyos: Sequence[Tamiyo], device: torch.device) -> Contest:
-        """Plays everyone. Besides the pool of `data`, only pools of its own are used up."""
-        pool = data.make_pool(self.hosts, device, self.held_out)
+    def play(
+        self, data: HostPoolData, tamiyos: Sequence[Tamiyo], device: torch.device, task: str | None = None
+    ) -> Contest:
+        """Plays everyone on hosts of one task (None: the first). Only pools of its own are used up."""
+        make_pool = partial(data.make_pool, device=device, task=task)
+        pool = make_pool(self.hosts, held_out=self.held_out)
         seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
         several = len(tamiyos) > 1
         found: dict[str, Schedule] = {}
@@ -167,7 +171,7 @@ class Comparison:
             recording = Recording(tamiyo.greedy())
             learned[TAMIYO].append(play(pool, TAMIYO, recording, seeds))
             if number == 0 and self.credit.hosts:
-                pairs = data.make_pool(2 * self.credit.repetitions, device, self.held_out)
+                pairs = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
                 credits = credit_seeds(pool, pairs, self.credit)
             common, times = most_common(recording.schedules)
             whose = f" of training seed {tamiyo.training_seed}" if several else ""
@@ -180,7 +184,7 @@ class Comparison:
                 learned["replayed"].append(play(pool, "replayed", FixedSchedule(common), seeds))
         others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
         if self.search is not None and self.wants("best fixed"):
-            found["best_schedule"] = search(data.make_pool(RACERS, device), self.search).schedule
+            found["best_schedule"] = search(make_pool(RACERS), self.search).schedule
             others["best fixed"] = FixedSchedule(found["best_schedule"])
         rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
         controls = self._controls(pool, seeds, learned[TAMIYO], rules) if self.controls else {}

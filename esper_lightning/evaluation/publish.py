@@ -1,14 +1,16 @@
 """Where a comparison ends: tables on the terminal, files and figures in a folder."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from esper_lightning.data import HostPoolData, say
 from esper_lightning.evaluation.comparison import Comparison, Contest
 from esper_lightning.evaluation.credit_report import seed_table, write_seeds
 from esper_lightning.evaluation.figures import draw
+from esper_lightning.evaluation.learned import Tamiyo
 from esper_lightning.evaluation.report import tables, write
 
 WIDTH = 110
@@ -20,6 +22,26 @@ def wide_console() -> Console:
     console = Console()
     console.width = max(console.width, WIDTH)
     return console
+
+
+def compare(
+    comparison: Comparison, data: HostPoolData, tamiyos: Sequence[Tamiyo], folder: Path, record: Mapping[str, Any]
+) -> None:
+    """Plays everyone on hosts of each task, and publishes what comes of it: of several tasks in folders of their names.
+
+    Args:
+        comparison: What is asked for.
+        data: Its pool is built, and is not touched.
+        tamiyos: Of one training seed, or of several.
+        folder: For the files.
+        record: How this process runs.
+    """
+    for task, pool in data.pools.items():
+        several = len(data.pools) > 1
+        if several:
+            say(f"hosts of {task}")
+        contest = comparison.play(data, tamiyos, pool.device, task)
+        publish(comparison, contest, pool.space.slot, folder / task if several else folder, record)
 
 
 def publish(

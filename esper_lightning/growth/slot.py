@@ -10,8 +10,9 @@ from esper_lightning.growth.alpha import FULL, Ramp
 from esper_lightning.growth.blend import Style, mix, straight_through
 from esper_lightning.growth.stages import BLENDED, LIVE, OCCUPIED, STRAIGHT_THROUGH, Stage, check_transition
 
-Layout = Literal["image", "sequence", "vector"]
-"""Shape of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], with C the slot's width."""
+Layout = Literal["image", "sequence", "vector", "absent"]
+"""Shape of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], with C the slot's width; absent: no feature passes
+through, for the slot is only counted, and nothing grows there."""
 
 
 class SeedSlot(nn.Module):

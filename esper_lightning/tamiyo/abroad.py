@@ -77,6 +77,9 @@ class Guise:
         padded = [place_of(name, home.space.slot)[0] >= self.slots for name in home.features]
         self.padded = torch.tensor(padded, device=pool.device)
         self.empty = torch.where(self.padded, first, torch.zeros_like(first))
+        # Of an empty slot nothing changes but how long it has been empty.
+        counting = [name.endswith(".ticks_in_stage") for name in home.features]
+        self.counting = torch.tensor(counting, device=pool.device) & self.padded
 
     def _columns(self, home: Home, pool: HostPool) -> list[int]:
         """Where each known feature is found here; those of a place that is not there in the first slot's, for now."""
@@ -98,6 +101,9 @@ class Guise:
         """[N, D] and [N, K]."""
         seen = self.pool.observation
         features = torch.where(self.padded, self.empty, seen.features[:, self.columns])
+        if self.counting.any():
+            passed = torch.tensor([[env.tick / env.horizon] for env in self.pool.envs], device=self.pool.device)
+            features = torch.where(self.counting, passed, features)
         return Observation(features, self._pad(self.known_as[seen.blueprints]))
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.datasets import load_breast_cancer, load_wine
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from sklearn.impute import SimpleImputer
 from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
@@ -17,8 +17,8 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 SPLIT_SEED = 0
 """The split is part of the task."""
 
-BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer}
-"""Real tables that come with scikit-learn: 178 rows of 13 numbers and 3 classes; 569 of 30 and 2."""
+BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
+"""Real tables that come with scikit-learn, of 178 rows, 13 numbers and 3 classes; 569, 30 and 2; 1,797, 64 and 10."""
 
 MOST_WORDS = 32
 """Columns that a column of words may become; rarer words share one."""
@@ -30,7 +30,7 @@ class Tabular(Task):
 
     Args:
         source: Path of a .csv file with a line of names, or of an .npz file with arrays `x` [rows, columns] and `y`
-            [rows]; `wine` or `breast_cancer`: tables that come with scikit-learn.
+            [rows]; `wine`, `breast_cancer` or `digits`: tables that come with scikit-learn.
         target: Name of the column that holds the class. Of a .csv file alone.
         validation, test: Share of the rows.
     """

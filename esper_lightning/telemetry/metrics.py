@@ -12,7 +12,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import SeedCredited
 
 if TYPE_CHECKING:
-    from esper_lightning.envs import HostPool, StepResult
+    from esper_lightning.envs import HostPool, PoolMetrics, StepResult
     from esper_lightning.envs.host_env import HostEnv
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -32,6 +32,15 @@ def tick_metrics(step: "StepResult") -> dict[str, float]:
         "hosts/parameters": metrics.parameters.float().mean().item(),
         "hosts/reward": metrics.reward.mean().item(),
         **{f"reward/{name}": paid.mean().item() for name, paid in step.terms.items()},
+    }
+
+
+def task_metrics(final: "PoolMetrics", tasks: Mapping[str, slice]) -> dict[str, float]:
+    """Means over the hosts of each task, at the end of the episode."""
+    return {
+        f"tasks/{task}/{name}": getattr(final, name)[span].float().mean().item()
+        for task, span in tasks.items()
+        for name in ("objective", "accuracy", "parameters")
     }
 
 
@@ -174,11 +183,8 @@ def throughput(pool: "HostPool", seconds: Mapping[str, float], trained: int, val
         seconds: By phase.
         trained, validated: Host epochs and validations in them.
     """
-    training, data = pool.config.training, pool.data
-    samples = {
-        "train": trained * training.steps(data.train.samples) * training.batch_size,
-        "validate": validated * data.validation.samples,
-    }
+    learned, judged = pool.samples_per_epoch
+    samples = {"train": trained * learned, "validate": validated * judged}
     return {
         f"time/samples_per_second.{phase}": number / seconds[phase]
         for phase, number in samples.items()

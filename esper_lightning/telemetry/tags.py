@@ -32,6 +32,7 @@ SCALARS: tuple[Tag, ...] = (
     Tag("rollout/return.p<10, 50, 90>", "minimal", "quantiles of it over hosts", "the lowest rises, too"),
     Tag("rollout/accuracy", "minimal", "validation accuracy of what is kept, at the end", "rises"),
     Tag("rollout/parameters", "minimal", "of hosts with what is kept", "settles where growth is worth its price"),
+    Tag("tasks/<task>/<objective, accuracy, parameters>", "minimal", "of one of several tasks", "each one rises"),
     Tag("rollout/fossils", "minimal", "seeds kept per episode", "settles; 0 for long is a collapse"),
     Tag("rollout/op.<op>", "minimal", "share among the decisions in which another op was possible", "WAIT below 0.95"),
     Tag("rollout/gradient_health", "minimal", "of hosts, 1: every tensor learns", "above 0.9"),

@@ -174,6 +174,8 @@ def _germinate(envs: Sequence[HostEnv], growable: Sequence[Sequence[bool]]) -> N
     for i, env in enumerate(envs):
         for slot, possible in list(zip(env.slots, growable, strict=True))[i % 2 :: 2]:
             blueprints = [name for name, grows in zip(env.space.blueprint, possible, strict=True) if grows]
+            if not blueprints:  # a place that only hosts of another task have
+                continue
             curve, style = STYLES[env.space.style[number % len(env.space.style)]]
             turn, kind = divmod(number, len(blueprints))
             env.growing.germinate(slot.name, blueprints[kind], style=style, curve=curve)

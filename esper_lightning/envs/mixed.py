@@ -1,0 +1,152 @@
+"""MixedPool: hosts of several tasks as one pool. N environments in all."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.actions import Action
+from esper_lightning.envs.execution import PhaseClock
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.masks import Masks
+from esper_lightning.envs.observation import Observation
+from esper_lightning.envs.pool import HostPool
+from esper_lightning.envs.result import PoolMetrics, StepResult
+from esper_lightning.growth.restoring import check_parts
+
+
+class MixedPool:
+    """Several pools side by side, the hosts of each behind those of the one before.
+
+    Args:
+        pools: By task. All share the same `Common`, horizon, reward, and every choice but slots and seeds.
+
+    Attributes:
+        privileged: Which task a host is of, [N, tasks]: the critic may be shown it. The policy is not told.
+    """
+
+    goes_on = False
+
+    def __init__(self, pools: Mapping[str, HostPool]) -> None:
+        self.pools = dict(pools)
+        first, *others = self.pools.values()
+        for other in others:
+            assert other.space == first.space and other.feature_names == first.feature_names, "pools of one Common"
+        self.config, self.device, self.space = first.config, first.device, first.space
+        self.feature_names, self.categories, self.horizon = first.feature_names, first.categories, first.horizon
+        self.clock: PhaseClock = first.clock
+        for other in others:
+            other.clock = self.clock
+        sizes = torch.tensor([pool.n_envs for pool in self.pools.values()])
+        self.n_envs = int(sizes.sum())
+        which = torch.eye(len(sizes)).repeat_interleave(sizes, 0)
+        self.privileged = which.to(self.device)
+        self.observation = Observation(*self._join(lambda pool: pool.observation))
+        self.masks = Masks(*self._join(lambda pool: pool.masks))
+        self.masks_on_cpu = Masks(*self._join(lambda pool: pool.masks_on_cpu))
+        self.terminated = torch.cat([pool.terminated for pool in self.pools.values()])
+
+    def _join(self, part: Any) -> Iterator[Tensor]:
+        """Fields of a record, those of all pools one behind the other: storage of our own."""
+        return (torch.cat(fields) for fields in zip(*map(part, self.pools.values()), strict=True))
+
+    def _spans(self) -> Iterator[tuple[HostPool, slice]]:
+        """Each pool, and where its hosts are among all."""
+        begin = 0
+        for pool in self.pools.values():
+            yield pool, slice(begin, begin + pool.n_envs)
+            begin += pool.n_envs
+
+    def _look(self) -> None:
+        """Brings what is seen of all up to date."""
+        for pool, span in self._spans():
+            for ours, theirs in (
+                (self.observation, pool.observation),
+                (self.masks, pool.masks),
+                (self.masks_on_cpu, pool.masks_on_cpu),
+                ((self.terminated,), (pool.terminated,)),
+            ):
+                for mine, its in zip(ours, theirs, strict=True):
+                    mine[span].copy_(its)
+
+    @property
+    def tasks(self) -> dict[str, slice]:
+        """Where the hosts of each task are among all."""
+        return {name: span for name, (_, span) in zip(self.pools, self._spans(), strict=True)}
+
+    @property
+    def envs(self) -> list[HostEnv]:
+        return [env for pool in self.pools.values() for env in pool.envs]
+
+    @property
+    def choice(self) -> str:
+        """How the hosts of each task are executed."""
+        return ", ".join(f"{name}: {pool.choice}" for name, pool in self.pools.items())
+
+    @property
+    def host_kind(self) -> str:
+        """Tells pools of different hosts apart."""
+        return "; ".join(f"{name}: {pool.n_envs} hosts, {pool.host_kind}" for name, pool in self.pools.items())
+
+    @property
+    def samples_per_epoch(self) -> tuple[float, float]:
+        """That a host learns from in a tick, and is validated on, in the mean."""
+        rows = [[pool.n_envs * samples for samples in pool.samples_per_epoch] for pool in self.pools.values()]
+        learned, judged = (sum(column) / self.n_envs for column in zip(*rows, strict=True))
+        return learned, judged
+
+    def home_of(self, host: int) -> tuple[HostPool, int]:
+        """The pool of one task that a host is in, and its place there."""
+        return next((pool, host - span.start) for pool, span in self._spans() if host < span.stop)
+
+    def reset(self, seeds: Sequence[int]) -> Observation:
+        """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
+        for pool, span in self._spans():
+            pool.reset(seeds[span])
+        self._look()
+        return self.observation
+
+    def step(self, action: Action) -> StepResult:
+        """As `HostPool.step`."""
+        steps = [(pool.step(Action(*(part[span] for part in action))), span.start) for pool, span in self._spans()]
+        self._look()
+        results = [result for result, _ in steps]
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(result, name) for result in results])
+
+        return StepResult(
+            action=Action(*(torch.cat(parts) for parts in zip(*(result.action for result in results), strict=True))),
+            observation=self.observation,
+            reward=joined("reward"),
+            terminated=joined("terminated"),
+            truncated=joined("truncated"),
+            masks=self.masks,
+            events=[event._replace(host=event.host + begin) for result, begin in steps for event in result.events],
+            verdicts=[word._replace(host=word.host + begin) for result, begin in steps for word in result.verdicts],
+            vetoes=[veto._replace(host=veto.host + begin) for result, begin in steps for veto in result.vetoes],
+            metrics=PoolMetrics(
+                *(torch.cat(parts) for parts in zip(*(result.metrics for result in results), strict=True))
+            ),
+            terms={name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [pool.state_dict() for pool in self.pools.values()]
+        return {
+            "executors": [state["executor"] for state in states],
+            "envs": [env for state in states for env in state["envs"]],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """As `HostPool.load_state_dict`."""
+        check_parts("the pool", state, ("executors", "envs"))
+        if not isinstance(state["executors"], list) or len(state["executors"]) != len(self.pools):
+            raise ValueError(f"the checkpoint is not of hosts of {len(self.pools)} tasks")
+        notes = [
+            pool.load_state_dict({"executor": executor, "envs": state["envs"][span]})
+            for (pool, span), executor in zip(self._spans(), state["executors"], strict=True)
+        ]
+        self._look()
+        return "\n".join(filter(None, notes)) or None
