@@ -2,9 +2,11 @@
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
+    python -m benchmarks.tables gap benchmarks/results/NAME.csv
 
 The first keeps what the tables need; the second prints one in Markdown: objective on test images, and Tamiyo's lead
-over every row, paired by host, for each training seed and for all together.
+over every row, paired by host, for each training seed and for all together. The third prints how much of the gap in
+accuracy each one closed between the host that never grows and the network that Tamiyo came to, built in from the start.
 """
 
 import argparse
@@ -14,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from esper_lightning.evaluation.intervals import Interval, mean_interval
+from esper_lightning.evaluation.intervals import Interval, mean_interval, ratio_interval
 
 KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils")
 
-TAMIYO = "tamiyo"
+TAMIYO, SMALL, BIG = "tamiyo", "small static", "static tamiyo"
 
 ByTrainingSeed = dict[str, np.ndarray]
-"""Objective [H]; the seed of what was not trained is empty."""
+"""A column [H]; the seed of what was not trained is empty."""
 
 
 def keep(source: Path, target: Path) -> None:
@@ -37,12 +39,12 @@ def keep(source: Path, target: Path) -> None:
             writer.writerow([*(row[name] for name in KEPT[:3]), *numbers])
 
 
-def read(path: Path) -> dict[str, ByTrainingSeed]:
+def read(path: Path, column: str = "objective") -> dict[str, ByTrainingSeed]:
     """The results of each controller."""
     found: dict[str, dict[str, list[float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            found.setdefault(row["controller"], {}).setdefault(row["training_seed"], []).append(float(row["objective"]))
+            found.setdefault(row["controller"], {}).setdefault(row["training_seed"], []).append(float(row[column]))
     return {name: {seed: np.array(values) for seed, values in of.items()} for name, of in found.items()}
 
 
@@ -75,6 +77,19 @@ def markdown(results: dict[str, ByTrainingSeed]) -> list[str]:
     return lines
 
 
+def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
+    """The lines of the table of gaps closed: (grown − small) / (big − small)."""
+    tables = {name: np.array(list(of.values())) for name, of in accuracy.items()}
+    shape = tables[BIG].shape
+    small, big = np.broadcast_to(tables[SMALL], shape), tables[BIG]
+    lines = ["| controller | accuracy | gap closed |", "|---|---|---|"]
+    for name, table in tables.items():
+        closed = ratio_interval(np.broadcast_to(table, shape) - small, big - small)
+        cell = "" if name in (SMALL, BIG) else f"{closed.mean:.0%} [{closed.low:.0%}, {closed.high:.0%}]"
+        lines.append(f"| {name} | {shown(mean_interval(table))} | {cell.replace('%', ' %').replace('-', '−')} |")
+    return lines
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Keeps results, or shows them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -83,11 +98,14 @@ def main(args: Sequence[str] | None = None) -> None:
     keeping.add_argument("source", type=Path)
     keeping.add_argument("target", type=Path)
     verbs.add_parser("show", help="print the table").add_argument("results", type=Path)
+    verbs.add_parser("gap", help="print the gaps closed").add_argument("results", type=Path)
     chosen = parser.parse_args(args)
     if chosen.verb == "keep":
         keep(chosen.source, chosen.target)
-    else:
+    elif chosen.verb == "show":
         print("\n".join(markdown(read(chosen.results))))
+    else:
+        print("\n".join(gaps(read(chosen.results, "accuracy"))))
 
 
 if __name__ == "__main__":

@@ -190,3 +190,32 @@ def test_pictures_are_taken_of_a_tensorboard_that_answers(tmp_path: Path) -> Non
 
     with script("screenshots").tensorboard(tmp_path) as address, urlopen(f"{address}data/runs", timeout=60) as answer:
         assert json.loads(answer.read()) == ["version_0"]
+
+
+def test_the_gap_closed_is_that_of_means_with_an_interval() -> None:
+    tables = script("tables")
+    random = np.random.default_rng(0)
+    small, big = random.normal(0.2, 0.05, 400), random.normal(0.6, 0.05, 400)
+    results = {
+        "tamiyo": {"0": small + 0.75 * (big - small), "1": small + 0.25 * (big - small)},
+        "small static": {"": small},
+        "static tamiyo": {"0": big, "1": big},
+        "half": {"": (small + big) / 2.0},
+    }
+
+    lines = tables.gaps(results)
+
+    assert lines[2].endswith("| 50 % [25 %, 75 %] |"), "two training seeds that differ make it wide"
+    assert lines[3].endswith("|  |") and lines[4].endswith("|  |")
+    assert lines[5].endswith("| 50 % [50 %, 50 %] |"), "what hosts have in common cancels"
+
+
+@pytest.mark.parametrize("name", ["digits", "family"])
+def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
+    tables = script("tables")
+    page = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    lines = tables.gaps(tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv", "accuracy"))
+
+    there = [line for line in lines if line in page]
+
+    assert len(there) > 7

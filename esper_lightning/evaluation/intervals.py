@@ -51,14 +51,27 @@ def _over_hosts(values: np.ndarray) -> tuple[float, float]:  # [H]
 
 
 def _over_seeds_and_hosts(table: np.ndarray) -> tuple[float, float]:  # [S, H]
+    return _middle(_resampled_means(table))
+
+
+def _resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
+    """Of tables of one shape the same seeds and hosts are drawn."""
     random = np.random.default_rng(SEED)
     seeds, hosts = (
         random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
     )  # [resamples, S], [resamples, H]: how often each is drawn, as shares
-    means = ((seeds @ table) * hosts).sum(1)
+    return ((seeds @ table) * hosts).sum(1)
+
+
+def _middle(means: np.ndarray) -> tuple[float, float]:
     tail = (1.0 - CONFIDENCE) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
     return float(low), float(high)
+
+
+def ratio_interval(top: np.ndarray, bottom: np.ndarray) -> Interval:
+    """Mean of `top` over mean of `bottom`, both [S, H] of the same training seeds and hosts, which are resampled."""
+    return Interval(top.mean() / bottom.mean(), *_middle(_resampled_means(top) / _resampled_means(bottom)))
 
 
 def interval_of_groups(values: np.ndarray) -> Interval:
@@ -71,9 +84,7 @@ def interval_of_groups(values: np.ndarray) -> Interval:
     means = np.zeros(RESAMPLES)
     for row in values:
         means += row[random.integers(size, size=(RESAMPLES, size))].mean(1) / len(values)
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = np.quantile(means, [tail, 1.0 - tail])
-    return Interval(mean, float(low), float(high))
+    return Interval(mean, *_middle(means))
 
 
 def effect_size(differences: np.ndarray) -> float:
