@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.runs import CONFIGS, Run, fit, only_run
+from tests.tasks.stored import write_cifar10
 from tests.test_cli_evaluate import evaluate, rows_of, without_time
 
 ELSEWHERE = (
@@ -99,3 +100,21 @@ def test_a_damaged_checkpoint_ends_in_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "damaged.ckpt" in line
+
+
+def test_a_tamiyo_of_digits_runs_unchanged_on_cifar10(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = write_cifar10(tmp_path, monkeypatch, each=40)
+    evaluate(
+        *("--config", str(CONFIGS / "cifar10.yaml"), f"--data.task.init_args.root={stored}"),
+        *("--data.task.init_args.validation=20", "--data.env.executor=loop", "--data.env.training.batch_size=8"),
+        *("--data.env.training.batches=1", "--data.env.horizon=3", "--data.n_envs=2", "--model.ppo.minibatches=2"),
+        *("--data.env.actions.tempos={FAST: 2}", "--evaluation.hosts=2", "--evaluation.controls=false"),
+        *("--trainer.accelerator=cpu", "--evaluation.against=[small static]", "--transfer=true"),
+        *("--ckpt_path", str(trained.latest), "--out", str(tmp_path / "out")),
+    )
+
+    rows = rows_of(tmp_path / "out")
+    assert {row["parameters"] for row in rows if row["controller"] == "small static"} == {"6418"}
+    assert len([row for row in rows if row["controller"] == "tamiyo"]) == 2
