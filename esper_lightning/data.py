@@ -1,7 +1,7 @@
 """HostPoolData: owns the environments and hands out one tick at a time."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning import LightningDataModule
@@ -14,6 +14,8 @@ from esper_lightning.envs.vector import VectorEnv
 from esper_lightning.grounds import Ground, make_grounds, prepare
 from esper_lightning.resuming import begin_rollout_with, saved_environments
 from esper_lightning.tasks import Task
+
+Made = TypeVar("Made")
 
 
 class TickLoader:
@@ -108,18 +110,25 @@ class HostPoolData(LightningDataModule):
         """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
         if self.pool is not None:
             return
-        self.prepared = {name: prepare(ground, self.env, device) for name, ground in self.grounds.items()}
-        common = None
-        if len(self.prepared) > 1:
-            common = share([one.offer() for one in self.prepared.values()])
-        self.pools = {
-            name: one.make_pool(self.grounds[name].n_envs, common=common) for name, one in self.prepared.items()
-        }
+        self.prepared = self._of_each(lambda name: prepare(self.grounds[name], self.env, device))
+        several = len(self.prepared) > 1
+        common = share(list(self._of_each(lambda name: self.prepared[name].offer()).values())) if several else None
+        self.pools = self._of_each(lambda name: self.prepared[name].make_pool(self.grounds[name].n_envs, common=common))
         for pool in self.pools.values():
             if pool.selection is not None:
                 say(*pool.selection.report())
         (first, *others) = self.pools.values()
         self.pool = MixedPool(self.pools) if others else first
+
+    def _of_each(self, make: Callable[[str], Made]) -> dict[str, Made]:
+        """By task. Raises ValueError, naming it where there are several, if one of them cannot be made."""
+        made = {}
+        for name in self.grounds:
+            try:
+                made[name] = make(name)
+            except ValueError as error:
+                raise ValueError(f"hosts of {name}: {error}" if len(self.grounds) > 1 else str(error)) from error
+        return made
 
     def make_pool(self, n_envs: int, device: torch.device, held_out: bool = False, task: str | None = None) -> HostPool:
         """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others.
@@ -142,7 +151,7 @@ class HostPoolData(LightningDataModule):
         pool = self.pool
         return {
             "data.env.horizon": pool.config.horizon,
-            "data.env.training.optimizer": pool.config.training.optimizer,
+            "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
             "host": pool.host_kind,

@@ -33,6 +33,8 @@ def begin_rollout_with(checkpoint: dict[str, Any], n_envs: int) -> None:
     loop["state"] = [_rows(part, n_envs) for part in loop["state"]]
     loop["starts"] = torch.ones(n_envs, dtype=torch.bool)
     loop["raw"] = _none(loop["raw"], n_envs)
+    if "raw_privileged" in loop:
+        loop["raw_privileged"] = _none(loop["raw_privileged"], n_envs)
     loop["buffer"] = {
         "ticks": [_none(part, n_envs) for part in loop["buffer"]["ticks"]],
         "state": [_rows(part, n_envs) for part in loop["buffer"]["state"]],

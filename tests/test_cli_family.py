@@ -98,3 +98,15 @@ def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[st
         call("information", "--data.env.family", "{train: [], held_out: []}")
     assert ended.value.code == 2
     assert "one kind of host only" in capsys.readouterr().err
+
+
+def test_a_critic_that_is_told_goes_on_with_another_number_of_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, "--trainer.max_epochs", "1")
+
+    fit(tmp_path, "--trainer.max_epochs", "2", "--data.n_envs", "3", "--ckpt_path", "latest")
+
+    assert "3 environments, the run so far had 4" in capsys.readouterr().out
+    saved = torch.load(tmp_path / "version_0" / "checkpoints" / "latest.ckpt", weights_only=True)
+    assert saved["callbacks"]["RolloutState"]["loop"]["episode"] == 2

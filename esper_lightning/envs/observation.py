@@ -41,6 +41,9 @@ LOG_NORM_SCALE = 5.0
 """Natural log of 1 + gradient norm is divided by this, and larger ones count as 1: that is a norm of 147."""
 
 
+SHARE = "share."
+"""Begins the names of the shares of slots in each stage."""
+
 BLUEPRINTS = "blueprints"
 """Name of the blueprint in each slot, which is seen beside the features."""
 
@@ -127,7 +130,7 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
     seen["host.gradient_norm"] = log_norm(env.host_gradient)
     for stage in Stage:
-        seen[f"share.{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
+        seen[f"{SHARE}{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
     for op in env.space.op:
         seen[f"last_op.{op}"] = float(env.last_op.name == op)
     for k in range(len(env.slots)):

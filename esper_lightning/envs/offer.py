@@ -49,7 +49,8 @@ def offer(
     reasons = probe_seeds(host, wanted, loss_of, birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in wanted] for slot in slots])
     if common is not None:
-        return actions.space(list(slots), wanted), growable
+        allowed = [name in (actions.blueprints or wanted) for name in wanted]
+        return actions.space(list(slots), wanted), growable & torch.tensor(allowed)
     for k, slot in enumerate(slots):
         if not growable[k].any():
             raise ValueError(f"slot {slot!r}: nothing can grow there; {wanted[0]}: {reasons[slot, wanted[0]][0]}")

@@ -35,5 +35,13 @@ def give_places(network: nn.Module, places: Sequence[str], device: torch.device)
         slot.name = place
     missing = places[len(slots) :]
     with device:
-        network.absent_places = nn.ModuleList(SeedSlot(place, "absent", 1, isolate=False) for place in missing)
+        network.absent_places = AbsentPlaces(SeedSlot(place, "absent", 1, isolate=False) for place in missing)
     return network
+
+
+class AbsentPlaces(nn.ModuleList):
+    """Slots that no feature passes through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same: a host that is an `nn.Sequential` takes it for its last layer."""
+        return x

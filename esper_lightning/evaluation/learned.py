@@ -122,7 +122,12 @@ def _each(
             )
         try:
             loaded = load(checkpoint)
-        except (ValueError, RuntimeError, KeyError) as error:  # torch's word for weights of other names or shapes
+        except (
+            ValueError,
+            RuntimeError,
+            LookupError,
+            TypeError,
+        ) as error:  # torch's word for weights of other names or shapes
             raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
         yield seed, path, loaded, checkpoint
 

@@ -43,13 +43,14 @@ class Generator:
         self.random = Random(seed)
         self.space = pool.space
         self.config = pool.config
-        slots = len(pool.space.slot)
-        self.most = min(slots, max_seeds or slots, pool.config.actions.max_seeds or slots)
         growable = pool.masks_on_cpu.blueprint[0].tolist()
         self.growable = {
             slot: [name for name, grows in zip(pool.space.blueprint, row, strict=True) if grows]
             for slot, row in zip(pool.space.slot, growable, strict=True)
         }
+        self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
+        slots = len(self.slots)
+        self.most = min(slots, max_seeds or slots, pool.config.actions.max_seeds or slots)
         self.last_tick = {
             tempo: pool.config.horizon - 1 - ticks_to_judge(pool.config.lifecycle, ticks)
             for tempo, ticks in pool.config.actions.tempos.items()
@@ -59,13 +60,13 @@ class Generator:
             raise ValueError(f"no seed can be kept within {pool.config.horizon} ticks; raise env.horizon")
 
     def draw(self) -> Plan:
-        chosen = self.random.sample(self.space.slot, self.random.randint(1, self.most))
+        chosen = self.random.sample(self.slots, self.random.randint(1, self.most))
         return self._plan([self._sprout(slot) for slot in chosen], self._flip())
 
     def child(self, one: Plan, other: Plan) -> Plan:
         """In every slot what one of them has there, by chance; and half of the children are then changed a little."""
         both = [{seed.slot: seed for seed in plan.seeds} for plan in (one, other)]
-        seeds = [seed for slot in self.space.slot if (seed := both[self._flip()].get(slot)) is not None]
+        seeds = [seed for slot in self.slots if (seed := both[self._flip()].get(slot)) is not None]
         if not 1 <= len(seeds) <= self.most:
             return self.neighbour(one)
         plan = self._plan(seeds, (one, other)[self._flip()].late)
@@ -74,7 +75,7 @@ class Generator:
     def neighbour(self, plan: Plan) -> Plan:
         """The same plan but for one thing: a choice for a seed, the seed itself, one more, one less, or their end."""
         seeds = list(plan.seeds)
-        free = [slot for slot in self.space.slot if slot not in {seed.slot for seed in seeds}]
+        free = [slot for slot in self.slots if slot not in {seed.slot for seed in seeds}]
         moves = ["blueprint", "tick", "place", "late"]
         moves += ["style"] * (len(self.space.style) > 1) + ["tempo"] * (len(self.tempos) > 1)
         moves += ["more"] * (len(seeds) < self.most) + ["less"] * (len(seeds) > 1)

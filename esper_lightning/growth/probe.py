@@ -54,7 +54,7 @@ def _leave_zero(network: nn.Module, generator: torch.Generator) -> None:
     """Some networks begin with a part at exactly zero, as the head of torchvision's VisionTransformer: it passes no
     gradient back until it has learned for a step, which says nothing of what may grow before it."""
     for parameter in network.parameters():
-        if not parameter.any():
+        if parameter.requires_grad and not parameter.any():
             parameter.normal_(std=AFTER_A_STEP, generator=generator)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from esper_lightning.blueprints import nearest
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
 from esper_lightning.envs.actions import ActionSpace
-from esper_lightning.envs.observation import Observation
+from esper_lightning.envs.observation import SHARE, Observation
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.controller import Controller
 
@@ -62,12 +62,14 @@ class Guise:
         self.n_envs = pool.n_envs
         space = pool.space
         here = [home.stand_ins.get(name, name) for name in home.space.blueprint]
-        check_blueprints(here, space, home)
+        somewhere = pool.masks_on_cpu.blueprint[0].any(0).tolist()  # of several tasks each has its own
+        growing = [name for name, grows in zip(space.blueprint, somewhere, strict=True) if grows]
+        check_blueprints(here, growing, home)
         self.slots, self.places = len(space.slot), len(home.space.slot)
         # Of each of its blueprints the number here, and 0 where there is none; `grows` says which.
         numbers = [space.blueprint.index(name) if name in space.blueprint else 0 for name in here]
         self.blueprint_here = torch.tensor(numbers, device=pool.device)
-        self.grows = torch.tensor([name in space.blueprint for name in here], device=pool.device)
+        self.grows = torch.tensor([name in growing for name in here], device=pool.device)
         # Of each seed here the number it is known by; it plants no others.
         known = [0] + [1 + here.index(name) if name in here else 0 for name in space.blueprint]
         self.known_as = torch.tensor(known, device=pool.device)
@@ -80,6 +82,11 @@ class Guise:
         # Of an empty slot nothing changes but how long it has been empty.
         counting = [name.endswith(".ticks_in_stage") for name in home.features]
         self.counting = torch.tensor(counting, device=pool.device) & self.padded
+        # Shares of slots in a stage are shares of all places.
+        shares = {f"{SHARE}{stage.name}": float(stage is Stage.DORMANT) for stage in Stage}
+        self.shared = torch.tensor([name in shares for name in home.features], device=pool.device)
+        idle = torch.tensor([shares.get(name, 0.0) for name in home.features], device=pool.device)
+        self.idle = idle * (self.places - self.slots) / self.places
 
     def _columns(self, home: Home, pool: HostPool) -> list[int]:
         """Where each known feature is found here; those of a place that is not there in the first slot's, for now."""
@@ -101,9 +108,11 @@ class Guise:
         """[N, D] and [N, K]."""
         seen = self.pool.observation
         features = torch.where(self.padded, self.empty, seen.features[:, self.columns])
-        if self.counting.any():
+        if self.places > self.slots:
             passed = torch.tensor([[env.tick / env.horizon] for env in self.pool.envs], device=self.pool.device)
             features = torch.where(self.counting, passed, features)
+            of_all = features * (self.slots / self.places) + self.idle
+            features = torch.where(self.shared, of_all, features)
         return Observation(features, self._pad(self.known_as[seen.blueprints]))
 
     @property
@@ -152,17 +161,17 @@ def check_heads(known: ActionSpace, here: ActionSpace) -> None:
         )
 
 
-def check_blueprints(here: Sequence[str], space: ActionSpace, home: Home) -> None:
-    """Raises ValueError if stand-ins are not there or stand for two, or if nothing that is known grows here."""
+def check_blueprints(here: Sequence[str], growing: Sequence[str], home: Home) -> None:
+    """Raises ValueError if stand-ins do not grow or stand for two, or if nothing that is known is `growing` here."""
     for name in home.stand_ins.values():
-        if name not in space.blueprint:
-            raise ValueError(f"stand_ins: {name!r} does not grow here; {nearest(name, space.blueprint)}")
+        if name not in growing:
+            raise ValueError(f"stand_ins: {name!r} does not grow here; {nearest(name, growing)}")
         if list(here).count(name) > 1:
             raise ValueError(f"stand_ins: {name!r} would be two of the blueprints that she knows; name each once")
-    if not set(here) & set(space.blueprint):
+    if not set(here) & set(growing):
         raise ValueError(
             f"nothing that Tamiyo knows ({', '.join(home.space.blueprint)}) grows here; name stand_ins among "
-            f"{', '.join(space.blueprint)}"
+            f"{', '.join(growing)}"
         )
 
 

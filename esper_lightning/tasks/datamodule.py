@@ -1,11 +1,14 @@
 """FromDataModule: what any LightningDataModule has, as a task."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from esper_lightning.tasks.task import Split, Task, TaskData
@@ -45,7 +48,9 @@ class FromDataModule(Task):
                 how = ", or set data.task.init_args.test_share" if name == "test" else ""
                 raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{how}")
         # Seeded, so that a run that goes on finds the same data; and nobody else's random numbers are used up.
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with isolate_rng():
+            random.seed(SEED)
+            np.random.seed(SEED)  # what data modules of others draw from
             torch.manual_seed(SEED)
             self.data.prepare_data()
             self.data.setup("fit")
@@ -65,23 +70,40 @@ class FromDataModule(Task):
 def gather(make_loader: Callable[[], Any], whose: str) -> Split:
     """All batches of a loader, one behind the other. Raises ValueError if they are no inputs and class numbers."""
     batches = list(make_loader())
-    for batch in batches:
-        if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(p, Tensor) for p in batch):
-            parts = [type(p).__name__ for p in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-            raise ValueError(
-                f"FromDataModule: {whose} batches must be pairs of tensors, inputs and targets, got {parts}"
-            )
-        if batch[1].is_floating_point():
-            raise ValueError(
-                f"FromDataModule: {whose} targets are {batch[1].dtype}; give the number of the class, int64"
-            )
     if not batches:
         raise ValueError(f"FromDataModule: {whose} data are empty")
-    shapes = {tuple(part.shape[1:]) for batch in batches for part in batch[:1]}
+    for batch in batches:
+        check_batch(batch, whose)
+    shapes = {tuple(inputs.shape[1:]) for inputs, _ in batches}
     if len(shapes) > 1:
         raise ValueError(f"FromDataModule: {whose} inputs have several shapes, {sorted(shapes)}; bring them to one")
+    shapes = {tuple(targets.shape[1:]) for _, targets in batches}
+    if len(shapes) > 1:
+        raise ValueError(f"FromDataModule: {whose} targets have several shapes, {sorted(shapes)}; bring them to one")
     inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return Split(inputs, targets.long())
+    return Split(inputs.float() if inputs.is_floating_point() else inputs.long(), targets.long())
+
+
+def check_batch(batch: Any, whose: str) -> None:
+    """Raises ValueError unless it is a pair of inputs [B, …], numbers or tokens, and class numbers [B] or [B, T]."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+        parts = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+        raise ValueError(f"FromDataModule: {whose} batches must be pairs of tensors, inputs and targets, got {parts}")
+    inputs, targets = batch
+    if inputs.dtype in (torch.uint8, torch.bool):
+        raise ValueError(f"FromDataModule: {whose} inputs are {inputs.dtype}; give numbers (float32) or tokens (int64)")
+    if targets.is_floating_point():
+        raise ValueError(f"FromDataModule: {whose} targets are {targets.dtype}; give the number of the class, int64")
+    if targets.ndim not in (1, 2) or inputs.ndim < 2 or len(inputs) != len(targets):
+        raise ValueError(
+            f"FromDataModule: {whose} batches are {list(inputs.shape)} and {list(targets.shape)}; they need inputs "
+            f"[B, …] and class numbers [B], or [B, T] for tokens"
+        )
+    if targets.ndim == 2 and targets.shape[1] != inputs.shape[1]:
+        raise ValueError(
+            f"FromDataModule: {whose} targets are {list(targets.shape)}, which is no class number for each sample; "
+            f"take the argmax of one-hot targets"
+        )
 
 
 def divide(split: Split, share: float, kind: str) -> tuple[Split, Split]:

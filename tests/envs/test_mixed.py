@@ -10,7 +10,10 @@ from torch import nn
 
 from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
 from esper_lightning.envs.bench import Bench
-from esper_lightning.envs.places import Common, share
+from esper_lightning.envs.places import Common, give_places, share
+from esper_lightning.evaluation.plans import Generator
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.network import slots_of
 from esper_lightning.hosts import MLP
 from esper_lightning.tamiyo.sampled import SampledController
 from esper_lightning.tasks import Digits, Synthetic, Task, TaskData
@@ -155,6 +158,46 @@ def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(com
     with pytest.raises(ValueError, match="nothing can grow there"):
         Bench(task, data, host, config, [CPU])
     assert Bench(task, data, host, config, [CPU], common=common).space.blueprint == common.blueprints
+
+
+def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
+    """Both tasks' hosts could grow the seeds of both."""
+    task, data, host, _ = KINDS["images"]
+
+    def pool_with(blueprints: list[str], common: Common | None = None) -> HostPool:
+        actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
+        return HostPool(task, data, host, replace(SMALL, actions=actions), 1, CPU, common=common)
+
+    alone = [pool_with(["norm"]), pool_with(["conv_small", "norm"])]
+    both = share([(pool.space, pool.bench.growable) for pool in alone])
+
+    pools = [pool_with(["norm"], both), pool_with(["conv_small", "norm"], both)]
+
+    assert both.blueprints == ["norm", "conv_small"]
+    assert [pool.masks.blueprint[0, 0].tolist() for pool in pools] == [[True, False], [True, True]]
+
+
+def test_schedules_are_drawn_for_places_that_a_host_has(common: Common) -> None:
+    pool = mixed_pool(common).pools["table"]
+    generator = Generator(pool, 0)
+
+    plans = generator.distinct(30, set())
+    plans += generator.distinct(30, set(plans), plans)
+
+    assert {seed.slot for plan in plans for seed in plan.seeds} == {"place1", "place2"}
+    assert {seed.blueprint for plan in plans for seed in plan.seeds} == {"lora", "norm"}
+
+
+def test_a_host_that_is_a_sequence_of_layers_can_lack_a_place(common: Common) -> None:
+    host = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    attach_slots(host, ["2"], torch.randn(2, 6))
+    x = torch.randn(5, 6)
+    before = host(x)
+
+    give_places(host, common.places, CPU)
+
+    assert torch.equal(host(x), before)
+    assert list(slots_of(host)) == ["place1", "place2", "place3"]
 
 
 def test_a_policy_grows_them_all(common: Common, make_policy: Any) -> None:

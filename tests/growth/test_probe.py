@@ -151,3 +151,22 @@ def test_a_host_that_answers_with_zero_at_first_is_no_reason_against_growth() ->
     reasons = probe_seeds(host, ["norm", "conv_light"], loss_of)
 
     assert not any(reasons.values()), "its head learns from the first batch on, and passes gradients back from then"
+
+
+def test_a_gate_that_stays_shut_is_one() -> None:
+    class Shut(nn.Module):
+        """Nothing of its second slot reaches the answer, and it cannot learn to let it through."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small_cnn(slots=["block1"])
+            self.behind = SeedSlot("behind", "vector", 10)
+            self.gate = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer = self.body(x)
+            return answer + self.gate * self.behind(answer)
+
+    reasons = probe_seeds(Shut(), ["norm"], loss_of)
+
+    assert not reasons["block1", "norm"] and reasons["behind", "norm"]

@@ -1,6 +1,7 @@
 """A policy on hosts of another kind: shown to it as the places and seeds that it knows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.envs.masks import Masks
 from esper_lightning.envs.observation import SightConfig
+from esper_lightning.envs.places import Common
 from esper_lightning.hosts import CNN, MLP
 from esper_lightning.ppo.normalize import RunningMeanStd
 from esper_lightning.tamiyo.abroad import Abroad, Guise, Home
@@ -103,6 +105,13 @@ def test_seeds_are_seen_as_what_they_stand_in_for(known: HostPool, abroad: HostP
     ]
 
 
+def assert_same_shares(seen: torch.Tensor, known: HostPool) -> None:
+    """Of all places in each stage, where the same was done to both pools."""
+    shares = [name.startswith("share.") for name in known.feature_names]
+    assert sum(shares) > 5
+    torch.testing.assert_close(seen[:, shares], known.observation.features[:, shares])
+
+
 def test_a_place_that_is_not_there_looks_like_one_that_nobody_uses(known: HostPool, abroad: HostPool) -> None:
     guise = Guise(home_of(known), abroad)
     known.reset([1, 2, 3])
@@ -112,10 +121,12 @@ def test_a_place_that_is_not_there_looks_like_one_that_nobody_uses(known: HostPo
 
     for decision in (germinate(0, small), germinate(1, small), WAIT):
         assert torch.equal(guise.observation.features[:, third], known.observation.features[:, third])
+        assert_same_shares(guise.observation.features, known)
         abroad.step(guise.translate(act(*[decision] * 3)))
         known.step(act(*[decision] * 3))
 
     seen = guise.observation.features
+    assert_same_shares(seen, known)
     assert torch.equal(seen[:, third], known.observation.features[:, third])
     assert not torch.equal(seen[:, first], seen[:, third]), "one that is there shows its seed"
 
@@ -130,6 +141,22 @@ def test_nothing_can_be_done_in_a_place_that_is_not_there(known: HostPool, abroa
     assert abroad.masks.slot.shape[-1] == 2, "the hosts' own masks are as they were"
 
 
+def test_what_grows_on_hosts_of_another_task_alone_does_not_count(known: HostPool) -> None:
+    """A pool of several tasks names the seeds of all of them."""
+    task = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
+    config = replace(SMALL, actions=ActionConfig(tempos=SMALL.actions.tempos))
+    common = Common(["place1", "place2"], ["conv_light", "lora"])
+    pool = HostPool(task, task.load(), lambda shape, outputs: MLP(shape, outputs, 4, 2), config, 2, CPU, common=common)
+    stranger = Home(known.space._replace(blueprint=["conv_light"]), known.feature_names, {})
+
+    with pytest.raises(
+        ValueError, match=r"nothing that Tamiyo knows \(conv_light\) grows here; name stand_ins among lora"
+    ):
+        Guise(stranger, pool)
+    with pytest.raises(ValueError, match="'conv_light' does not grow here"):
+        Guise(home_of(known, norm="conv_light"), pool)
+
+
 def test_a_blind_policy_stays_blind(make_pool: MakePool) -> None:
     blind = make_pool(1, sight=SightConfig(shown=["progress"]))
     guise = Guise(home_of(blind), make_pool(2, host=host_of_two, actions=FEW))
@@ -140,7 +167,7 @@ def test_a_blind_policy_stays_blind(make_pool: MakePool) -> None:
 def test_an_mlp_that_knows_nothing_of_images_can_be_shown(known: HostPool, make_policy: MakePolicy) -> None:
     task = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
     actions = ActionConfig(tempos=SMALL.actions.tempos)
-    config = SMALL.__class__(**{**vars(SMALL), "actions": actions})
+    config = replace(SMALL, actions=actions)
     pool = HostPool(task, task.load(), lambda shape, outputs: MLP(shape, outputs, 4, 2), config, 3, CPU)
 
     taken = episode(

@@ -1,8 +1,10 @@
 """Any LightningDataModule as a task."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import LightningDataModule
@@ -63,6 +65,38 @@ def test_it_is_the_same_data_again_and_nobody_else_s_random_numbers_are_used() -
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Divided(Complete):
+    """Draws its parts from the generators that others use."""
+
+    def make(self, part: str) -> TensorDataset:
+        self.drawn = (np.random.permutation(100).tolist(), random.random())
+        return TensorDataset(torch.tensor(self.drawn[0][:20]).float().view(-1, 1), torch.arange(20) % 3)
+
+
+def test_data_that_are_drawn_by_numpy_or_python_are_the_same_again_too() -> None:
+    prints = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        expected = (random.Random(seed).random(), np.random.RandomState(seed).rand())
+        prints.append(fingerprint(FromDataModule(Divided()).load()))
+        assert (random.random(), np.random.rand()) == expected, "nobody else's numbers are used up"
+
+    assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(("kind", "becomes"), [(torch.float64, torch.float32), (torch.int32, torch.int64)], ids=str)
+def test_numbers_are_what_networks_take(kind: torch.dtype, becomes: torch.dtype) -> None:
+    class Other(Complete):
+        def make(self, part: str) -> TensorDataset:
+            inputs, targets = super().make(part).tensors
+            return TensorDataset(inputs.to(kind), targets.int())
+
+    data = FromDataModule(Other()).load()
+
+    assert data.train.inputs.dtype is becomes and data.train.targets.dtype is torch.int64
+
+
 def test_validation_data_can_be_divided_where_there_are_no_test_data() -> None:
     data = FromDataModule(Numbers(), classes=4, test_share=0.3).load()
 
@@ -80,6 +114,11 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
     return Changed()
 
 
+def ragged(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The last batch, which is smaller, has targets of another kind."""
+    return (x, y) if len(x) == 5 else (x, y.view(-1, 1).expand(-1, 4))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -90,6 +129,10 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
         (lambda: FromDataModule(with_batches(lambda x, y: (x, y, y))), r"got \['Tensor', 'Tensor', 'Tensor'\]"),
         (lambda: FromDataModule(with_batches(lambda x, y: (x, y.float()))), "targets are torch.float32"),
         (lambda: FromDataModule(with_batches(lambda x, y: (x[:, : len(x)], y))), r"several shapes, \[\(1,\), \(4,\)\]"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x.byte(), y))), "inputs are torch.uint8; give numbers"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.sum()))), r"batches are \[5, 4\] and \[\]"),
+        (lambda: FromDataModule(with_batches(lambda x, y: (x, y.view(-1, 1)))), "no class number for each sample"),
+        (lambda: FromDataModule(with_batches(ragged)), "targets have several shapes"),
         (lambda: FromDataModule(Complete(), classes=1), "classes must be at least 2"),
         (lambda: FromDataModule(Numbers(), test_share=1.0), "test_share must lie"),
     ],
