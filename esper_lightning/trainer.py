@@ -107,21 +107,16 @@ class EsperTrainer(Trainer):
         paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
         usual = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
         folder = Path(out) if out is not None else run_folder(paths[0]) / usual
-        device = self.strategy.root_device
+        self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
         try:
             with one_line_errors():
-                self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
                 if transfer:
-                    tamiyos = load_travellers(paths, stand_ins or {}, device)
-                    for tamiyo in tamiyos:
-                        for pool in datamodule.pools.values():
-                            tamiyo.greedy().reset(pool)  # what does not fit is found out now
+                    tamiyos = load_travellers(paths, stand_ins or {}, datamodule)
+                elif stand_ins:
+                    raise ValueError("stand_ins are for hosts that she was not trained on; set --transfer true")
                 else:
-                    if stand_ins:
-                        raise ValueError("stand_ins are for hosts that she was not trained on; set --transfer true")
                     model.setup("evaluate")
-                    model.to(device)
-                    tamiyos = load_tamiyos(model, datamodule, paths)
+                    tamiyos = load_tamiyos(model.to(self.strategy.root_device), datamodule, paths)
                 say(*other_settings(paths))
                 folder.mkdir(parents=True, exist_ok=True)
             compare(comparison, datamodule, tamiyos, folder, self.record())

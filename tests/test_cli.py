@@ -325,7 +325,7 @@ def test_what_has_changed_since_the_run_so_far_is_said(tmp_path: Path, capsys: p
     assert built.trainer.optimizers[0].param_groups[0]["eps"] == 0.01  # this command's, not the checkpoint's
 
 
-@pytest.mark.parametrize("where", ["esper_lightning.cli.EsperCLI.parse_arguments", "esper_lightning.data.HostPool"])
+@pytest.mark.parametrize("where", ["esper_lightning.cli.EsperCLI.parse_arguments", "esper_lightning.grounds.HostPool"])
 def test_ctrl_c_before_training_ends_in_one_line(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from esper_lightning.checkpoint import IDENTITY_KEY, SETTINGS_KEY, check_checkpoint, check_identity, differences
@@ -78,15 +77,15 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
     ]
 
 
-def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], device: torch.device) -> list[Tamiyo]:
+def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: HostPoolData) -> list[Tamiyo]:
     """Of these checkpoints, whatever hosts their runs were on; of different training seeds.
 
     Args:
         paths: Of the checkpoints.
         stand_ins: Blueprints that take the place of those that she knows; see `Home`.
-        device: Where she decides.
+        data: The hosts that she is to meet; its pool is built, and has not been stepped.
 
-    Raises ValueError, naming the checkpoint, if it is not whole or not ours.
+    Raises ValueError, naming the checkpoint, if it is not whole or not ours, or if the hosts cannot be shown to her.
     """
 
     def load(checkpoint: dict[str, Any]) -> TamiyoModule:
@@ -99,12 +98,16 @@ def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], device: 
         places, categories = len(home.space.slot), len(home.space.blueprint) + 1
         model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
         model.load_state_dict(weights)
-        return model.to(device)
+        return model.to(data.pool.device)
 
-    return [
+    tamiyos = [
         Tamiyo(seed, path, loaded.policy, loaded.observation_norm, Home.of(checkpoint[IDENTITY_KEY], stand_ins))
         for seed, path, loaded, checkpoint in _each(paths, load)
     ]
+    for tamiyo in tamiyos:
+        for pool in data.pools.values():
+            tamiyo.greedy().reset(pool)  # what does not fit is found out now
+    return tamiyos
 
 
 def _each(

@@ -97,6 +97,8 @@ def test_a3_nothing_is_defined_that_nobody_uses() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     shown = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)  # a test runs it
     used |= {name for block in shown for name in names_in(ast.parse(block))}
+    settings = re.findall(r"^```yaml.*\n(?:.*\n)*?```", pages, re.MULTILINE)
+    used |= {word for block in settings for word in re.findall(r"\w+", block)}
     defined = [node for tree in trees for node in tree.body if isinstance(node, Function | ast.ClassDef)]
     registered = {node.name for node in defined if any("register" in ast.unparse(d) for d in node.decorator_list)}
 
