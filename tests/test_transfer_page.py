@@ -1,0 +1,39 @@
+"""docs/transfer.md: its settings are understood, and its tables are those of the kept results."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from tests.runs import CONFIGS, ROOT, cli
+from tests.test_benchmarks import script
+
+PAGE = (ROOT / "docs" / "transfer.md").read_text()
+(SETTINGS,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_tables_are_those_of_the_kept_results() -> None:
+    tables = script("tables")
+    kept = {
+        line
+        for pattern in ("transfer_*.csv", "mixed_*.csv")
+        for path in (ROOT / "benchmarks" / "results").glob(pattern)
+        for line in tables.markdown(tables.read(path))
+    }
+    rows = re.findall(r"^\| (?:tamiyo|random|small static|periodic|climbing) \|.*$", PAGE, re.MULTILINE)
+
+    assert len(rows) == 9 * 5
+    assert set(rows) <= kept
+
+
+def test_the_pages_settings_make_a_run(tmp_path: Path) -> None:
+    config = tmp_path / "page.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(SETTINGS)))
+
+    built = cli(
+        *("--config", str(CONFIGS / "smoke.yaml"), "--config", str(config), "--data.n_envs=2", "--data.env.horizon=2"),
+        *("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_epochs=1", "--evaluation.hosts=0"),
+        *("--trainer.enable_progress_bar=false", "--data.env.training.batches=1"),
+    )
+
+    assert built.datamodule.pool.tasks == {"Digits": slice(0, 2), "table": slice(2, 18)}
