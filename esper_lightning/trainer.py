@@ -98,7 +98,7 @@ class EsperTrainer(Trainer):
                 all seeds together.
             out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
                 checkpoint.
-            weights_only: As for `fit`; it cannot be switched off.
+            weights_only: As for `fit`.
             transfer: She was trained on other hosts than those of --config: show these to her as the places and seeds
                 that she knows. They may have fewer slots, and their slots are paired with hers in order.
             stand_ins: Blueprints, by those that she knows, that take their place where she is a stranger.
@@ -108,15 +108,14 @@ class EsperTrainer(Trainer):
         usual = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
         folder = Path(out) if out is not None else run_folder(paths[0]) / usual
         self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
+        if stand_ins and not transfer:
+            fail("stand_ins are for hosts that she was not trained on; set --transfer true")
         try:
             with one_line_errors():
                 if transfer:
                     tamiyos = load_travellers(paths, stand_ins or {}, datamodule)
-                elif stand_ins:
-                    raise ValueError("stand_ins are for hosts that she was not trained on; set --transfer true")
                 else:
-                    model.setup("evaluate")
-                    tamiyos = load_tamiyos(model.to(self.strategy.root_device), datamodule, paths)
+                    tamiyos = load_tamiyos(model, datamodule, paths)
                 say(*other_settings(paths))
                 folder.mkdir(parents=True, exist_ok=True)
             compare(comparison, datamodule, tamiyos, folder, self.record())
@@ -125,11 +124,7 @@ class EsperTrainer(Trainer):
         except OSError as error:
             if (failure := disk_failure(error)) is None:
                 raise
-            where = f" ({failure.filename})" if failure.filename else ""
-            fail(
-                f"{failure.strerror}{where}; free some space and start again, or name another folder by --out",
-                DISK_FAILED,
-            )
+            fail(f"{described(failure)}; free some space and start again, or name another folder by --out", DISK_FAILED)
 
     def information(
         self,
@@ -174,14 +169,19 @@ class EsperTrainer(Trainer):
         """What to say of a failed disk."""
         run = Path(self.log_dir or self.default_root_dir)
         latest = run / "checkpoints" / "latest.ckpt"
-        what = failure.strerror or str(failure)
-        where = f" ({failure.filename})" if failure.filename else ""
+        what = described(failure)
         if not latest.is_file():
-            return f"{what}{where}; free some space and start again: there is no checkpoint yet to go on from"
+            return f"{what}; free some space and start again: there is no checkpoint yet to go on from"
         return (
-            f"{what}{where}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
+            f"{what}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
             f"--config {run / 'config.yaml'} --ckpt_path {latest}"
         )
+
+
+def described(failure: OSError) -> str:
+    """What went wrong with a disk, and with which file."""
+    where = f" ({failure.filename})" if failure.filename else ""
+    return f"{failure.strerror or failure}{where}"
 
 
 def run_folder(checkpoint: str | Path) -> Path:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.slot import ABSENT
 from esper_lightning.growth.stages import Stage
 
 
@@ -58,7 +59,7 @@ def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig, end
     target = [[choice != slot.ramp.target for choice in space.target] for slot in slots.values()]
     possible = {
         Op.WAIT: [True for _ in slots],
-        Op.GERMINATE: [room and slot.stage is Stage.DORMANT and slot.layout != "absent" for slot in slots.values()],
+        Op.GERMINATE: [room and slot.stage is Stage.DORMANT and slot.layout != ABSENT for slot in slots.values()],
         Op.CULL: [not growing.against_culling(name) for name in slots],
         Op.FOSSILIZE: [not growing.against_fossilizing(name) for name in slots],
         Op.ADVANCE: [config.advance and not growing.against_advancing(name) for name in slots],

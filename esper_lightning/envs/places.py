@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.actions import ActionSpace
 from esper_lightning.growth.network import slots_of
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import ABSENT, SeedSlot
 
 
 class Common(NamedTuple):
@@ -35,7 +35,7 @@ def give_places(network: nn.Module, places: Sequence[str], device: torch.device)
         slot.name = place
     missing = places[len(slots) :]
     with device:
-        network.absent_places = AbsentPlaces(SeedSlot(place, "absent", 1, isolate=False) for place in missing)
+        network.absent_places = AbsentPlaces(SeedSlot(place, ABSENT, 1, isolate=False) for place in missing)
     return network
 
 

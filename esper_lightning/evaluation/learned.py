@@ -59,12 +59,15 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
     """Of these checkpoints, which must be of different training seeds of the same kind of run.
 
     Args:
-        model: Set up for `data`; its weights are used up.
+        model: Its trainer knows `data`; it is set up here, and its weights are used up.
         data: Its pool is built.
         paths: Of the checkpoints.
 
     Raises ValueError, naming the checkpoint, if it is not whole, not ours, or of another kind of run.
     """
+
+    model.setup("evaluate")
+    model.to(data.pool.device)
 
     def load(checkpoint: dict[str, Any]) -> TamiyoModule:
         check_identity(checkpoint[IDENTITY_KEY], identity(model, data))

@@ -10,9 +10,12 @@ from esper_lightning.growth.alpha import FULL, Ramp
 from esper_lightning.growth.blend import Style, mix, straight_through
 from esper_lightning.growth.stages import BLENDED, LIVE, OCCUPIED, STRAIGHT_THROUGH, Stage, check_transition
 
-Layout = Literal["image", "sequence", "vector", "absent"]
-"""Shape of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], with C the slot's width; absent: no feature passes
-through, for the slot is only counted, and nothing grows there."""
+Layout = Literal["image", "sequence", "vector"]
+"""Shape of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], with C the slot's width."""
+
+Absent = Literal["absent"]
+ABSENT: Absent = "absent"
+"""In place of a layout: no feature passes through, for the slot is only counted, and nothing grows there."""
 
 
 class SeedSlot(nn.Module):
@@ -40,10 +43,12 @@ class SeedSlot(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, name: str, layout: Layout, width: int, isolate: bool | None = None, trunk: bool = True) -> None:
+    def __init__(
+        self, name: str, layout: Layout | Absent, width: int, isolate: bool | None = None, trunk: bool = True
+    ) -> None:
         super().__init__()
         self.name = name
-        self.layout: Layout = layout
+        self.layout = layout
         self.width = width
         self.isolate = layout == "image" if isolate is None else isolate
         self.trunk = trunk

@@ -137,7 +137,7 @@ def test_streams_take_every_gpu_and_other_executors_one(monkeypatch: pytest.Monk
 
 
 def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_lightning.data.other_devices", lambda executor, device: [SECOND])
+    monkeypatch.setattr("esper_lightning.grounds.other_devices", lambda executor, device: [SECOND])
     data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
     data.build(CPU)
     other = data.make_pool(3, CPU)
