@@ -1,5 +1,7 @@
 """Every ablation is a setting of the program, and changes what it says and nothing else."""
 
+import csv
+import re
 import sys
 from contextlib import redirect_stdout
 from functools import cache
@@ -47,3 +49,18 @@ def test_the_table_has_means_and_every_seed() -> None:
     (name,), (mean,), (each,), (kept,) = (list(column.cells) for column in table(rows).columns)
     assert (name, mean, each, kept) == ("no memory", "0.550", "0.500 0.600", "2.50")
     assert set(rows[0]) == set(COLUMNS)
+
+
+def test_the_pages_rows_are_those_of_the_kept_results() -> None:
+    page = (ROOT / "docs" / "ablations.md").read_text()
+    kept = list(csv.DictReader((ROOT / "benchmarks" / "results" / "ablations.csv").read_text().splitlines()))
+    shown = re.findall(r"^\| ([\w ,]+) \| (\d\.\d{3}) \| ([\d. ]+) \| (\d\.\d\d) \|$", page, re.MULTILINE)
+
+    assert [name for name, *_ in shown] == list(dict.fromkeys(row["ablation"] for row in kept))
+    for name, mean, each, fossils in shown:
+        scores = [float(row["objective"]) for row in kept if row["ablation"] == name]
+        assert each == " ".join(f"{score:.3f}" for score in scores) and len(scores) == 3
+        assert mean == f"{sum(scores) / 3:.3f}"
+        assert float(fossils) == pytest.approx(
+            sum(float(row["fossils"]) for row in kept if row["ablation"] == name) / 3, abs=0.0051
+        )
