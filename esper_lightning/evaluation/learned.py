@@ -1,6 +1,6 @@
 """Tamiyo as checkpoints hold her: one per training seed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,15 +69,12 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
     model.setup("evaluate")
     model.to(data.pool.device)
 
-    def load(checkpoint: dict[str, Any]) -> TamiyoModule:
+    def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> Tamiyo:
         check_identity(checkpoint[IDENTITY_KEY], identity(model, data))
         model.load_state_dict(checkpoint["state_dict"])
-        return model
+        return Tamiyo(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
 
-    return [
-        Tamiyo(seed, path, deepcopy(loaded.policy), deepcopy(loaded.observation_norm))
-        for seed, path, loaded, _ in _each(paths, load)
-    ]
+    return _load_each(paths, load)
 
 
 def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: HostPoolData) -> list[Tamiyo]:
@@ -91,7 +88,7 @@ def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: Ho
     Raises ValueError, naming the checkpoint, if it is not whole or not ours, or if the hosts cannot be shown to her.
     """
 
-    def load(checkpoint: dict[str, Any]) -> TamiyoModule:
+    def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> Tamiyo:
         known, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
         home = Home.of(known, stand_ins)
         model = module_like(known, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_NAME, NormalizeConfig.clip)))
@@ -101,23 +98,20 @@ def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: Ho
         places, categories = len(home.space.slot), len(home.space.blueprint) + 1
         model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
         model.load_state_dict(weights)
-        return model.to(data.pool.device)
+        model.to(data.pool.device)
+        return Tamiyo(seed, path, model.policy, model.observation_norm, home)
 
-    tamiyos = [
-        Tamiyo(seed, path, loaded.policy, loaded.observation_norm, Home.of(checkpoint[IDENTITY_KEY], stand_ins))
-        for seed, path, loaded, checkpoint in _each(paths, load)
-    ]
+    tamiyos = _load_each(paths, load)
     for tamiyo in tamiyos:
         for pool in data.pools.values():
             tamiyo.greedy().reset(pool)  # what does not fit is found out now
     return tamiyos
 
 
-def _each(
-    paths: Sequence[str], load: Callable[[dict[str, Any]], TamiyoModule]
-) -> Iterator[tuple[int | None, str, TamiyoModule, dict[str, Any]]]:
-    """Training seed, path, module and checkpoint, one after the other. Raises ValueError that names the checkpoint."""
+def _load_each(paths: Sequence[str], load: Callable[[int | None, str, dict[str, Any]], Tamiyo]) -> list[Tamiyo]:
+    """By training seed, path and checkpoint. Raises ValueError, naming the checkpoint that cannot be loaded."""
     found: dict[int, str] = {}
+    tamiyos = []
     for path in paths:
         checkpoint = check_checkpoint(path)
         seed = training_seed(checkpoint)
@@ -127,15 +121,11 @@ def _each(
                 f"of each seed"
             )
         try:
-            loaded = load(checkpoint)
-        except (
-            ValueError,
-            RuntimeError,
-            LookupError,
-            TypeError,
-        ) as error:  # torch's word for weights of other names or shapes
+            tamiyos.append(load(seed, path, checkpoint))
+        # Of a damaged one torch may say anything: names and shapes that are others, places that are not there.
+        except (ValueError, RuntimeError, LookupError, TypeError) as error:
             raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
-        yield seed, path, loaded, checkpoint
+    return tamiyos
 
 
 def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
