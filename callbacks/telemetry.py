@@ -15,7 +15,7 @@ from esper_lightning.data import say
 from esper_lightning.disk import AtomicCheckpointIO
 from esper_lightning.envs.actions import relevance
 from esper_lightning.envs.failure import in_a_line, is_out_of_memory
-from esper_lightning.envs.inspection import credit_seeds, layer_gradients
+from esper_lightning.envs.inspection import layer_gradients, share_among_kept
 from esper_lightning.envs.masks import op_frequency
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.module import TamiyoModule
@@ -301,7 +301,7 @@ class Telemetry(Callback):
     def _credit(self, hosts: int) -> dict[str, float]:
         loop = self._module.loop
         with self._unless_out_of_memory("credit_hosts"):
-            credits = credit_seeds(loop.pool, hosts, loop.ticks)
+            credits = share_among_kept(loop.pool, hosts, loop.ticks)
             self._tell(credits)
             return numbers.credit_metrics(credits)
         return {}

@@ -130,12 +130,11 @@ class HostPoolData(LightningDataModule):
                 raise ValueError(f"hosts of {name}: {error}" if len(self.grounds) > 1 else str(error)) from error
         return made
 
-    def make_pool(self, n_envs: int, device: torch.device, held_out: bool = False, task: str | None = None) -> HostPool:
+    def make_pool(self, n_envs: int, held_out: bool = False, task: str | None = None) -> HostPool:
         """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others.
 
         Args:
             n_envs: Number of hosts.
-            device: Where they are.
             held_out: Of the members of the family that training never meets.
             task: Of which of several tasks. None: the first.
         """

@@ -144,7 +144,7 @@ class EsperTrainer(Trainer):
         with one_line_errors():
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            found = value_of_information(datamodule.make_pool(RACERS, self.strategy.root_device), look)
+            found = value_of_information(datamodule.make_pool(RACERS), look)
         print_information(found)
         if folder is not None:
             write_information(found, folder, self.record())

@@ -63,7 +63,7 @@ def test_another_pool_of_the_same_kind_leaves_the_first_alone() -> None:
     data.build(CPU)
     before = data.state_dict()
 
-    other = data.make_pool(3, CPU)
+    other = data.make_pool(3)
     other.step(WaitOnly().act(other))
 
     assert other.n_envs == 3

@@ -31,7 +31,7 @@ def shares_of_kept(pool: HostPool, host: int) -> Shares | None:
     return share_out(worth, players, PAIRS, np.random.default_rng(host))
 
 
-def credit_seeds(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
+def share_among_kept(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
     """What the kept seeds of the first `hosts` hosts are worth at the end of their episodes."""
     found = []
     for host, env in enumerate(pool.envs[:hosts]):

@@ -5,7 +5,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from esper_lightning.blueprints import nearest
 from esper_lightning.data import HostPoolData
@@ -155,11 +154,9 @@ class Comparison:
         """All that have nothing to do with training, as new."""
         return make_rules(self.seed, *self.rules) | fixed(self.schedules)
 
-    def play(
-        self, data: HostPoolData, tamiyos: Sequence[Tamiyo], device: torch.device, task: str | None = None
-    ) -> Contest:
+    def play(self, data: HostPoolData, tamiyos: Sequence[Tamiyo], task: str | None = None) -> Contest:
         """Plays everyone on hosts of one task (None: the first). Only pools of its own are used up."""
-        make_pool = partial(data.make_pool, device=device, task=task)
+        make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
         seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
         several = len(tamiyos) > 1

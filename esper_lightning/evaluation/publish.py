@@ -40,7 +40,7 @@ def compare(
         several = len(data.pools) > 1
         if several:
             say(f"hosts of {task}")
-        contest = comparison.play(data, tamiyos, pool.device, task)
+        contest = comparison.play(data, tamiyos, task)
         publish(comparison, contest, pool.space.slot, folder / task if several else folder, record)
 
 

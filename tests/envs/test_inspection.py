@@ -8,7 +8,7 @@ from torch import nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.inspection import credit_seeds, layer_gradients, shares_of_kept
+from esper_lightning.envs.inspection import layer_gradients, share_among_kept, shares_of_kept
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -47,7 +47,7 @@ def test_nothing_is_changed_by_a_look(host: object, executor: str) -> None:
     before, random = pool.state_dict(), torch.get_rng_state()
 
     layer_gradients(pool, 0)
-    credit_seeds(pool, 4, 3)
+    share_among_kept(pool, 4, 3)
 
     assert differences(before, pool.state_dict()) == []
     assert torch.equal(random, torch.get_rng_state())
@@ -87,7 +87,7 @@ def test_who_has_kept_nothing_has_no_credit() -> None:
     pool = played(tiny_host, ticks=1)
 
     assert shares_of_kept(pool, 0) is None
-    assert credit_seeds(pool, 4, 1) == []
+    assert share_among_kept(pool, 4, 1) == []
 
 
 def test_a_graft_that_fails_is_shown_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

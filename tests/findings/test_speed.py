@@ -108,7 +108,7 @@ def test_s5_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.
     monkeypatch.setattr(Digits, "load", counted)
     data = HostPoolData(Digits(), tiny_host, n_envs=2)
     data.build(CPU)
-    other = data.make_pool(3, CPU)
+    other = data.make_pool(3)
 
     assert len(loads) == 1
     for ours, theirs in zip(data.pool.data[:3], other.data[:3], strict=True):

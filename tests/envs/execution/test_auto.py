@@ -395,7 +395,7 @@ def test_other_pools_of_a_run_are_executed_alike(stopwatch: Stopwatch) -> None:
     data.build(CPU)
     stopwatch.asked.clear()
 
-    assert data.make_pool(3, CPU).choice == data.pool.choice == PLAIN_THREADS
+    assert data.make_pool(3).choice == data.pool.choice == PLAIN_THREADS
     assert not stopwatch.asked
 
 

@@ -140,7 +140,7 @@ def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.Monke
     monkeypatch.setattr("esper_lightning.grounds.other_devices", lambda executor, device: [SECOND])
     data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
     data.build(CPU)
-    other = data.make_pool(3, CPU)
+    other = data.make_pool(3)
 
     assert [env.device for env in other.envs] == [CPU, SECOND, CPU]
     assert other.data.train.to(SECOND).inputs is data.pool.data.train.to(SECOND).inputs
