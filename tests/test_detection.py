@@ -1,5 +1,5 @@
 """The Governor finds what goes wrong in a host's training and leaves healthy hosts alone: on fresh traces of real
-hosts, and whatever the losses are. A short version of benchmarks/governor.py, whose figures are in docs/governor.md."""
+hosts, and whatever the losses are. A short version of benchmarks/governor, whose figures are in docs/governor.md."""
 
 import math
 import random
@@ -10,20 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.governor import (
-    FAULTS,
-    KINDS,
-    PATIENCE,
-    Fault,
-    Found,
-    Trace,
-    break_live,
-    first_rollback,
-    inject,
-    load,
-    record,
-    save,
-)
+from benchmarks.governor.kinds import KINDS
+from benchmarks.governor.live import break_live
+from benchmarks.governor.recorded import FAULTS, Fault, first_rollback, inject
+from benchmarks.governor.report import PATIENCE, Found
+from benchmarks.governor.traces import Trace, load, record, save
 from esper_lightning.governor import Decision, GovernorConfig, Reading, Watch, judge
 
 CONFIG = GovernorConfig()

@@ -1,0 +1,86 @@
+"""The hosts that the Governor is tried on: real data, small networks, rates from careful to bold."""
+
+import argparse
+import inspect
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import CNN, GPT, MLP
+from esper_lightning.tasks import Digits, Split, Task, TaskData
+
+CPU = torch.device("cpu")
+
+
+class Text(Task):
+    """Which character of a Python source comes next, 32 at a time."""
+
+    LENGTH = 32
+
+    def load(self) -> TaskData:
+        letters = inspect.getsource(argparse)  # real text that every Python has
+        alphabet = sorted(set(letters))
+        codes = torch.tensor([alphabet.index(letter) for letter in letters])
+        rows = codes[: (len(codes) - 1) // self.LENGTH * self.LENGTH].view(-1, self.LENGTH)
+        following = codes[1 : rows.numel() + 1].view(-1, self.LENGTH)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        parts = order[:128], order[128:256], order[256:]
+        test, validation, train = (Split(rows[part], following[part]) for part in parts)
+        return TaskData(train, validation, test, len(alphabet))
+
+
+class Kind(NamedTuple):
+    """Hosts of one kind, and how they learn."""
+
+    task: Task
+    host: HostFactory
+    training: dict[str, Any]
+
+
+tiny = partial(CNN, base=4, kernel=1, pools=2, isolate=False, channels_last=False)
+"""The host of configs/digits.yaml."""
+small = partial(CNN, base=8, channels_last=False)
+mlp = partial(MLP, width=64)
+gpt = partial(GPT, width=32, blocks=2, heads=2, context=Text.LENGTH)
+
+FEW = Digits(validation=500, test=1100)
+"""With 197 training images: hosts that learn them by heart."""
+
+KINDS = {
+    "CNN 1×1, 390 parameters, Adam .005": Kind(Digits(), tiny, {"lr": 0.005}),
+    "CNN 1×1, 390 parameters, Adam .02": Kind(Digits(), tiny, {"lr": 0.02}),
+    "CNN 1×1, 390 parameters, Adam .05": Kind(Digits(), tiny, {"lr": 0.05}),
+    "CNN 1×1, 390 parameters, Adam .02, batches of 8": Kind(Digits(), tiny, {"lr": 0.02, "batch_size": 8}),
+    "CNN 1×1, 390 parameters, Adam .02, 24 batches a tick": Kind(Digits(), tiny, {"lr": 0.02, "batches": 24}),
+    "CNN 3×3, base 8, Adam .002": Kind(Digits(), small, {"lr": 0.002}),
+    "CNN 3×3, base 8, Adam .02": Kind(Digits(), small, {"lr": 0.02}),
+    "CNN 3×3, base 8, Adam .02, 24 batches a tick": Kind(Digits(), small, {"lr": 0.02, "batches": 24}),
+    "CNN 3×3, base 8, SGD .05": Kind(Digits(), small, {"lr": 0.05, "optimizer": "sgd"}),
+    "CNN 3×3, base 8, Adam .02, 197 images": Kind(FEW, small, {"lr": 0.02}),
+    "MLP of width 64, Adam .002": Kind(Digits(), mlp, {"lr": 0.002}),
+    "MLP of width 64, Adam .02": Kind(Digits(), mlp, {"lr": 0.02}),
+    "MLP of width 64, Adam .01, 197 images": Kind(FEW, mlp, {"lr": 0.01}),
+    "GPT of width 32 on text, Adam .003": Kind(Text(), gpt, {"lr": 0.003}),
+}
+
+ACTIONS = ActionConfig(
+    styles=["linear_add", "sigmoid12_multiply", "linear_gate"],
+    tempos={"FAST": 2, "SLOW": 5},
+    set_alpha=True,
+    slow_cull=True,
+)
+"""Every op but ADVANCE, and every head."""
+
+QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
+"""As in configs/digits.yaml: short episodes, and it is for the controller to judge seeds."""
+
+
+def open_pool(kind: Kind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
+    """Hosts of one kind, under a Governor with its defaults."""
+    training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
+    config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
+    return HostPool(kind.task, kind.task.load(), kind.host, config, hosts, CPU)

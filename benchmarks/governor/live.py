@@ -1,0 +1,114 @@
+"""Hosts are broken while they train, under the Governor."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.governor.kinds import KINDS, QUICK, open_pool
+from benchmarks.governor.report import PATIENCE, Found, show
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.tamiyo.baselines import WaitOnly
+from esper_lightning.tasks import Split
+
+
+def fill(value: float, env: HostEnv) -> None:
+    """Sets the host's weights."""
+    with torch.no_grad():
+        for parameter in env.optimizer.param_groups[0]["params"]:
+            parameter.fill_(value)
+
+
+def scale(factor: float, env: HostEnv) -> None:
+    with torch.no_grad():
+        for parameter in env.optimizer.param_groups[0]["params"]:
+            parameter.mul_(factor)
+
+
+def learn_faster(factor: float, env: HostEnv) -> None:
+    for group in env.optimizer.param_groups:
+        group["lr"] *= factor
+
+
+def one_weight(value: float, env: HostEnv) -> None:
+    with torch.no_grad():
+        env.optimizer.param_groups[0]["params"][0].view(-1)[0] = value
+
+
+BREAKS: dict[str, Callable[[HostEnv], None]] = {
+    "one weight NaN": partial(one_weight, math.nan),
+    "all weights NaN": partial(fill, math.nan),
+    "all weights inf": partial(fill, math.inf),
+    "all weights × 1000": partial(scale, 1000.0),
+    "all weights 0": partial(fill, 0.0),
+    "learning rate × 1000": partial(learn_faster, 1000.0),
+}
+
+WRONG_LABELS: dict[str, Callable[[Split, int], Split]] = {
+    "labels off by one": lambda split, classes: split._replace(targets=(split.targets + 1) % classes),
+    "labels drawn at random": lambda split, classes: split._replace(
+        targets=torch.randint(classes, split.targets.shape, generator=torch.Generator().manual_seed(0))
+    ),
+}
+
+LIVE = (
+    "CNN 1×1, 390 parameters, Adam .005",
+    "CNN 3×3, base 8, Adam .002",
+    "CNN 3×3, base 8, Adam .02",
+    "MLP of width 64, Adam .002",
+    "GPT of width 32 on text, Adam .003",
+)
+"""Kinds that are broken while they train."""
+
+BREAK_AT, AFTERWARDS = (4, 12), 10
+"""Ticks that a host learns before it is broken, and for which it is watched after that."""
+
+
+class Broken(NamedTuple):
+    """What became of a host that was broken."""
+
+    learned: bool  # the mean loss of the three ticks before was below 60 % of that of guessing
+    tick: int | None  # of its rollback, counted from the break; None: not within `AFTERWARDS`
+
+
+def break_live(kind: str, name: str, after: int, hosts: int) -> list[Broken]:
+    """Breaks every host after so many ticks; those that were rolled back before are left out."""
+    pool = open_pool(KINDS[kind], after + AFTERWARDS, hosts, QUICK, "fused")
+    pool.reset(range(hosts))
+    wait = WaitOnly()
+    early = {word.host for _ in range(after) for word in pool.step(wait.act(pool)).verdicts if word.verdict.diverged}
+    learned = [fmean(env.history.loss[-3:]) < 0.6 * math.log(pool.data.classes) for env in pool.envs]
+    if name in WRONG_LABELS:
+        wrong = WRONG_LABELS[name](pool.data.train, pool.data.classes)
+        pool.data = pool.data._replace(train=wrong)
+    else:
+        for env in pool.envs:
+            BREAKS[name](env)
+    found: dict[int, int] = {}
+    for tick in range(1, AFTERWARDS + 1):
+        for word in pool.step(wait.act(pool)).verdicts:
+            if word.verdict.diverged:
+                found.setdefault(word.host, tick)
+    return [Broken(learned[host], found.get(host)) for host in range(hosts) if host not in early]
+
+
+def judge_live(hosts: int, markdown: bool) -> None:
+    rows = []
+    for name in (*BREAKS, *WRONG_LABELS):
+        broken = [one for after, kind in product(BREAK_AT, LIVE) for one in break_live(kind, name, after, hosts)]
+        row = [name]
+        for learned in (True, False):
+            ticks = [one.tick for one in broken if one.learned == learned]
+            when = Counter(tick for tick in ticks if tick is not None)
+            row.append(Found(sum(when[tick] for tick in range(1, PATIENCE + 1)), len(ticks)))
+            row.append(", ".join(f"{tick}: {when[tick]}" for tick in sorted(when)))
+        rows.append(row)
+        print(f"broken: {name}", flush=True)
+    columns = [f"{who}: found in {PATIENCE} ticks" for who in ("had learned", "had not")]
+    columns = ["what was done", columns[0], "in tick: hosts", columns[1], "in tick: hosts"]
+    show("Hosts broken while they train", columns, rows, markdown)

@@ -1,0 +1,144 @@
+"""The Governor judges recorded hosts: as they were, and with faults injected."""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.governor.kinds import KINDS
+from benchmarks.governor.report import PATIENCE, Found, show
+from benchmarks.governor.traces import CONTROLLERS, EPISODES, Seen, Trace
+from esper_lightning.envs.guard import Guard
+from esper_lightning.governor import GovernorConfig
+
+
+def first_rollback(trace: Trace, ticks: Sequence[Seen], config: GovernorConfig) -> tuple[int, str] | None:
+    """In which tick (from 0 on) the Governor would have stepped in, and why; None: never."""
+    guard = Guard(config, trace.chance, trace.steps)
+    for i, seen in enumerate(ticks):
+        verdict = guard.judge(*seen)
+        if verdict.diverged:
+            return i, verdict.cause
+    return None
+
+
+def with_losses(ticks: Sequence[Seen], begin: int, losses: Sequence[float]) -> list[Seen]:
+    """A copy in which these are the losses from tick `begin` on."""
+    changed = list(ticks)
+    for i, loss in enumerate(losses, begin):
+        changed[i] = ticks[i]._replace(reading=ticks[i].reading._replace(loss=loss))
+    return changed
+
+
+class Fault(NamedTuple):
+    """Something that is injected into a trace."""
+
+    name: str
+    inject: Callable[[Trace, int, random.Random], list[Seen] | None]  # None: makes no sense here
+    within: int  # ticks in which it should be found; 0: not at all
+
+
+def level(trace: Trace, tick: int) -> float:
+    """What was normal up to a tick: the mean loss of the three before it."""
+    return fmean(seen.loss for seen in trace.ticks[tick - 3 : tick])
+
+
+def not_a_number(value: float, field: str, trace: Trace, tick: int, _: random.Random) -> list[Seen]:
+    ticks = list(trace.ticks)
+    wrong = (value,) if field == "gradients" else value
+    ticks[tick] = ticks[tick]._replace(reading=ticks[tick].reading._replace(**{field: wrong}))
+    return ticks
+
+
+def spike(factor: float, length: int | None, trace: Trace, tick: int, rng: random.Random) -> list[Seen]:
+    """`factor` times what was normal, give or take 5 %, for `length` ticks or to the end."""
+    normal, length = level(trace, tick), length or len(trace.ticks) - tick
+    losses = [factor * normal * rng.uniform(0.95, 1.05) for _ in range(length)]
+    return with_losses(trace.ticks, tick, losses)
+
+
+def collapse(trace: Trace, tick: int, rng: random.Random) -> list[Seen] | None:
+    """The loss of guessing, give or take 3 %, in a host that had learned."""
+    if level(trace, tick) > 0.6 * trace.chance:
+        return None
+    losses = [trace.chance * rng.uniform(0.97, 1.03) for _ in trace.ticks[tick:]]
+    return with_losses(trace.ticks, tick, losses)
+
+
+FACTORS = (3, 5, 10, 30, 100)
+
+FAULTS = [
+    *(
+        Fault(f"{name} {value}", partial(not_a_number, value, field), 1)
+        for field, name in (("loss", "loss"), ("train_loss", "training loss"), ("gradients", "gradient's norm"))
+        for value in (math.nan, math.inf)
+    ),
+    *(Fault(f"spike of {factor} ×, held", partial(spike, factor, None), PATIENCE) for factor in FACTORS),
+    Fault("collapse to guessing, held", collapse, PATIENCE),
+    *(
+        Fault(f"spike of {factor} ×, {length} tick{'s'[: length - 1]}", partial(spike, factor, length), 0)
+        for length, factor in product((1, 2), FACTORS)
+    ),
+]
+
+
+def inject(
+    fault: Fault, traces: Sequence[Trace], config: GovernorConfig, rng: random.Random
+) -> dict[tuple[int, bool], Found]:
+    """Found in time, or for spikes that mend themselves: rolled back; by horizon and by whether a seed lost weight in
+    the host's output from three ticks before to two ticks after. Traces that are rolled back anyway are left out."""
+    counts: dict[tuple[int, bool], Found] = defaultdict(lambda: Found(0, 0))
+    for trace in traces:
+        tick = rng.randrange(3, len(trace.ticks) - 2)
+        changed = fault.inject(trace, tick, rng)
+        if changed is None:
+            continue
+        where = first_rollback(trace, changed, config)
+        last = tick + fault.within - 1 if fault.within else len(trace.ticks)
+        moved = any(trace.weight_lost[max(0, tick - 3) : tick + 3])
+        key = trace.horizon, moved
+        counts[key] = counts[key].add(where is not None and tick <= where[0] <= last)
+    return counts
+
+
+def judge_recorded(traces: Sequence[Trace], config: GovernorConfig, markdown: bool) -> None:
+    healthy = [trace for trace in traces if trace.healthy]
+    false = {id(trace): first_rollback(trace, trace.ticks, config) for trace in healthy}
+    rows = []
+    for kind, controller in [*((kind, None) for kind in KINDS), *((None, one) for one in CONTROLLERS), (None, None)]:
+        row = [kind or controller or "all"]
+        for horizon in (*EPISODES, None):
+            among = [
+                trace
+                for trace in traces
+                if kind in (None, trace.kind) and controller in (None, trace.controller)
+                and horizon in (None, trace.horizon)
+            ]  # fmt: skip
+            well = [trace for trace in among if trace.healthy]
+            row += [len(among) - len(well), Found(sum(false[id(trace)] is not None for trace in well), len(well))]
+        rows.append(row)
+    spans = [f"{horizon} ticks" for horizon in EPISODES] + ["both"]
+    columns = [part for span in spans for part in (f"{span}: not healthy", "rolled back of healthy")]
+    show("Hosts that nobody broke", ["hosts", *columns], rows, markdown)
+    for trace in healthy:
+        if false[id(trace)] is not None:
+            tick, cause = false[id(trace)]
+            around = " ".join(f"{seen.loss:.2f}" for seen in trace.ticks[max(0, tick - 5) : tick + 4])
+            print(f"  {trace.kind}, {trace.controller}, tick {tick + 1} of {trace.horizon}: {cause}; … {around} …")
+    sick = [trace for trace in traces if not trace.healthy]
+    print(f"of {len(sick)} unhealthy hosts {sum(first_rollback(t, t.ticks, config) is not None for t in sick)} would "
+          f"have been rolled back")  # fmt: skip
+    clean, rng = [trace for trace in healthy if false[id(trace)] is None], random.Random(0)
+    columns = ["injected", "should be found", *(f"{horizon} ticks" for horizon in EPISODES), "where a seed lost weight"]
+    rows = []
+    for fault in FAULTS:
+        counts = inject(fault, clean, config, rng)
+        calm = [counts[horizon, False] for horizon in EPISODES]
+        moved = [counts[horizon, True] for horizon in EPISODES]
+        within = {0: "never", 1: "at once"}.get(fault.within, f"in {fault.within} ticks")
+        rows.append([fault.name, within, *calm, Found(*map(sum, zip(*moved, strict=True)))])
+    show("Faults injected into recorded traces", columns, rows, markdown)

@@ -1,0 +1,35 @@
+"""How findings are counted and printed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+PATIENCE = 3
+"""Ticks within which a fault should be found."""
+
+
+class Found(NamedTuple):
+    """How often a fault was found in time, and how often it was injected."""
+
+    found: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.found:,} of {self.of:,} ({self.found / self.of:.1%})" if self.of else "–"
+
+    def add(self, found: bool) -> "Found":
+        return Found(self.found + found, self.of + 1)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], markdown: bool) -> None:
+    cells = [[str(cell) for cell in row] for row in rows]
+    if markdown:
+        lines = [columns, ["---"] * len(columns), *cells]
+        print(f"\n{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    table = Table(*columns, title=title)
+    for row in cells:
+        table.add_row(*row)
+    Console(width=140).print(table)
