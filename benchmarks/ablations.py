@@ -117,7 +117,7 @@ def main() -> None:
                 writer.writeheader()
                 writer.writerows(rows)
             Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
-    Console().print(table(rows))
+    Console(width=160).print(table(rows))  # a wrapped row is no row of Markdown
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main() -> None:
         own = np.mean(run.own[level][FIRST:]) / off.mean()
         cost, bar = taken.mean() / off.mean() - 1.0, f"{BARS[level]:.0%}" if level in BARS else ""
         table.add_row(level, f"{taken.mean():.2f}", f"{cost:+.1%}", f"{low:+.1%} … {high:+.1%}", f"{own:.1%}", bar)
-    Console().print(table)
+    Console(width=160).print(table)  # a wrapped row is no row of Markdown
 
 
 if __name__ == "__main__":
