@@ -1,0 +1,34 @@
+"""What hosts under a Governor are tried with."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.host_env import HostEnv
+from tests.envs.breaking import CALM
+
+MakePool = Callable[..., HostPool]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[HostEnv, dict[str, Any]]:
+    """What each host's state was when its last snapshot was taken."""
+    states: dict[HostEnv, dict[str, Any]] = {}
+    keep = HostEnv.keep
+
+    def watched(env: HostEnv) -> None:
+        keep(env)
+        states[env] = deepcopy(env.state_dict())
+
+    monkeypatch.setattr(HostEnv, "keep", watched)
+    return states
+
+
+@pytest.fixture
+def rare(make_pool: MakePool) -> HostPool:
+    """A pool whose hosts are kept when they are fossilized, and hardly else."""
+    return make_pool(2, governor=replace(CALM, snapshot_every=1000), horizon=12)

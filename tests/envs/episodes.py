@@ -1,0 +1,122 @@
+"""Episodes in which training fails, played twice and compared."""
+
+import random
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs import Action, HostPool, Op, StepResult
+from esper_lightning.envs.measured import Validated
+from esper_lightning.governor import Decision
+from esper_lightning.growth.network import slots_of
+from esper_lightning.rewards import objective
+from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, decide, fossilize, germinate
+from tests.envs.breaking import breaking
+
+MakePool = Callable[..., HostPool]
+
+
+HORIZON = 9
+
+
+def wander(pool: HostPool, choices: list[random.Random]) -> Action:
+    """Every environment acts on its own random numbers, whatever the others do."""
+    rows = []
+    for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
+        op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
+        blueprint, tempo = (choice.randrange(len(each)) for each in (pool.space.blueprint, pool.space.tempo))
+        rows.append(decide(Op(op), slot=slot, blueprint=blueprint, tempo=tempo))
+    return act(*rows)
+
+
+class Waits(random.Random):
+    """Takes the first of all possibilities."""
+
+    def choice(self, seq: Sequence[Any]) -> Any:
+        return seq[0]
+
+
+class Episode:
+    """An episode under random decisions, and all that can be known of it: `rows[tick][host]`.
+
+    Args:
+        pool: Is reset.
+        seed: Decides hosts and decisions.
+    """
+
+    def __init__(self, pool: HostPool, seed: int) -> None:
+        self.pool = pool
+        self.choices = [random.Random(seed + i) for i in range(pool.n_envs)]
+        self.rows: list[list[list[Tensor]]] = []
+        self.verdicts: list[list[Decision]] = []
+        pool.reset([seed + i for i in range(pool.n_envs)])
+
+    def play(self, ticks: int) -> "Episode":
+        """So many more ticks."""
+        for _ in range(ticks):
+            step = self.pool.step(wander(self.pool, self.choices))
+            parts = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
+            weights = [list(env.network.state_dict().values()) for env in self.pool.envs]
+            self.rows.append([[t.clone() for t in (*(p[i] for p in parts), *w)] for i, w in enumerate(weights)])
+            self.verdicts.append([(word.host, word.verdict.decision) for word in step.verdicts])
+        return self
+
+    def play_broken(self, *hosts: int) -> "Episode":
+        """One more tick, in which the training of these hosts fails."""
+        with breaking(self.pool, hosts):
+            return self.play(1)
+
+    def of(self, host: int) -> list[list[Tensor]]:
+        return [row[host] for row in self.rows]
+
+    def elsewhere(self, pool: HostPool) -> "Episode":
+        """What may follow, in a pool that is where this one is."""
+        other = copy(self)
+        other.pool, other.choices, other.rows, other.verdicts = pool, deepcopy(self.choices), [], []
+        return other
+
+
+def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dict[str, Any]) -> HostPool:
+    """`pool`, in which nobody watches, with the hosts of `state` but for one, which has the state `good` without what
+    was alive in it."""
+    pool.load_state_dict(state)
+    env, tick = pool.envs[host], pool.envs[host].tick
+    env.load_state_dict(good)
+    env.growing.cull_live("by hand")
+    env.tick = tick
+    ((loss, accuracy),) = pool.executor.validate([env], pool.data.validation).tolist()
+    env.validated = Validated(loss, accuracy)
+    env.history.loss.append(loss[0])
+    env.history.accuracy.append(accuracy[0])
+    parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
+    price = pool.config.objective
+    env.objective = objective(torch.tensor([accuracy[0]]), torch.tensor([parameters]), 390, price).item()
+    pool.load_state_dict(deepcopy(pool.state_dict()))  # brings observation and masks up to date
+    return pool
+
+
+def fossil(pool: HostPool) -> StepResult:
+    """Host 0 grows a seed and keeps it, in the fourth tick, and that tick's training goes wrong; host 1 waits."""
+    pool.reset([3, 4])
+    pool.step(act(germinate(0, 1), WAIT))
+    for _ in range(2):
+        pool.step(act(WAIT, WAIT))
+    with breaking(pool, [0]):
+        return pool.step(act(fossilize(0), WAIT))
+
+
+def plain_accuracy(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
+    """By a plain forward pass of a copy, without the seeds in some slots."""
+    network = deepcopy(network).eval()
+    for name in without:
+        slots_of(network)[name].empty()
+    return (network(data.inputs).argmax(-1) == data.targets).float().mean().item()
+
+
+def ended(pool: HostPool, seed: int = 5) -> Episode:
+    """Host 1 was rolled back in the third tick, and given up in the fifth."""
+    return Episode(pool, seed).play(2).play_broken(1).play(1).play_broken(1)

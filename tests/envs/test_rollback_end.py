@@ -1,0 +1,103 @@
+"""A host that diverges once too often is left alone."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import Op
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.governor import Decision
+from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, germinate
+from tests.envs.breaking import CALM, breaking
+from tests.envs.episodes import HORIZON, Episode, MakePool, ended, plain_accuracy, wander
+from tests.runs import differences
+
+STRICT = replace(CALM, max_rollbacks=1)
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
+    make_pool: MakePool, kept: dict[HostEnv, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    pool = make_pool(3, governor=STRICT, horizon=HORIZON, executor=executor)
+    episode = ended(pool)
+    env = pool.envs[1]
+    assert episode.verdicts == [[], [], [(1, Decision.ROLL_BACK)], [], [(1, Decision.END)]]
+    assert env.ended and pool.masks.ended.tolist() == [False, True, False]
+    assert pool.masks.slot[1].any(-1).nonzero().tolist() == [[Op.WAIT]]
+    assert pool.terminated.tolist() == [False, True, False]
+    good = kept[env]["growing"]["network"]
+    left = {name: value for name, value in env.network.state_dict().items() if name in good}
+    assert differences({name: good[name] for name in left}, left) == [], "it is the host of the last snapshot"
+
+    trained: list[HostEnv] = []
+    train = pool.executor.train_epoch
+
+    def watched(envs: Sequence[HostEnv], data: Split) -> Tensor:
+        trained.extend(envs)
+        return train(envs, data)
+
+    monkeypatch.setattr(pool.executor, "train_epoch", watched)
+    before, weights = deepcopy(env.state_dict()), env.guard.snapshot.copy()
+    accuracy = plain_accuracy(env.network, pool.data.validation)
+    for tick in range(6, HORIZON + 1):
+        step = pool.step(wander(pool, episode.choices))
+        assert (step.reward[1], step.terminated[1], step.truncated[1]) == (0.0, False, tick == HORIZON)
+        assert step.metrics.accuracy[1].item() == pytest.approx(accuracy)
+        assert not [word for word in step.verdicts if word.host == 1]
+        assert not [event for event in step.events if event.host == 1]
+    assert env not in trained and len(trained) == 2 * (HORIZON - 5)
+    assert differences(before | {"tick": HORIZON, "guard": None}, env.state_dict() | {"guard": None}) == []
+    assert differences(weights, env.guard.snapshot.copy()) == [], "not kept again"
+    torch.testing.assert_close(
+        pool.test(), torch.tensor([plain_accuracy(e.network, pool.data.test, live(e)) for e in pool.envs])
+    )
+    pool.reset([1, 2, 3])
+    assert not pool.masks.ended.any() and pool.masks.slot[1, Op.GERMINATE].all()
+
+
+def live(env: HostEnv) -> list[str]:
+    return [slot.name for slot in env.slots if slot.live]
+
+
+def test_an_ended_host_can_be_told_to_do_nothing_but_wait(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=replace(CALM, max_rollbacks=0), horizon=4)
+    with breaking(pool, [0]):
+        pool.step(act(WAIT, WAIT))
+    with pytest.raises(ValueError, match=r"host 0: GERMINATE .* is masked"):
+        pool.step(act(germinate(0), WAIT))
+    pool.step(act(WAIT, germinate(0)))
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_the_others_do_not_notice_that_a_host_has_ended(make_pool: MakePool, executor: str) -> None:
+    pool = make_pool(3, governor=STRICT, horizon=HORIZON, executor=executor)
+    cut = ended(pool).play(HORIZON - 5)
+    whole = Episode(pool, 5).play(HORIZON)
+
+    for i in (0, 2):
+        assert differences(cut.of(i), whole.of(i)) == []
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_an_episode_goes_on_to_the_horizon_with_nobody_left_to_train(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    pool = make_pool(2, governor=replace(CALM, max_rollbacks=0), horizon=5, executor=executor)
+    first = Episode(pool, 1).play(5)
+    episode = Episode(pool, 1).play(1).play_broken(0).play_broken(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.executor, "tick", None)  # whoever asks it to train fails
+        for tick in (4, 5):
+            step = pool.step(act(WAIT, WAIT))
+            assert step.reward.tolist() == [0.0, 0.0] and step.truncated.tolist() == [tick == 5] * 2
+    assert pool.test().isfinite().all()
+    assert [words for words in episode.verdicts if words] == [[(0, Decision.END)], [(1, Decision.END)]]
+
+    assert differences(Episode(pool, 1).play(5).rows, first.rows) == [], "the next episode is as any other"

@@ -1,0 +1,195 @@
+"""Hosts that are watched: snapshots, vetoes and resuming."""
+
+import io
+import random
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.growth.stages import Stage
+from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.envs.breaking import CALM, UNWATCHED, breaking
+from tests.envs.episodes import (
+    Episode,
+    MakePool,
+    Waits,
+    ended,
+    fossil,
+    wander,
+)
+from tests.runs import differences
+
+LARGE = replace(CALM, max_loss=50.0, patience=2, max_rollbacks=1)
+
+
+FAULTS = {2: 0, 3: 0, 5: 1, 7: 0, 8: 0}
+"""Whose loss becomes large in which tick: host 0 is rolled back after the fourth and ended after the ninth one, host 1
+mends itself."""
+
+
+def blow_up(env: HostEnv) -> None:
+    """Makes its loss large."""
+    with torch.no_grad():
+        for parameter in env.network.head.parameters():
+            parameter.mul_(1e4)
+
+
+def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> StepResult:
+    """One that goes wrong as FAULTS says: for its time the host's weights are others."""
+    real, host = pool.executor.tick, FAULTS.get(tick)
+
+    def faulty(*args: Any) -> Any:
+        head = list(pool.envs[host].network.head.parameters())
+        sound = [parameter.detach().clone() for parameter in head]
+        blow_up(pool.envs[host])
+        measured = real(*args)
+        with torch.no_grad():
+            for parameter, value in zip(head, sound, strict=True):
+                parameter.copy_(value)
+        return measured
+
+    if host is not None:
+        pool.executor.tick = faulty
+    step = pool.step(wander(pool, choices))
+    pool.executor.tick = real
+    return step
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_pool: MakePool, executor: str) -> None:
+    settings = {"governor": LARGE, "horizon": 11, "executor": executor}
+    pool, other = make_pool(2, **settings), make_pool(2, **settings)
+    pool.reset([1, 2])
+    choices = [random.Random(i) for i in range(2)]
+    words = []
+    for tick in range(11):
+        torch.save(pool.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        if tick % 3 == 1:
+            ended(other)  # it was somewhere else
+        other.load_state_dict(torch.load(file, weights_only=True))
+        ours, theirs = (faulty_tick(each, deepcopy(choices), tick) for each in (pool, other))
+        for choice in choices:
+            choice.random()
+
+        assert differences(list(map(str, ours.verdicts)), list(map(str, theirs.verdicts))) == []
+        for name in ("action", "reward", "terminated", "observation", "masks", "metrics"):
+            assert differences(getattr(ours, name), getattr(theirs, name)) == [], name
+        assert differences(pool.state_dict(), other.state_dict()) == []
+        words += [(word.host, word.tick, word.verdict.decision.name) for word in ours.verdicts]
+    assert words == [
+        (0, 3, "SUSPICIOUS"),
+        (0, 4, "ROLL_BACK"),
+        (1, 6, "SUSPICIOUS"),
+        (0, 8, "SUSPICIOUS"),
+        (0, 9, "END"),
+    ]
+
+
+def test_a_snapshot_is_taken_of_healthy_hosts_alone(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(1, governor=replace(LARGE, snapshot_every=3, max_rollbacks=9), horizon=16)
+    kept: list[int] = []
+    keep = HostEnv.keep
+    monkeypatch.setattr(HostEnv, "keep", lambda env: (kept.append(env.tick), keep(env)))
+    faults = {4, 8, 9}  # a spike, and a divergence
+    pool.reset([1])
+    assert kept == [0], "when it is new"
+    for tick in range(1, 17):
+        monkeypatch.setitem(FAULTS, tick, 0) if tick in faults else monkeypatch.delitem(FAULTS, tick, raising=False)
+        faulty_tick(pool, [Waits()], tick)
+    # Healthy host epochs are 1, 2, 3; 5, 6, 7 (a spike does not count); after the rollback three more each time.
+    assert kept == [0, 3, 7, 12, 15]
+
+
+def test_to_train_on_after_a_rollback_does_not_touch_the_snapshot(rare: HostPool) -> None:
+    fossil(rare)
+    env = rare.envs[0]
+    before = env.guard.snapshot.copy()
+    for decision in (germinate(1, 1), WAIT, WAIT, WAIT):
+        rare.step(act(decision, WAIT))
+
+    assert differences(before, env.guard.snapshot.view()) == []
+    assert differences(before["growing"]["network"], env.network.state_dict()) != []
+    # Nor does the restored host hold more memory than its own.
+    values = [value for state in env.optimizer.state.values() for value in state.values()]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in [*values, *env.network.parameters()])
+
+
+def test_snapshots_lie_in_the_same_memory_from_episode_to_episode(make_pool: MakePool) -> None:
+    pool = make_pool(1, governor=replace(CALM, max_rollbacks=99), horizon=5)
+    env = pool.envs[0]
+    sizes = []
+    for episode in range(6):
+        pool.reset([episode])
+        pool.step(act(germinate(0, 2)))
+        for _ in range(3):
+            with breaking(pool, [0]):
+                pool.step(act(WAIT))
+        pool.step(act(WAIT))
+        sizes.append((env.guard.snapshot.nbytes, sum(1 for _ in env.optimizer.state)))
+    # From the second one on the optimizer knows every weight from the start.
+    assert sizes[1:] == [sizes[1]] * 5
+
+
+def test_what_builds_on_a_suspicious_host_is_refused_and_it_waits_instead(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=CALM, horizon=12)
+    for decision in (germinate(0, 1), WAIT, WAIT):
+        pool.step(act(decision, decision))
+    for decision, forbidden in ((germinate(1, 2), "GERMINATE conv_light"), (fossilize(0), "FOSSILIZE")):
+        guard = pool.envs[0].guard
+        guard.watch = guard.watch._replace(panic=1)  # as if its last loss had been out of range
+        step = pool.step(act(decision, decision))
+
+        (veto,) = step.vetoes
+        assert str(veto).startswith(f"host 0: {forbidden}")
+        assert str(veto).endswith(f"vetoed at tick {veto.tick}: the loss has been out of range for 1 host epochs")
+        assert torch.stack(step.action).T.tolist() == [list(WAIT), list(decision)]
+        assert [event.host for event in step.events if event.seed.cause in ("germinate", "fossilize")] == [1]
+        assert step.observation.features[0, pool.feature_names.index("last_op.WAIT")] == 1
+    assert [slot.stage for env in pool.envs for slot in env.slots[:2]] == [
+        Stage.PROBATIONARY, Stage.DORMANT, Stage.FOSSILIZED, Stage.BLENDING,
+    ]  # fmt: skip
+    guard.watch = guard.watch._replace(panic=1)
+    step = pool.step(act(cull(0), WAIT))
+    assert step.vetoes == [] and not pool.envs[0].slots[0].occupied
+
+
+def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
+    pool = make_pool(2, governor=replace(LARGE, patience=9), horizon=12)
+    pool.reset([1, 2])
+    pool.step(act(germinate(0, 2), germinate(0, 2)))
+    blow_up(pool.envs[0])
+    stages = []
+    for _ in range(2):
+        pool.step(act(WAIT, WAIT))
+        stages.append([env.slots[0].stage for env in pool.envs])
+
+    assert stages == [[Stage.TRAINING, Stage.BLENDING], [Stage.TRAINING, Stage.PROBATIONARY]]
+    assert [env.slots[0].age for env in pool.envs] == [3, 3], "time passes all the same"
+
+
+def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> None:
+    pool = make_pool(1, governor=replace(CALM, max_growth=1.2), horizon=12)
+    small, large = germinate(0, 1), germinate(1, 2)  # 20 and 592 parameters on 390
+    step = pool.step(act(small))
+    assert step.vetoes == [] and pool.envs[0].slots[0].occupied
+    (veto,) = pool.step(act(large)).vetoes
+
+    assert (veto.host, veto.tick) == (0, 2)
+    assert "governor.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
+    assert not pool.envs[0].slots[1].occupied
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_where_nobody_watches_a_broken_host_goes_on_broken(make_pool: MakePool, executor: str) -> None:
+    pool = make_pool(2, governor=UNWATCHED, horizon=6, executor=executor)
+    episode = Episode(pool, 1).play(2).play_broken(0).play(3)
+
+    assert not any(episode.verdicts)
+    assert all(row[-1].isnan().any() or any(t.isnan().any() for t in row) for row in episode.of(0)[2:])
+    assert pool.observation.features.isfinite().all() and not pool.terminated.any()

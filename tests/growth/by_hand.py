@@ -1,0 +1,113 @@
+"""Networks that are grown by hand, and what is looked at in them."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.manifest import manifest
+from esper_lightning.growth.network import SeedEvent
+from esper_lightning.growth.slot import Layout
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import LIFE, batch_of, host_of, loss_on, seeded
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+EAGER = LifecycleConfig(
+    training_ticks=0, embargo_ticks=0, min_contribution=None, min_gradient_health=0.0, auto_cull=False, min_cull_age=0
+)
+
+
+BY_HAND = LifecycleConfig(
+    training_ticks=0,
+    embargo_ticks=0,
+    min_contribution=None,
+    min_gradient_health=0.0,
+    auto_cull=False,
+    auto_blend=False,
+    auto_probation=False,
+    min_cull_age=0,
+)
+
+
+def growing(
+    lifecycle: LifecycleConfig = EAGER, make: Make = lambda host: SGD(host.parameters(), lr=0.05), **options: Any
+) -> GrowingNetwork:
+    """A small CNN with the slots `block1` and `block2.pool`."""
+    host = host_of("image")
+    return GrowingNetwork(host, make(host), horizon=50, lifecycle=lifecycle, **({"generator": seeded(1)} | options))
+
+
+def learn(network: nn.Module, optimizer: Optimizer, step: int, layout: Layout = "image") -> float:
+    network.train()
+    optimizer.zero_grad()
+    loss = loss_on(network, batch_of(layout, seed=step))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def epoch(network: GrowingNetwork, step: int = 0, contribution: dict[str, float] | None = None) -> list[SeedEvent]:
+    learn(network.module, network.optimizer, step)
+    return network.tick(contribution)
+
+
+def bring(network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "conv_small", **options: Any) -> None:
+    """Grows a seed to `stage` by the operations of `BY_HAND`."""
+    network.germinate(slot, blueprint, **({"ticks": 1} | options))
+    for then in LIFE[1 : LIFE.index(stage) + 1]:
+        if then in (Stage.BLENDING, Stage.PROBATIONARY):
+            network.advance(slot)
+        if then is Stage.FOSSILIZED:
+            network.fossilize(slot)
+        else:
+            epoch(network, contribution={slot: 2.0})
+    assert network.slots[slot].stage is stage
+
+
+def told(events: list[SeedEvent]) -> list[str]:
+    return [f"{event.slot}: {event.after.name}" for event in events]
+
+
+def memory(network: GrowingNetwork, besides: str = "") -> dict[str, list[Tensor]]:
+    """What the optimizer remembers of every parameter, by name, but for those of the seed in slot `besides`."""
+    left_out = set() if not besides else set(network.slots[besides].seed.parameters())
+    return {
+        name: [value.clone() for value in network.optimizer.state[parameter].values() if value is not None]
+        for name, parameter in network.module.named_parameters()
+        if parameter not in left_out and network.optimizer.state.get(parameter)
+    }
+
+
+def same_memory(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bool:
+    return list(first) == list(second) and all(
+        torch.equal(a, b) for name in first for a, b in zip(first[name], second[name], strict=True)
+    )
+
+
+def check_in_step(network: GrowingNetwork) -> None:
+    """The optimizer holds each parameter of the network once, and remembers nothing else."""
+    held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in network.module.parameters())
+    assert {id(p) for p in network.optimizer.state} <= set(held)
+
+
+def check_refused(network: GrowingNetwork, attempt: Callable[[], Any], message: str) -> None:
+    story, remembered, records = manifest(network.module), memory(network), deepcopy(network.records)
+    weights = {name: value.clone() for name, value in network.module.state_dict().items()}
+    held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
+    with pytest.raises(ValueError) as refusal:
+        attempt()
+    assert str(refusal.value) == message
+    assert manifest(network.module) == story
+    assert network.records == records
+    assert same_memory(memory(network), remembered)
+    assert [id(p) for group in network.optimizer.param_groups for p in group["params"]] == held
+    assert all(torch.equal(weights[name], value) for name, value in network.module.state_dict().items())

@@ -1,0 +1,124 @@
+"""Chains of layers with a slot between them, and how folding them is judged."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import initialise
+from esper_lightning.growth.alpha import FULL, Ramp
+from esper_lightning.growth.blend import Style
+from esper_lightning.growth.fold import Folding, fold
+from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.stages import Stage
+from tests.growth.grown import grow, seeded
+
+WIDTH = 6
+
+
+PRECISION = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+class Chain(nn.Module):
+    """Layer, function, slot, function, layer."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        before: nn.Module,
+        behind: nn.Module,
+        into: nn.Module | None = None,
+        out_of: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.before, self.into = before, into or nn.Identity()
+        self.slot = SeedSlot("place", layout, WIDTH)
+        self.out_of, self.behind = out_of or nn.Identity(), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.behind(self.out_of(self.slot(self.into(self.before(x))))))
+
+
+def chain(layout: Layout, into: nn.Module | None = None, out_of: nn.Module | None = None) -> Chain:
+    """A chain of layers with biases; the convolutions are 3×3, the second one without padding."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if layout == "image":
+            return Chain(layout, nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3), into, out_of)
+        return Chain(layout, nn.Linear(5, WIDTH), nn.Linear(WIDTH, 4), into, out_of)
+
+
+def example(layout: Layout, samples: int = 4) -> Tensor:
+    shape = {"image": (3, 8, 8), "sequence": (7, 5), "vector": (5,)}[layout]
+    return torch.randn(samples, *shape, generator=seeded(5))
+
+
+def keep(slot: SeedSlot, blueprint: str, ramp: Ramp = FULL, style: Style = "add", bias: bool = True) -> None:
+    """A fossil; without `bias`, its biases are zero."""
+    grow(slot, Stage.FOSSILIZED, blueprint, ramp, style=style)
+    if not bias:
+        for name, parameter in slot.seed.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+def folded(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[Folding]:
+    """Folds `network`, and checks what holds of every fold: outputs stay, modes stay."""
+    modes = [network.get_submodule(name).training for name, _ in network.named_modules() if "seed" not in name]
+    was_training = network.training
+    reference = network.eval()(x).detach()
+    network.train(was_training)
+    foldings = fold(network, x)
+    kept = [network.get_submodule(name).training for name, _ in network.named_modules() if "seed" not in name]
+    assert all(mode == was_training for mode in (*modes, *kept))
+    assert relative_change(network.eval()(x), reference) < tolerance
+    network.train(was_training)
+    for folding in foldings:
+        slot = slots_of(network)[folding.slot]
+        assert (folding.into is None) == (slot.stage is Stage.FOSSILIZED) == bool(folding.why)
+        assert slot.occupied == (folding.into is None)
+    return foldings
+
+
+def relative_change(output: Tensor, reference: Tensor) -> float:
+    return ((output - reference).abs().max() / reference.abs().max()).item()
+
+
+def unchanged_by_folding(network: nn.Module, x: Any) -> list[Folding]:
+    """Folds `network`, of which nothing can be folded: it is as it was, bit for bit."""
+    before, state = network.eval()(x).detach(), deepcopy(network.state_dict())
+    stages = {name: slot.stage for name, slot in slots_of(network).items()}
+    foldings = fold(network, x)
+    assert list(network.state_dict()) == list(state)
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
+    assert {name: slot.stage for name, slot in slots_of(network).items()} == stages
+    assert torch.equal(network(x), before)
+    assert all(folding.into is None and folding.why for folding in foldings)
+    return foldings
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(5, WIDTH, bias)
+
+
+class UsedElsewhere(nn.Module):
+    """The layer before the slot is also seen by a second reader; always the same weights."""
+
+    def __init__(self, both: bool = False) -> None:
+        super().__init__()
+        self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
+        self.behind, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+        self.both = both
+        initialise(self, seeded())
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+        made = self.before(x)
+        grown = self.slot(made)
+        answer = self.behind(grown) + torch.tanh(self.other(made))
+        return answer + grown[:, :3].exp() if self.both else answer
+
+
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

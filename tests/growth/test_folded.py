@@ -1,0 +1,195 @@
+"""A folded network learns, grows, and is saved like any other; real hosts are folded."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from esper_lightning.blueprints import Residual, registry
+from esper_lightning.growth.alpha import FULL, Ramp
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.fold import Folding, affine_of, fold
+from esper_lightning.growth.network import count_parameters, germinate, slots_of
+from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import GPT, MLP
+from tests.growth.chains import (
+    WIDTH,
+    chain,
+    example,
+    folded,
+    keep,
+    unchanged_by_folding,
+)
+from tests.growth.grown import LIFE, grow, seeded, slot_named, small_batch, small_cnn, stir
+
+
+def test_a_folded_slot_may_grow_and_be_folded_again() -> None:
+    network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image").double()
+    slot = network.slot
+    keep(slot, "conv_light")
+    assert folded(network, x, 1e-10) == [Folding("place", "place", "")]
+    size = count_parameters(network)
+    for target in (1.0, 0.5):
+        keep(slot, "conv_small", Ramp(0.0, target, 1, "linear"))
+        assert folded(network, x, 1e-10) == [Folding("place", "place", "")]
+        assert count_parameters(network) == size
+    assert slot.folded.kernel_size == (3, 3)
+    keep(slot, "conv_light")  # two 3×3 convolutions see further than one
+    before = network(x)
+    (folding,) = folded(network, x, 1e-10)
+    assert folding == Folding("place", None, "no linear layer before or behind the slot can take it")
+    assert torch.equal(network(x), before)
+
+
+def test_seeds_that_follow_each_other_go_into_the_same_layer() -> None:
+    network = nn.Sequential(
+        nn.Linear(5, WIDTH), *(SeedSlot(name, "vector", WIDTH) for name in "abc"), nn.Tanh(), nn.Linear(WIDTH, 2)
+    ).double()
+    for slot in slots_of(network).values():
+        if slot.name != "b":  # an empty slot is no obstacle
+            keep(slot, "lora")
+    assert folded(network, example("vector").double(), 1e-10) == [Folding("a", "0", ""), Folding("c", "0", "")]
+    assert [name for name, _ in network.named_parameters()] == ["0.weight", "0.bias", "5.weight", "5.bias"]
+
+
+def test_a_layer_that_took_a_seeds_place_takes_the_next_seed_in() -> None:
+    network = nn.Sequential(
+        nn.Tanh(), SeedSlot("a", "image", 3), SeedSlot("b", "image", 3), nn.Tanh(), nn.Conv2d(3, 2, 1)
+    )
+    for slot in slots_of(network).values():
+        keep(slot, "conv_small")
+    assert folded(network, example("image")) == [Folding("a", "a", ""), Folding("b", "1.folded", "")]
+
+
+def test_what_was_folded_goes_on_learning() -> None:
+    network, x = chain("image", nn.Tanh()), example("image")
+    keep(network.slot, "conv_light")
+    fold(network, x)
+    network.train()(x).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in network.parameters())
+    assert network.slot.folded in list(network.modules())
+
+
+def test_a_folded_network_is_saved_and_loaded(tmp_path: Path) -> None:
+    network, x = small_cnn(["block1", "block2.pool"]), small_batch()[0]
+    keep(slot_named(network, "block1"), "conv_light")
+    keep(slot_named(network, "block2.pool"), "conv_small")
+    assert all(folding.into for folding in folded(network, x))
+    grow(slot_named(network, "block1"), Stage.BLENDING, "conv_heavy")  # something new in a folded place
+    save(network, tmp_path)
+    copy = small_cnn(["block1", "block2.pool"], seed=99)
+    load(copy, tmp_path)
+    assert torch.equal(copy.eval()(x), network.eval()(x))
+    assert [slot_named(copy, name).folded.kernel_size for name in ("block1", "block2.pool")] == [(3, 3), (1, 1)]
+
+
+def test_seeds_in_a_foreign_network_are_folded_saved_and_loaded(tmp_path: Path) -> None:
+    def resnet() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3)
+
+    network, x = resnet(), torch.randn(2, 3, 32, 32, generator=seeded())
+    places = ["layer1.0.conv1", "layer1.0.conv2", "layer2", "avgpool", "fc"]
+    slots = attach_slots(network, places, x)
+    keep(slots["layer1.0.conv1"], "conv_small")
+    keep(slots["layer1.0.conv2"], "conv_small", bias=False)
+    keep(slots["layer2"], "conv_small")
+    keep(slots["avgpool"], "conv_heavy")
+    keep(slots["fc"], "lora")
+    into = {folding.slot: folding.into for folding in folded(network, x)}
+    assert into == {
+        "layer1.0.conv1": "layer1.0.conv1",  # in the slot's place: the convolution of that name has no bias
+        "layer1.0.conv2": "layer1.0.conv2",  # into the convolution
+        "layer2": "layer2",
+        "avgpool": None,
+        "fc": "fc",
+    }
+    kernels = {name: slot.folded and slot.folded.kernel_size for name, slot in slots.items()}
+    assert kernels == dict.fromkeys(places) | {"layer1.0.conv1": (1, 1), "layer2": (1, 1)}
+    save(network, tmp_path)
+    copy = resnet()
+    load(copy, tmp_path)
+    assert torch.equal(copy.eval()(x), network.eval()(x))
+
+
+def test_our_cnn_takes_seeds_in_where_its_layers_touch_them() -> None:
+    places = ["block1", "block1.pool", "block2", "block3.pool"]
+    network, x = small_cnn(places), small_batch()[0]
+    network(x)  # moves BatchNorm's statistics
+    keep(slot_named(network, "block1"), "conv_light")
+    keep(slot_named(network, "block1.pool"), "conv_small", bias=False)
+    keep(slot_named(network, "block2"), "conv_small", Ramp(0.0, 0.5, 1, "linear"))
+    keep(slot_named(network, "block3.pool"), "attention")
+    into = {folding.slot: folding.into for folding in folded(network, x)}
+    assert into == {"block1": "block1", "block1.pool": "convs.1", "block2": "block2", "block3.pool": None}
+
+
+def test_our_mlp_takes_low_rank_seeds_into_the_next_layer() -> None:
+    network, x = MLP((5,), 3, width=WIDTH, layers=2), example("vector")
+    size = count_parameters(network)
+    for slot in slots_of(network).values():
+        keep(slot, "lora")
+    assert folded(network, x) == [Folding("layer1", "layers.1", ""), Folding("layer2", "head", "")]
+    assert count_parameters(network) == size
+
+
+def test_between_the_residual_blocks_of_our_gpt_nothing_can_take_a_seed() -> None:
+    network = GPT((6,), 11, width=8, blocks=2, heads=2, context=8, slots=["layer1", "layer2"])
+    for slot, blueprint in zip(slots_of(network).values(), ["lora", "lora_large"], strict=True):
+        keep(slot, blueprint)
+    foldings = unchanged_by_folding(network, torch.arange(12).view(2, 6) % 11)
+    assert [folding.slot for folding in foldings] == ["layer1", "layer2"]
+
+
+@pytest.mark.parametrize(
+    ("build", "kernel"),
+    [
+        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)), 1),
+        (lambda c: Residual(nn.Conv2d(c, 4, 1, bias=False), nn.Conv2d(4, c, 3, padding=1)), 3),
+        (lambda c: Residual(nn.Conv2d(c, 4, 3, padding=1), nn.Conv2d(4, c, 1)), 3),
+        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 3, padding=1)), None),  # padding cuts the bias off
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1)), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=2, dilation=2)), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1, padding_mode="circular")), None),
+        (lambda c: Residual(nn.Conv2d(c, c, 1, groups=2)), None),
+        (lambda c: Residual(nn.Dropout(0.5), nn.Conv2d(c, c, 1)), None),
+        (lambda c: nn.Conv2d(c, c, 1), None),
+    ],
+    ids=[
+        "1x1 1x1",
+        "1x1 without bias, 3x3",
+        "3x3 1x1",
+        "1x1 with bias, 3x3",
+        "3x3 3x3",
+        "dilated",
+        "circular",
+        "grouped",
+        "dropout",
+        "no residual",
+    ],
+)
+def test_a_blueprint_of_ones_own_folds_where_it_is_one_small_convolution(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[[int], nn.Module], kernel: int | None
+) -> None:
+    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+    registry.register("own", {"image"}, lambda c: 0, lambda c, n: 0)(build)
+    network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image").double()
+    germinate(network.slot, "own", FULL, seeded(), birth="random")
+    stir(network.slot.seed)
+    for stage in LIFE[1:]:
+        network.slot.move_to(stage)
+    affine = affine_of(network.slot)
+    assert (affine.kernel.shape[-1] if affine else None) == kernel
+    if kernel is None:
+        unchanged_by_folding(network, x)
+    else:
+        feature = torch.randn(2, WIDTH, 5, 5, generator=seeded(), dtype=torch.float64)
+        whole = nn.functional.conv2d(feature, affine.kernel, affine.bias, padding=kernel // 2)
+        torch.testing.assert_close(whole, network.slot(feature), rtol=1e-10, atol=1e-12)
+        assert folded(network, x, 1e-10) == [Folding("place", "place", "")]
