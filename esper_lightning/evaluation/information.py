@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Member, values_of
 from esper_lightning.evaluation.intervals import Interval, interval_of_groups
 from esper_lightning.evaluation.plans import Generator, Plan
-from esper_lightning.evaluation.search import draw_hosts, play_cells
+from esper_lightning.evaluation.race import draw_hosts, play_cells
 from esper_lightning.tamiyo.schedule import Schedule
 
 EVERYTHING = "all facts"

@@ -25,7 +25,7 @@ from esper_lightning.evaluation.information import (
 from esper_lightning.evaluation.information_report import print_information, write_information
 from esper_lightning.evaluation.intervals import Interval
 from esper_lightning.evaluation.plans import Generator
-from esper_lightning.evaluation.search import draw_hosts
+from esper_lightning.evaluation.race import draw_hosts
 from esper_lightning.hosts import CNN
 from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Entry, Schedule, read_schedule

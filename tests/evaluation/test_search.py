@@ -11,11 +11,12 @@ import pytest
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.envs.training import HostTraining
-from esper_lightning.evaluation import search as search_module
+from esper_lightning.evaluation import race as race_module
 from esper_lightning.evaluation.compare import play
 from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.evaluation.plans import Generator, Plan, Sprout
-from esper_lightning.evaluation.search import Found, Racer, SearchConfig, search
+from esper_lightning.evaluation.race import Racer
+from esper_lightning.evaluation.search import Found, SearchConfig, search, search_per_price
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.replay import FixedSchedule
@@ -151,6 +152,18 @@ def test_a_budget_below_one_episode_is_refused(pool: HostPool) -> None:
         search(pool, SearchConfig(steps=47))
 
 
+def kept_by(schedule: Schedule) -> set[str]:
+    """Blueprints of the seeds that it fossilizes."""
+    there: dict[str, str] = {}
+    kept = set()
+    for entry in schedule.entries:
+        if entry.op == "GERMINATE":
+            there[entry.slot] = entry.blueprint
+        elif entry.op == "FOSSILIZE":
+            kept.add(there[entry.slot])
+    return kept
+
+
 @pytest.fixture(scope="module")
 def varied(make_pool: MakePool) -> HostPool:
     family = FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}])
@@ -161,8 +174,8 @@ def test_every_candidate_meets_equally_many_hosts_of_each_member(
     varied: HostPool, dear_and_free: list[Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[tuple[str, int]] = []
-    real = search_module.play_cells
-    monkeypatch.setattr(search_module, "play_cells", lambda pool, cells: met.extend(cells) or real(pool, cells))
+    real = race_module.play_cells
+    monkeypatch.setattr(race_module, "play_cells", lambda pool, cells: met.extend(cells) or real(pool, cells))
     dear, free = dear_and_free
     racer = Racer(varied, 0, episodes=9, one_in=4)
 
@@ -181,7 +194,40 @@ def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPo
 
     assert found.steps <= 30 * EPISODE
     # Where it is free growing pays, but where it costs five times its logarithm it is ruinous.
-    assert all(entry.blueprint not in ("conv_light", "conv_heavy") for entry in found.schedule.entries)
+    assert not kept_by(found.schedule) & {"conv_light", "conv_heavy"}
+
+
+def test_for_each_price_another_schedule_is_found_with_its_share_of_the_steps(
+    varied: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[int] = []
+    real = race_module.play_cells
+    monkeypatch.setattr(
+        race_module, "play_cells", lambda pool, cells: met.extend(seed for _, seed in cells) or real(pool, cells)
+    )
+    found = search_per_price(varied, SearchConfig(steps=36 * EPISODE, decisive=4))
+
+    family = varied.bench.family
+    assert list(found) == [0.0, 0.1, 5.0]
+    assert kept_by(found[0.0]) and not kept_by(found[5.0]), "free, and ruinous"
+    times = Counter(family.draw(seed).price for seed in met)
+    assert all(times[price] == pytest.approx(12 * 8, abs=16) for price in found)
+
+
+def test_where_all_hosts_have_one_price_there_is_nothing_to_search_by(pool: HostPool) -> None:
+    with pytest.raises(ValueError, match=r"search\.per_price: all hosts have one price; name several in"):
+        search_per_price(pool, SearchConfig(steps=36 * EPISODE))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schedule_that_is_known_already_wins_where_the_search_finds_no_better_one(
+    pool: HostPool, dear_and_free: list[Schedule], seed: int
+) -> None:
+    short = SearchConfig(steps=2 * EPISODE, decisive=4, seed=seed, max_seeds=1)
+    alone, helped = search(pool, short), search(pool, short, dear_and_free)
+
+    assert helped.schedule == dear_and_free[1] != alone.schedule
+    assert helped.candidates == alone.candidates + 2
 
 
 def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:
