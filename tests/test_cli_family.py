@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from esper_lightning.__main__ import main
+from esper_lightning.evaluation import comparison
 from tests.runs import CONFIGS
 
 SMALL = (
@@ -65,11 +66,33 @@ def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp
     assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
 
 
+def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "RACERS", 8)
+    facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
+    fit(tmp_path, "--data.env.family", facts, "--trainer.max_epochs", "1")
+    run = tmp_path / "version_0"
+    asked = ("--evaluation.hosts", "6", "--evaluation.search.steps", "160", "--evaluation.search.per_price", "true")
+    names = "[replayed, best fixed, best per price, yoked]"
+    call(
+        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
+        *(*asked, "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "out")),
+    )
+    summary = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "best per price", "yoked"}
+    files = {path.name for path in (tmp_path / "out").glob("best_schedule*.json")}
+    assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (("--evaluation.against", "[]"), "wants a rule for its twin"),
+        (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
+        (
+            ("--evaluation.against", "[best per price]", "--evaluation.search.steps", "960"),
+            "'best per price' must be searched first; set evaluation.search.per_price",
+        ),
         (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out members"),
     ],
 )

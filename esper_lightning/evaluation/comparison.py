@@ -1,6 +1,6 @@
 """A comparison: who takes part, and how all are played on the same hosts. S training seeds, H hosts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,17 +20,23 @@ from esper_lightning.evaluation.rules import (
     make_rules,
     read_schedules,
 )
-from esper_lightning.evaluation.search import SearchConfig, search
+from esper_lightning.evaluation.search import SearchConfig, prices_of, search, search_per_price
 from esper_lightning.evaluation.static import Static, affordable_ticks
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.climbing import ClimbingConfig
 from esper_lightning.tamiyo.controller import Controller
 from esper_lightning.tamiyo.heuristic import HeuristicConfig
 from esper_lightning.tamiyo.periodic import PeriodicConfig
-from esper_lightning.tamiyo.replay import FixedSchedule, Recording, most_common
+from esper_lightning.tamiyo.replay import FixedPerPrice, FixedSchedule, Recording, most_common, yoked
 from esper_lightning.tamiyo.schedule import Schedule
 
 TAMIYO = "tamiyo"
+
+REPLAYED, YOKED = "replayed", "yoked"
+"""What she did most often, on every host; and what she did to another host of the same kind."""
+
+BEST, PER_PRICE = "best fixed", "best per price"
+"""What a search has found."""
 
 RACERS = 96
 """Environments in which schedules are raced side by side."""
@@ -75,6 +81,16 @@ class Contest(NamedTuple):
         return mean_interval(lead), effect_size(lead)
 
 
+class Learned(NamedTuple):
+    """What came of the trained policies."""
+
+    rows: dict[str, list[Outcome]]
+    schedules: dict[str, Schedule]
+    """What each did most often."""
+    notes: list[str]
+    credits: list[SeedCredit]
+
+
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
@@ -88,7 +104,8 @@ class Comparison:
         search: How the best fixed schedule is searched, which takes minutes. None: it is not.
         schedule: A file with a schedule to compare with, too.
         schedules: More such files, by the names that they shall have in the table.
-        against: Names of the controllers to compare with; of rules, `sampled` and `replayed`, and schedules. None: all.
+        against: Names of the controllers to compare with: rules, schedules, `sampled`, `replayed`, `yoked`,
+            `best fixed`, `best per price`. None: all.
         controls: Play static controls: the networks that Tamiyo and the best rule came to, built in from the first
             tick, with as many host epochs and with as much training compute.
         held_out: Meet the members of the hosts' family that training never meets.
@@ -126,13 +143,18 @@ class Comparison:
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
         if schedule is not None and "schedule" in (schedules or {}):
             raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
-        taken = {TAMIYO, "sampled", "replayed", "best fixed", *make_rules(seed, *self.rules)} & set(schedules or {})
+        ours = ["sampled", REPLAYED, YOKED, BEST, PER_PRICE]
+        taken = {TAMIYO, *ours, *make_rules(seed, *self.rules)} & set(schedules or {})
         if taken:
             raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
-        known = ["sampled", "replayed", "best fixed", *self.controllers()]
+        known = [*ours, *self.controllers()]
         for name in against or ():
             if name not in known:
                 raise ValueError(f"evaluation.against: unknown controller {name!r}; {nearest(name, known)}")
+        for name, there in ((BEST, search is not None), (PER_PRICE, search is not None and search.per_price)):
+            if name in (against or ()) and not there:
+                setting = "search.steps" if name == BEST else "search.per_price"
+                raise ValueError(f"evaluation.against: {name!r} must be searched first; set evaluation.{setting}")
         if controls and hosts and not any(self.wants(name) for name in HAND_WRITTEN):
             raise ValueError(
                 "evaluation.controls wants a rule for its twin; name one in evaluation.against, or switch it off"
@@ -145,6 +167,8 @@ class Comparison:
     def check(self, pool: HostPool) -> None:
         """Raises ValueError unless the schedules are for hosts like the pool's, and the hosts asked for are there."""
         check_schedules(self.schedules, pool)
+        if self.search is not None and self.search.per_price:
+            prices_of(pool)
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
                 "evaluation.held_out: there are no held-out members; name some in data.env.family.held_out"
@@ -159,36 +183,56 @@ class Comparison:
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
         seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
-        several = len(tamiyos) > 1
-        found: dict[str, Schedule] = {}
-        notes: list[str] = []
-        credits: list[SeedCredit] = []
-        learned: dict[str, list[Outcome]] = {TAMIYO: [], "sampled": [], "replayed": []}
+        learned = self._learned(pool, seeds, tamiyos, make_pool)
+        found = dict(learned.schedules)
+        others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
+        if self.search is not None:
+            known = list(dict.fromkeys([*self.schedules.values(), *learned.schedules.values()]))
+            if self.wants(BEST):
+                found["best_schedule"] = search(make_pool(RACERS), self.search, known).schedule
+                others[BEST] = FixedSchedule(found["best_schedule"])
+            if self.search.per_price and self.wants(PER_PRICE):
+                by_price = search_per_price(make_pool(RACERS), self.search, known)
+                found |= {f"best_schedule_price_{price:g}": schedule for price, schedule in by_price.items()}
+                others[PER_PRICE] = FixedPerPrice(by_price)
+        rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
+        controls = self._controls(pool, seeds, learned.rows[TAMIYO], rules) if self.controls else {}
+        blind = {name: learned.rows.pop(name) for name in (REPLAYED, YOKED)}
+        rows = learned.rows | rules | blind | controls
+        contenders = [Contender(name, outcomes) for name, outcomes in rows.items() if outcomes]
+        return Contest(list(tamiyos), seeds, contenders, found, learned.notes, learned.credits)
+
+    def _learned(
+        self, pool: HostPool, seeds: Sequence[int], tamiyos: Sequence[Tamiyo], make_pool: Callable[..., HostPool]
+    ) -> Learned:
+        """What was learned, and the same done blindly."""
+        learned = Learned({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
         for number, tamiyo in enumerate(tamiyos):
             recording = Recording(tamiyo.greedy())
-            learned[TAMIYO].append(play(pool, TAMIYO, recording, seeds))
+            outcome = play(pool, TAMIYO, recording, seeds)
             if number == 0 and self.credit.hosts:
                 pairs = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
-                credits = credit_seeds(pool, pairs, self.credit)
-            common, times = most_common(recording.schedules)
-            whose = f" of training seed {tamiyo.training_seed}" if several else ""
-            name = f"schedule{number}" if several else "schedule"
-            found[name] = common
-            notes.append(f"{times} of {self.hosts} hosts{whose} grew by the same schedule: {name}.json")
-            if self.wants("sampled"):
-                learned["sampled"].append(play(pool, "sampled", tamiyo.sampled(self.seed), seeds))
-            if self.wants("replayed"):
-                learned["replayed"].append(play(pool, "replayed", FixedSchedule(common), seeds))
-        others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
-        if self.search is not None and self.wants("best fixed"):
-            found["best_schedule"] = search(make_pool(RACERS), self.search).schedule
-            others["best fixed"] = FixedSchedule(found["best_schedule"])
-        rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
-        controls = self._controls(pool, seeds, learned[TAMIYO], rules) if self.controls else {}
-        replayed = {"replayed": learned.pop("replayed")}
-        rows = learned | rules | replayed | controls
-        contenders = [Contender(name, outcomes) for name, outcomes in rows.items() if outcomes]
-        return Contest(list(tamiyos), seeds, contenders, found, notes, credits)
+                learned.credits.extend(credit_seeds(pool, pairs, self.credit))
+            schedules = recording.schedules
+            common, times = most_common(schedules)
+            name, whose = "schedule", ""
+            if len(tamiyos) > 1:
+                name, whose = f"schedule{number}", f" of training seed {tamiyo.training_seed}"
+            learned.schedules[name] = common
+            learned.notes.append(
+                f"{times} of {self.hosts} hosts{whose} grew by the same schedule: {name}.json; there are "
+                f"{len(set(schedules))} different ones"
+            )
+            learned.rows[TAMIYO].append(outcome)
+            others = {
+                "sampled": tamiyo.sampled(self.seed),
+                REPLAYED: FixedSchedule(common),
+                YOKED: FixedSchedule(yoked(schedules, outcome.members)),
+            }
+            for other, controller in others.items():
+                if self.wants(other):
+                    learned.rows[other].append(play(pool, other, controller, seeds))
+        return learned
 
     def _controls(
         self, pool: HostPool, seeds: Sequence[int], tamiyo: list[Outcome], rules: Mapping[str, list[Outcome]]

@@ -150,14 +150,19 @@ def fresh_hosts(pool: HostPool, seed: int, among: Sequence[Member] | None) -> li
     return list(islice(theirs, pool.n_envs))
 
 
+def prices_of(pool: HostPool) -> list[float]:
+    """Of members of its family. Raises ValueError if they do not differ."""
+    prices = sorted({member.price for member in pool.bench.family.members if member.price is not None})
+    if len(prices) < 2:
+        raise ValueError(f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE}")
+    return prices
+
+
 def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
     """The best fixed schedule for each price, `config.steps` shared out between them.
 
     Raises ValueError if prices do not differ between members of the pool's family.
     """
-    members = pool.bench.family.members
-    prices = sorted({member.price for member in members if member.price is not None})
-    if len(prices) < 2:
-        raise ValueError(f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE}")
+    prices, members = prices_of(pool), pool.bench.family.members
     share = replace(config, steps=config.steps // len(prices))
     return {price: search(pool, share, known, [m for m in members if m.price == price]).schedule for price in prices}

@@ -1,7 +1,7 @@
 """Schedules in a pool: played, and written down from what another controller does."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -56,6 +56,24 @@ class FixedSchedule:
         return WAIT
 
 
+class FixedPerPrice(FixedSchedule):
+    """Does what is written for a host's price, the nearest one that something is written for: all that can be known of
+    a host before it begins.
+
+    Args:
+        schedules: By price of parameters.
+    """
+
+    def __init__(self, schedules: Mapping[float, Schedule]) -> None:
+        super().__init__(())
+        self.by_price = dict(schedules)
+
+    def reset(self, pool: HostPool) -> None:
+        prices = [env.prices(pool.config.objective).parameters for env in pool.envs]
+        self.schedules = [self.by_price[min(self.by_price, key=lambda known: abs(known - own))] for own in prices]
+        super().reset(pool)
+
+
 class Recording:
     """Lets another controller decide, and keeps what it decided: `schedules`, one per host, of the last episode."""
 
@@ -94,3 +112,14 @@ def record(pool: HostPool, controller: Controller, seeds: Sequence[int]) -> list
 def most_common(schedules: Sequence[Schedule]) -> tuple[Schedule, int]:
     """The schedule that most hosts have, the first of several, and how many have it."""
     return Counter(schedules).most_common(1)[0]
+
+
+def yoked(schedules: Sequence[Schedule], kinds: Sequence[str]) -> list[Schedule]:
+    """For every host what was done to the next one of its kind (the last one's is the first); to itself, where it is
+    the only one."""
+    given = list(schedules)
+    for kind in set(kinds):
+        same = [host for host, other in enumerate(kinds) if other == kind]
+        for host, following in zip(same, same[1:] + same[:1], strict=True):
+            given[host] = schedules[following]
+    return given

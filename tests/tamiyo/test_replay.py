@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from esper_lightning.envs import Action, ActionConfig, HostPool
+from esper_lightning.envs.family import FamilyConfig
 from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
-from esper_lightning.tamiyo.replay import FixedSchedule, Recording, most_common, possible, record
+from esper_lightning.tamiyo.replay import FixedPerPrice, FixedSchedule, Recording, most_common, possible, record, yoked
 from esper_lightning.tamiyo.schedule import Entry, Schedule
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
@@ -171,3 +172,28 @@ def test_a_schedule_plays_where_only_some_heads_are_offered(make_pool: Callable[
     done = taken(pool, FixedSchedule(schedule(grow(0, "block1.pool"), grow(0, "block2.pool"))))
 
     assert done == [germinate(0)] + [WAIT] * 5, "there is no room for the second"
+
+
+def test_a_host_is_yoked_to_the_next_one_of_its_kind() -> None:
+    a, b, c, d, e = (schedule(grow(tick, "block3")) for tick in range(5))
+
+    assert yoked([a, b, c, d, e], ["x", "y", "x", "x", "z"]) == [c, b, d, a, e]
+    assert yoked([a, b, c], ["x"] * 3) == [b, c, a]
+    assert yoked([], []) == []
+
+
+def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: Callable[..., HostPool]) -> None:
+    family = FamilyConfig(train=[{"objective.price": [0.0, 0.1, 0.3, 1.0]}])
+    varied = make_pool(12, family=family)
+    cheap, dear = schedule(grow(0, "block3", "conv_light")), schedule(grow(0, "block1.pool"))
+    controller = FixedPerPrice({0.05: cheap, 0.5: dear})
+
+    varied.reset(range(0, 24, 2))
+    controller.reset(varied)
+    action = controller.act(varied)
+
+    prices = [env.habitat.member.price for env in varied.envs]
+    assert set(prices) == {0.0, 0.1, 0.3, 1.0}
+    blueprints = [varied.space.blueprint[int(chosen)] for chosen in action.blueprint]
+    # 0.3 is .25 from 0.05 and .2 from 0.5.
+    assert blueprints == ["conv_light" if price < 0.2 else "norm" for price in prices]
