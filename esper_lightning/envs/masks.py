@@ -39,8 +39,9 @@ class Masks(NamedTuple):
         return self.slot.any(-1)
 
     @property
-    def forced(self) -> Tensor:  # [..., N] bool: only one op is possible, so there is nothing to learn from the step
-        return self.op.sum(-1) == 1
+    def forced(self) -> Tensor:  # [..., N] bool: there is nothing to learn from the step
+        """Only one op is possible; or the episode is over, whatever a policy without masks may choose."""
+        return (self.op.sum(-1) == 1) | self.ended
 
 
 class Legal(NamedTuple):

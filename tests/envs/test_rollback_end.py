@@ -11,6 +11,7 @@ from torch import Tensor
 
 from esper_lightning.envs import Op
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.observation import SightConfig
 from esper_lightning.governor import Decision
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, germinate
@@ -64,6 +65,13 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
 
 def live(env: HostEnv) -> list[str]:
     return [slot.name for slot in env.slots if slot.live]
+
+
+def test_a_policy_without_masks_learns_nothing_from_an_ended_host_either(make_pool: MakePool) -> None:
+    pool = make_pool(3, governor=STRICT, horizon=HORIZON, sight=SightConfig(masks=False))
+    ended(pool)
+    assert pool.masks.op.all(), "everything is on offer, also where it is over"
+    assert pool.masks.forced.tolist() == [False, True, False]
 
 
 def test_an_ended_host_can_be_told_to_do_nothing_but_wait(make_pool: MakePool) -> None:
