@@ -64,11 +64,12 @@ class Information(NamedTuple):
 
     facts: dict[str, Interval]
     """Gain over the one best schedule, on hosts that had no part in the choice, when the best schedule is chosen
-    knowing one fact of the episode, or (`all facts`) its member. With few hosts the choice is a poor one, so the truth
-    is rather higher; the interval is over the hosts of each member, and takes the choices as they are."""
+    knowing one fact of the episode, or (`all facts`) its member. It is about the schedules that were played: a poor
+    choice for one member makes it too low, and a poor one best schedule too high. The interval is over the hosts of
+    each member, and takes the choices as they are."""
     per_host: float
     """Mean over hosts of the best schedule for that very host minus the one best: on the hosts that it was chosen on,
-    so it counts their luck, too, and nobody can know that. The truth is lower."""
+    so it counts their luck, too, and nobody can know that. About the schedules that were played, too."""
     members: list[Best]
     schedule: Schedule
     """The best one for all."""

@@ -16,7 +16,7 @@ def print_information(found: Information) -> None:
     """What each member wants, what knowing is worth, and the best schedule for all."""
     worth = make_table(
         "value of information: objective above that of the best single schedule",
-        "chosen on half of the hosts, measured on the other half: rather too low; with hindsight: too high",
+        "among the schedules that were played; chosen on half of the hosts, measured on the other half",
         ("who chooses knows", "gain, mean ± 95 % interval"),
     )
     for name, gain in found.facts.items():
@@ -37,8 +37,14 @@ def print_information(found: Information) -> None:
 
 def seeds_of(best: Best) -> str:
     """What is germinated, in a few words."""
-    grown = [entry for entry in best.schedule.entries if entry.op == "GERMINATE"]
-    return "\n".join(f"{entry.slot} {entry.blueprint} at {entry.tick}" for entry in grown) or "nothing"
+    entries = best.schedule.entries
+    said = []
+    for i, entry in enumerate(entries):
+        if entry.op == "GERMINATE":
+            later = next((e for e in entries[i + 1 :] if e.slot == entry.slot and e.op in ("CULL", "FOSSILIZE")), None)
+            end = f", culled at {later.tick}" if later is not None and later.op == "CULL" else ""
+            said.append(f"{entry.slot} {entry.blueprint} at {entry.tick}{end}")
+    return "\n".join(said) or "nothing"
 
 
 def write_information(found: Information, folder: Path, record: Mapping[str, Any]) -> None:

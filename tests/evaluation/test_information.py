@@ -122,12 +122,19 @@ def test_where_growth_is_ruinous_or_free_the_price_is_worth_knowing(make_pool: M
 
 def test_members_with_long_names_leave_room_for_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     member = ", ".join(f"fail.blueprint{i} 0.0" for i in range(9))
-    grown = Schedule(("block1.pool",), (Entry(2, "GERMINATE", "block1.pool", "conv_light"),))
+    entries = (
+        Entry(0, "GERMINATE", "block1.pool", "norm"),
+        Entry(2, "CULL", "block1.pool"),
+        Entry(2, "GERMINATE", "block1.pool", "conv_light"),
+        Entry(5, "FOSSILIZE", "block1.pool"),
+    )
+    grown = Schedule(("block1.pool",), entries)
     gain = Interval(0.07, 0.05, 0.09)
     print_information(Information({EVERYTHING: gain}, 0.2, [Best(member, grown, 0.612, 0.534)], grown, steps=1234))
     said = capsys.readouterr().out
     assert all(number in said for number in ("0.612", "0.534", "0.070 ± 0.020", "0.200", "1234"))
-    assert "block1.pool conv_light at 2" in said and "fail.blueprint8" in said
+    assert "block1.pool norm at 0, culled at 2" in said and "fail.blueprint8" in said
+    assert "block1.pool conv_light at 2" in said and "conv_light at 2," not in said
 
 
 def test_one_kind_of_host_has_nothing_to_know(make_pool: MakePool) -> None:
