@@ -68,9 +68,12 @@ def test_the_benchmark_writes_every_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert {(row["mean_return"], row["last_return"]) for row in rows} == {("0.33333", "")}
 
 
-def test_both_programs_are_timed_on_the_same_task() -> None:
+def test_all_are_timed_on_the_same_task(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sb3_contrib")
+    monkeypatch.setattr(peers, "SPEED_STEPS", 2048)
 
-    rows = peers.our_speed(1024, 0), peers.their_speed(1024, 0)
+    rows = peers.compare_speed(1)
 
-    assert all(row.steps == 1024 and row.steps_per_second > 0.0 for row in rows)
+    assert [row.program for row in rows] == ["ours, ten full passes", peers.TWO_LSTMS, peers.ONE_LSTM]
+    assert all(row.steps == 2048 and row.steps_per_second > 0.0 for row in rows)
+    assert f"\n{peers.ONE_LSTM}: median " in capsys.readouterr().out

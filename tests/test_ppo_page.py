@@ -26,7 +26,7 @@ def test_the_page_trains_a_policy_and_plays_it(capsys: pytest.CaptureFixture[str
         exec(block, page)
 
     assert "True tensor(" in capsys.readouterr().out
-    assert page["module"].loop.ticks == 256
+    assert page["module"].loop.ticks == 512
     assert page["step"].reward.tolist() == [1.0, 1.0]
 
 
@@ -40,7 +40,7 @@ def test_the_pages_config_is_one() -> None:
     built = parser.instantiate_classes(parser.parse_object({name: settings[name] for name in ("model", "data")}))
 
     assert built.model.ppo.sequence == 32
-    assert (built.data.n_envs, built.data.pool.horizon) == (8, 128)
+    assert (built.data.n_envs, built.data.pool.horizon) == (8, 256)
 
 
 def test_the_pages_returns_are_those_of_the_benchmarks_file() -> None:
