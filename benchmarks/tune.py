@@ -1,0 +1,129 @@
+"""The settings with which hand-written rules do best on a config's training hosts, so that they are fair rivals.
+
+    python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
+    esper-lightning evaluate --config configs/digits.yaml --config benchmarks/settings/digits.yaml --ckpt_path …
+
+All settings of a rule are played on the same hosts, equally many of each member of a family, and judged by validation
+images; the best few again on twice as many others. No host or image of an evaluation has a part in it.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser
+
+from esper_lightning.data import HostPoolData
+from esper_lightning.envs import HostPool
+from esper_lightning.evaluation.race import draw_hosts
+from esper_lightning.rollout import TRAINING, episode_seeds
+from esper_lightning.tamiyo.climbing import ClimbingConfig, HillClimbing
+from esper_lightning.tamiyo.controller import Controller
+from esper_lightning.tamiyo.periodic import Periodic, PeriodicConfig
+
+HOSTS = 96
+FINALISTS = 6
+ROUNDS = 2
+"""Of HOSTS hosts, for the finalists."""
+
+Rule = PeriodicConfig | ClimbingConfig
+
+
+def open_data(config: Path) -> HostPoolData:
+    """The hosts of a config, on the CPU."""
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(HostPoolData, "data")
+    settings = yaml.safe_load(config.read_text())["data"]
+    data = parser.instantiate(parser.parse_object({"data": settings})).data
+    data.build(torch.device("cpu"))
+    return data
+
+
+def settings_of(pool: HostPool) -> dict[str, list[Rule]]:
+    """All that are tried: every blueprint alone or all of them in turn, often or seldom, patiently or not."""
+    alone = [[name] for name in pool.space.blueprint]
+    clocks = [
+        PeriodicConfig(every=every, blueprints=blueprints)
+        for every, blueprints in product(sorted({1, 3, 6, pool.config.horizon - 1}), [None, *alone])
+    ]
+    orders: list[dict[str, Any]] = [{"order": order} for order in ("listed", "cheapest", "dearest")]
+    orders += [{"order": "listed", "blueprints": blueprints} for blueprints in alone]
+    climbers = [
+        ClimbingConfig(**order, last_slot_first=last, at_once=at_once, patience=patience)
+        for order, last, at_once, patience in product(orders, (False, True), (1, 3), (1, 3, 5))
+    ]
+    return {"periodic": clocks, "climbing": climbers}
+
+
+def controller_of(rule: Rule) -> Controller:
+    return Periodic(rule) if isinstance(rule, PeriodicConfig) else HillClimbing(rule)
+
+
+def worth(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
+    """Mean objective on validation images over the hosts of so many rounds."""
+    found = []
+    for seeds in rounds:
+        controller = controller_of(rule)
+        pool.reset(seeds)
+        controller.reset(pool)
+        for _ in range(pool.config.horizon):
+            step = pool.step(controller.act(pool))
+        found.append(step.metrics.objective.mean().item())
+    return float(np.mean(found))
+
+
+def hosts_of(pool: HostPool, seed: int, number: int) -> list[int]:
+    """Seeds of training hosts."""
+    members = len(pool.bench.family.members)
+    if members == 1:
+        return episode_seeds(seed, TRAINING, 0, number)
+    each = -(-number // members)
+    return draw_hosts(pool, each, Random(f"tune {seed}")).T.ravel()[:number].tolist()
+
+
+def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]:
+    """The best of them, and its objective on the finalists' hosts."""
+    first, *others = (hosts_of(pool, seed + i, pool.n_envs) for i in range(1 + ROUNDS))
+    scores = [worth(pool, rule, [first]) for rule in rules]
+    finalists = [rules[i] for i in np.argsort(scores)[::-1][:FINALISTS]]
+    again = [worth(pool, rule, others) for rule in finalists]
+    best = int(np.argmax(again))
+    return finalists[best], again[best]
+
+
+def chosen(rule: Rule) -> dict[str, Any]:
+    """What differs from the defaults."""
+    return {one.name: asdict(rule)[one.name] for one in fields(rule) if getattr(rule, one.name) != one.default}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Tunes each rule, and writes what `evaluate --config` reads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a YAML file")
+    parser.add_argument("--hosts", type=int, default=HOSTS, help="on which every setting is tried")
+    parser.add_argument("--seed", type=int, default=0, help="of the hosts")
+    given = parser.parse_args(args)
+    torch.set_num_threads(1)
+    pool = open_data(given.config).make_pool(given.hosts)
+    how = f"--hosts {given.hosts} --seed {given.seed}"
+    said = [f"# Rules tuned on training hosts of {given.config.name} by benchmarks/tune.py ({how})."]
+    best: dict[str, dict[str, Any]] = {}
+    for name, rules in settings_of(pool).items():
+        rule, objective = tune(pool, rules, given.seed)
+        best[name] = chosen(rule)
+        said.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
+        print(said[-1].removeprefix("# "), flush=True)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text("\n".join(said) + "\n" + yaml.safe_dump({"evaluation": best}, default_flow_style=None))
+
+
+if __name__ == "__main__":
+    main()

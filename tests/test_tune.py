@@ -1,0 +1,73 @@
+"""benchmarks/tune.py: rules get the settings that serve them best, on training hosts alone."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from benchmarks import tune
+from esper_lightning.__main__ import main
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.tamiyo.climbing import ClimbingConfig
+from esper_lightning.tamiyo.periodic import PeriodicConfig
+from tests.runs import CONFIGS
+
+MakePool = Callable[..., HostPool]
+
+
+def test_all_settings_differ_and_can_be_played(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    for rules in tune.settings_of(pool).values():
+        assert len({repr(rule) for rule in rules}) == len(rules) > 10
+        for rule in rules:
+            tune.controller_of(rule).reset(pool)
+
+
+def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_member(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FamilyConfig(train=[{"objective.price": [0.5, 0.9]}])
+    pool = make_pool(4, family=family, horizon=6, objective=ObjectiveConfig(price=0.5))
+    met: list[int] = []
+    real = pool.reset
+
+    def watched(seeds: Sequence[int]) -> Any:
+        met.extend(seeds)
+        return real(seeds)
+
+    monkeypatch.setattr(pool, "reset", watched)
+    # Growth is ruinous, so who grows least is best; the last one has no time to grow more than once.
+    dear, cheap = PeriodicConfig(every=1, blueprints=["conv_light"]), PeriodicConfig(every=5, blueprints=["norm"])
+    best, objective = tune.tune(pool, [dear, cheap, dear], seed=3)
+
+    assert best == cheap and -0.5 < objective < 1.0
+    assert not any(seed % 2 for seed in met), "odd ones are for evaluations"
+    prices = [pool.bench.family.draw(seed).price for seed in met[:4]]
+    assert sorted(prices) == [0.5, 0.5, 0.9, 0.9]
+    assert len(set(met)) == 4 * (1 + tune.ROUNDS), "finalists meet others"
+
+
+def test_the_file_is_one_that_the_command_line_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {
+        "periodic": [PeriodicConfig(every=2, blueprints=["norm"])],
+        "climbing": [ClimbingConfig(order="cheapest", patience=1)],
+    }
+    monkeypatch.setattr(tune, "settings_of", lambda pool: few)
+    smoke, out = str(CONFIGS / "smoke.yaml"), tmp_path / "settings" / "smoke.yaml"
+    tune.main(["--config", smoke, "--out", str(out), "--hosts", "2"])
+
+    assert "# periodic: " in out.read_text()
+    said = StringIO()
+    with pytest.raises(SystemExit), redirect_stdout(said), patch.object(sys, "argv", sys.argv[:1]):
+        main(["evaluate", "--config", smoke, "--config", str(out), "--print_config"])
+    evaluation = yaml.safe_load(said.getvalue())["evaluation"]
+    assert evaluation["periodic"] == {"every": 2, "blueprints": ["norm"]}
+    assert (evaluation["climbing"]["order"], evaluation["climbing"]["patience"]) == ("cheapest", 1)
