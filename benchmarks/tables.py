@@ -18,7 +18,7 @@ import numpy as np
 
 from esper_lightning.evaluation.intervals import Interval, mean_interval, ratio_interval
 
-KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils")
+KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
 
 TAMIYO, SMALL, BIG = "tamiyo", "small static", "static tamiyo"
 

@@ -155,13 +155,14 @@ def test_the_memory_of_a_long_run_is_looked_at(
 def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
     source, kept = tmp_path / "evaluation.csv", tmp_path / "kept.csv"
     tables = script("tables")
-    rows = ["controller,training_seed,host,host_seed,member,accuracy,parameters,objective,fossils"]
+    rows = ["controller,training_seed,host,host_seed,member,accuracy,parameters,objective,fossils,flops"]
     worth = {("tamiyo", "0"): [0.6, 0.8], ("tamiyo", "1"): [0.7, 0.9], ("wait", ""): [0.2, 0.6]}
     for (name, seed), objectives in worth.items():
-        rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1" for host, value in enumerate(objectives)]
+        rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1,{1e9 + host}" for host, value in enumerate(objectives)]
     source.write_text("\n".join(rows) + "\n")
     tables.main(["keep", str(source), str(kept)])
     assert "member" not in kept.read_text()
+    assert tables.read(kept, "flops")["wait"][""].tolist() == [1e9, 1e9]
     results = tables.read(kept)
     assert results["tamiyo"]["1"].tolist() == [0.7, 0.9]
     head, _, ours, wait = tables.markdown(results)
@@ -219,3 +220,12 @@ def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
     there = [line for line in lines if line in page]
 
     assert len(there) > 7
+
+
+def test_the_pages_training_compute_is_that_of_the_kept_results() -> None:
+    flops = script("tables").read(ROOT / "benchmarks" / "results" / "family.csv", "flops")
+    grown, big = (np.mean(list(flops[name].values())) for name in ("tamiyo", "static tamiyo"))
+    pages = [(ROOT / "docs" / "benchmarks.md").read_text(), (ROOT / "README.md").read_text()]
+
+    assert f"Growing took {grown / big:.2f} times the training FLOPs of the big network" in pages[0]
+    assert f"at {grown / big:.2f} times the cost" in pages[1]
