@@ -82,6 +82,17 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     files = {path.name for path in (tmp_path / "out").glob("best_schedule*.json")}
     assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
 
+    # The same again from the files, without a search.
+    monkeypatch.setattr(comparison, "search", None)
+    call(
+        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
+        *("--evaluation.hosts", "6", "--evaluation.search.found", str(tmp_path / "out")),
+        *("--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "again")),
+    )
+    again = json.loads((tmp_path / "again" / "evaluation.json").read_text())["controllers"]
+    for name, row in summary["controllers"].items():
+        assert again[name]["objective"] == row["objective"]
+
 
 @pytest.mark.parametrize(
     ("args", "said"),
@@ -89,6 +100,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (("--evaluation.against", "[]"), "wants a rule for its twin"),
         (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
+        (("--evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
         (
             ("--evaluation.against", "[best per price]", "--evaluation.search.steps", "960"),
             "'best per price' must be searched first; set evaluation.search.per_price",

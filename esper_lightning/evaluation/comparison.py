@@ -20,7 +20,14 @@ from esper_lightning.evaluation.rules import (
     make_rules,
     read_schedules,
 )
-from esper_lightning.evaluation.search import SearchConfig, prices_of, search, search_per_price
+from esper_lightning.evaluation.search import (
+    BestSchedules,
+    SearchConfig,
+    prices_of,
+    read_best_schedules,
+    search,
+    search_per_price,
+)
 from esper_lightning.evaluation.static import Static, affordable_ticks
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.climbing import ClimbingConfig
@@ -136,6 +143,7 @@ class Comparison:
         self.seed = seed
         self.credit = credit
         self.search = search
+        self.found = None if search is None or search.found is None else read_best_schedules(search.found)
         self.against = against
         self.controls = controls
         self.held_out = held_out
@@ -151,7 +159,8 @@ class Comparison:
         for name in against or ():
             if name not in known:
                 raise ValueError(f"evaluation.against: unknown controller {name!r}; {nearest(name, known)}")
-        for name, there in ((BEST, search is not None), (PER_PRICE, search is not None and search.per_price)):
+        per_price = search is not None and (search.per_price if self.found is None else bool(self.found.per_price))
+        for name, there in ((BEST, search is not None), (PER_PRICE, per_price)):
             if name in (against or ()) and not there:
                 setting = "search.steps" if name == BEST else "search.per_price"
                 raise ValueError(f"evaluation.against: {name!r} must be searched first; set evaluation.{setting}")
@@ -167,7 +176,9 @@ class Comparison:
     def check(self, pool: HostPool) -> None:
         """Raises ValueError unless the schedules are for hosts like the pool's, and the hosts asked for are there."""
         check_schedules(self.schedules, pool)
-        if self.search is not None and self.search.per_price:
+        if self.found is not None:
+            check_schedules(self.found.by_file(), pool)
+        elif self.search is not None and self.search.per_price:
             prices_of(pool)
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
@@ -186,21 +197,29 @@ class Comparison:
         learned = self._learned(pool, seeds, tamiyos, make_pool)
         found = dict(learned.schedules)
         others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
-        if self.search is not None:
-            known = list(dict.fromkeys([*self.schedules.values(), *learned.schedules.values()]))
-            if self.wants(BEST):
-                found["best_schedule"] = search(make_pool(RACERS), self.search, known).schedule
-                others[BEST] = FixedSchedule(found["best_schedule"])
-            if self.search.per_price and self.wants(PER_PRICE):
-                by_price = search_per_price(make_pool(RACERS), self.search, known)
-                found |= {f"best_schedule_price_{price:g}": schedule for price, schedule in by_price.items()}
-                others[PER_PRICE] = FixedPerPrice(by_price)
+        best = self._searched(make_pool, [*self.schedules.values(), *learned.schedules.values()])
+        found |= best.by_file()
+        if best.fixed is not None and self.wants(BEST):
+            others[BEST] = FixedSchedule(best.fixed)
+        if best.per_price and self.wants(PER_PRICE):
+            others[PER_PRICE] = FixedPerPrice(best.per_price)
         rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
         controls = self._controls(pool, seeds, learned.rows[TAMIYO], rules) if self.controls else {}
         blind = {name: learned.rows.pop(name) for name in (REPLAYED, YOKED)}
         rows = learned.rows | rules | blind | controls
         contenders = [Contender(name, outcomes) for name, outcomes in rows.items() if outcomes]
         return Contest(list(tamiyos), seeds, contenders, found, learned.notes, learned.credits)
+
+    def _searched(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
+        """What was found earlier, or is now; as far as it is wanted."""
+        if self.search is None:
+            return BestSchedules(None, {})
+        if self.found is not None:
+            return self.found
+        known = list(dict.fromkeys(known))
+        fixed = search(make_pool(RACERS), self.search, known).schedule if self.wants(BEST) else None
+        wanted = self.search.per_price and self.wants(PER_PRICE)
+        return BestSchedules(fixed, search_per_price(make_pool(RACERS), self.search, known) if wanted else {})
 
     def _learned(
         self, pool: HostPool, seeds: Sequence[int], tamiyos: Sequence[Tamiyo], make_pool: Callable[..., HostPool]

@@ -7,6 +7,7 @@ all races against each other, and against schedules that are known already.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import NamedTuple
 
 from esper_lightning.envs import HostPool
@@ -17,7 +18,10 @@ from esper_lightning.evaluation.plans import Generator, Plan
 from esper_lightning.evaluation.race import Racer
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.replay import FixedSchedule
-from esper_lightning.tamiyo.schedule import Schedule
+from esper_lightning.tamiyo.schedule import Schedule, read_schedule
+
+BEST_FILE, PRICED = "best_schedule", "best_schedule_price_"
+"""Names of the files of what was found; a price follows the second."""
 
 FINALS = 2
 """Episodes of the pool, for each member, for the winners' race: all of them, then the best."""
@@ -43,6 +47,10 @@ class SearchConfig:
     """Search a schedule for each price that members of the family have, too: with as many steps again, shared out
     between the prices. It is what can be known of a host before it begins."""
 
+    found: str | None = None
+    """Folder in which an earlier comparison has left the schedules that it found: they are played, and nothing is
+    searched, whatever the other settings say."""
+
     explore: float = 0.13
     """Share of the budget for the first sight of random candidates, one host of each member."""
 
@@ -67,6 +75,33 @@ class SearchConfig:
         for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class BestSchedules(NamedTuple):
+    """What is played of all that was searched."""
+
+    fixed: Schedule | None
+    """For all hosts."""
+    per_price: dict[float, Schedule]
+    """For those of each price; empty where it was not searched."""
+
+    def by_file(self) -> dict[str, Schedule]:
+        """By the names of their files."""
+        named = {f"{PRICED}{price:g}": schedule for price, schedule in self.per_price.items()}
+        return named if self.fixed is None else {BEST_FILE: self.fixed} | named
+
+
+def read_best_schedules(folder: str | Path) -> BestSchedules:
+    """From the files that a comparison has left. Raises ValueError, naming the file, if one cannot be read."""
+    folder = Path(folder)
+    files = sorted(folder.glob(f"{PRICED}*.json"))
+    prices = {}
+    for file in files:
+        try:
+            prices[float(file.stem.removeprefix(PRICED))] = read_schedule(file)
+        except ValueError as error:
+            raise ValueError(f"search.found: {error}") from error
+    return BestSchedules(read_schedule(folder / f"{BEST_FILE}.json"), prices)
 
 
 class Found(NamedTuple):
