@@ -3,13 +3,14 @@
     python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
     esper-lightning evaluate --config configs/digits.yaml --config benchmarks/settings/digits.yaml --ckpt_path …
 
-All settings of a rule are played on the same hosts, equally many of each member of a family, and judged by validation
-images; the best few again on twice as many others. No host or image of an evaluation has a part in it.
+All settings of a rule are played on the same hosts, equally many of each member of a family (so rather more than asked
+for), and judged by validation images; the best few again on twice as many others. No host or image of an evaluation has
+a part in it.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -79,28 +80,23 @@ def worth(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
     return float(np.mean(found))
 
 
-def hosts_of(pool: HostPool, seed: int, number: int) -> list[int]:
-    """Seeds of training hosts."""
+def hosts_of(pool: HostPool, seed: int) -> list[int]:
+    """Seeds of training hosts, one for each environment of the pool, which are equally many for each member."""
     members = len(pool.bench.family.members)
+    assert pool.n_envs % members == 0
     if members == 1:
-        return episode_seeds(seed, TRAINING, 0, number)
-    each = -(-number // members)
-    return draw_hosts(pool, each, Random(f"tune {seed}")).T.ravel()[:number].tolist()
+        return episode_seeds(seed, TRAINING, 0, pool.n_envs)
+    return draw_hosts(pool, pool.n_envs // members, Random(f"tune {seed}")).ravel().tolist()
 
 
 def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]:
     """The best of them, and its objective on the finalists' hosts."""
-    first, *others = (hosts_of(pool, seed + i, pool.n_envs) for i in range(1 + ROUNDS))
+    first, *others = (hosts_of(pool, seed + i) for i in range(1 + ROUNDS))
     scores = [worth(pool, rule, [first]) for rule in rules]
     finalists = [rules[i] for i in np.argsort(scores)[::-1][:FINALISTS]]
     again = [worth(pool, rule, others) for rule in finalists]
     best = int(np.argmax(again))
     return finalists[best], again[best]
-
-
-def chosen(rule: Rule) -> dict[str, Any]:
-    """What differs from the defaults."""
-    return {one.name: asdict(rule)[one.name] for one in fields(rule) if getattr(rule, one.name) != one.default}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -112,13 +108,17 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the hosts")
     given = parser.parse_args(args)
     torch.set_num_threads(1)
-    pool = open_data(given.config).make_pool(given.hosts)
+    data = open_data(given.config)
+    if len(data.pools) > 1:
+        parser.error(f"{given.config} has hosts of several tasks; tune the rules for each in a config of its own")
+    members = len(data.pool.bench.family.members)
+    pool = data.make_pool(-(-given.hosts // members) * members)
     how = f"--hosts {given.hosts} --seed {given.seed}"
     said = [f"# Rules tuned on training hosts of {given.config.name} by benchmarks/tune.py ({how})."]
     best: dict[str, dict[str, Any]] = {}
     for name, rules in settings_of(pool).items():
         rule, objective = tune(pool, rules, given.seed)
-        best[name] = chosen(rule)
+        best[name] = asdict(rule)
         said.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
         print(said[-1].removeprefix("# "), flush=True)
     given.out.parent.mkdir(parents=True, exist_ok=True)

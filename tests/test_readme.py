@@ -73,3 +73,12 @@ def test_the_lead_over_the_best_schedule_that_is_known_is_said() -> None:
     best = max(schedules, key=lambda theirs: theirs.mean())
     leads = [tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values()]
     assert f"it is {leads[0]}, {leads[1]} and {leads[2]}," in README
+    assert f"best schedule known {tables.number(best.mean())}." in (ROOT / "configs" / "digits_family.yaml").read_text()
+
+    held_out = tables.read(ROOT / "benchmarks" / "results" / "family_held_out.csv")
+    (once,) = held_out["conv_light once"].values()
+    assert all(
+        once.mean() >= other.mean() for name in ("replayed", "best fixed found") for other in held_out[name].values()
+    )
+    first, second, third = (tables.number((ours - once).mean()) for ours in held_out["tamiyo"].values())
+    assert f"the best that is known there, it is +{first}, +{second} and +{third}." in README

@@ -1,6 +1,7 @@
 """benchmarks/tune.py: rules get the settings that serve them best, on training hosts alone."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -70,4 +71,27 @@ def test_the_file_is_one_that_the_command_line_reads(tmp_path: Path, monkeypatch
         main(["evaluate", "--config", smoke, "--config", str(out), "--print_config"])
     evaluation = yaml.safe_load(said.getvalue())["evaluation"]
     assert evaluation["periodic"] == {"every": 2, "blueprints": ["norm"]}
+    written = yaml.safe_load(out.read_text())["evaluation"]
+    assert written == {name: evaluation[name] for name in written}, "whole, so that nothing of another config is left"
     assert (evaluation["climbing"]["order"], evaluation["climbing"]["patience"]) == ("cheapest", 1)
+
+
+def test_hosts_of_several_tasks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tune.main(["--config", str(CONFIGS / "mixed.yaml"), "--out", str(tmp_path / "out.yaml"), "--hosts", "2"])
+    assert ended.value.code == 2
+    assert "several tasks; tune the rules for each in a config of its own" in capsys.readouterr().err
+
+
+def test_hosts_are_rounded_up_to_equally_many_of_each_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def watched(pool: HostPool, rules: Sequence[tune.Rule], seed: int) -> tuple[tune.Rule, float]:
+        hosts = tune.hosts_of(pool, seed)
+        seen.extend(Counter(str(pool.bench.family.draw(host)) for host in hosts).values())
+        return rules[0], 0.5
+
+    monkeypatch.setattr(tune, "tune", watched)
+    tune.main(["--config", str(CONFIGS / "digits_family.yaml"), "--out", str(tmp_path / "out.yaml"), "--hosts", "20"])
+
+    assert seen and set(seen) == {2}

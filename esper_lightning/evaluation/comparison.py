@@ -1,6 +1,8 @@
 """A comparison: who takes part, and how all are played on the same hosts. S training seeds, H hosts."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from esper_lightning.evaluation.rules import (
 from esper_lightning.evaluation.search import (
     BestSchedules,
     SearchConfig,
-    prices_of,
+    check_budget,
     read_best_schedules,
     search,
     search_per_price,
@@ -34,7 +36,7 @@ from esper_lightning.tamiyo.climbing import ClimbingConfig
 from esper_lightning.tamiyo.controller import Controller
 from esper_lightning.tamiyo.heuristic import HeuristicConfig
 from esper_lightning.tamiyo.periodic import PeriodicConfig
-from esper_lightning.tamiyo.replay import FixedPerPrice, FixedSchedule, Recording, most_common, yoked
+from esper_lightning.tamiyo.replay import FixedPerPrice, FixedSchedule, Recording, most_common, prices_in, yoked
 from esper_lightning.tamiyo.schedule import Schedule
 
 TAMIYO = "tamiyo"
@@ -178,8 +180,8 @@ class Comparison:
         check_schedules(self.schedules, pool)
         if self.found is not None:
             check_schedules(self.found.by_file(), pool)
-        elif self.search is not None and self.search.per_price:
-            prices_of(pool)
+        elif self.search is not None and (self.wants(BEST) or self.wants(PER_PRICE)):
+            check_budget(replace(self.search, per_price=self.search.per_price and self.wants(PER_PRICE)), pool, RACERS)
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
                 "evaluation.held_out: there are no held-out members; name some in data.env.family.held_out"
@@ -246,11 +248,14 @@ class Comparison:
             others = {
                 "sampled": tamiyo.sampled(self.seed),
                 REPLAYED: FixedSchedule(common),
-                YOKED: FixedSchedule(yoked(schedules, outcome.members)),
+                YOKED: FixedSchedule(yoked(schedules, outcome.members, prices_in(pool))),
             }
             for other, controller in others.items():
                 if self.wants(other):
                     learned.rows[other].append(play(pool, other, controller, seeds))
+        alone = sum(number == 1 for number in Counter(learned.rows[TAMIYO][0].members).values())
+        if alone and self.wants(YOKED):
+            learned.notes.append(f"{alone} of {self.hosts} hosts were alone of their kind and yoked to themselves")
         return learned
 
     def _controls(

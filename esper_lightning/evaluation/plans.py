@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
@@ -58,6 +57,8 @@ class Generator:
         }
         self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
         slots = len(self.slots)
+        self.closed = 1 + pool.config.lifecycle.embargo_ticks
+        """Ticks from a seed's being culled to the next one's germination."""
         self.wide = min(slots, max_seeds or slots, pool.config.actions.max_seeds or slots)
         self.most = max_seeds or 2 * slots
         self.last_tick = {
@@ -142,13 +143,21 @@ class Generator:
         return self.random.choice(self.slots if len(used) < self.wide else [s for s in self.slots if s in used])
 
     def _plan(self, seeds: list[Sprout], late: bool) -> Plan:
-        """In order; a seed makes way for the next one in its slot."""
-        found = []
+        """In order; a seed makes way for the next one in its slot, which begins when the slot is open again, or not at
+        all if there is no time left then."""
+        found: list[Sprout] = []
         for slot in self.slots:
-            own = sorted({seed.tick: seed for seed in seeds if seed.slot == slot}.values(), key=lambda seed: seed.tick)
-            for seed, following in pairwise(own):
-                found.append(seed._replace(culled=min(seed.culled or following.tick, following.tick)))
-            found += own[-1:]
+            own: list[Sprout] = []
+            for seed in sorted((seed for seed in seeds if seed.slot == slot), key=lambda seed: seed.tick):
+                if not own:
+                    own.append(seed)
+                    continue
+                last = own[-1]
+                culled = max(last.tick + 1, min(last.culled or seed.tick, seed.tick))
+                tick = max(seed.tick, culled + self.closed)
+                if tick <= self.last_tick[seed.tempo] and (seed.culled is None or tick < seed.culled):
+                    own[-1:] = [last._replace(culled=culled), seed._replace(tick=tick)]
+            found += own
         return Plan(tuple(found), late)
 
     def schedule(self, plan: Plan) -> Schedule:

@@ -36,6 +36,7 @@ class Racer:
         self.seed = seed
         self.left = episodes
         self.spent = 0
+        self.met: set[Schedule] = set()
         self.one_in = one_in
 
     @property
@@ -44,20 +45,20 @@ class Racer:
 
     def affordable(self, episodes: int) -> int:
         """Candidates that so many episodes give a first look: a host of each member."""
-        return episodes * self.pool.n_envs // self.members
+        return max(0, episodes) * self.pool.n_envs // self.members
 
     def race(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
         """The numbers of the schedules from best to worst; who got further is better.
 
-        The last stage is the one with `decisive` hosts of each member, or after which a `reserve` of episodes is left.
-        None: with two candidates or so, and each stage may take half of the budget that is left. If that does not allow
-        all a first look, the last ones are left out.
+        The last stage is the one with `decisive` hosts of each member. None: the one with two candidates or so, and
+        each stage may take half of the budget that is left. A `reserve` of episodes is not touched. If the rest does
+        not allow all a first look, the last ones are left out.
         """
-        alive = list(range(len(schedules)))[: self.affordable(self.left)]
+        alive = list(range(len(schedules)))[: self.affordable(self.left - reserve)]
         scores: dict[int, list[float]] = {i: [] for i in alive}
         out: list[int] = []
         hosts = 0
-        while self.affordable(self.left) >= len(alive) and (len(alive) > 1 or not hosts):
+        while alive and self.affordable(self.left - reserve) >= len(alive) and (len(alive) > 1 or not hosts):
             room = 1 if decisive is not None else max(1, self.left // 2)
             measured = self._stage([schedules[i] for i in alive], room)
             hosts = measured.shape[1]
@@ -65,7 +66,7 @@ class Racer:
                 scores[i] += row.tolist()
             # Everyone here has met the same hosts since the race began.
             alive.sort(key=lambda i: -float(np.mean(scores[i])))
-            if (decisive is not None and hosts >= decisive * self.members) or self.left <= reserve:
+            if decisive is not None and hosts >= decisive * self.members:
                 break
             survivors = -(-len(alive) // self.one_in)
             alive, out = alive[:survivors], alive[survivors:] + out
@@ -79,6 +80,7 @@ class Racer:
             seeds = episode_seeds(self.seed, TRAINING, self.spent, each)
         else:
             seeds = draw_hosts(self.pool, each, Random(f"{self.seed} {self.spent}"), self.among).ravel().tolist()
+        self.met.update(schedules)
         cells = [(schedule, seed) for schedule in schedules for seed in seeds]
         episodes = -(-len(cells) // n_envs)
         self.left -= episodes

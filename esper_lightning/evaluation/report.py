@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from esper_lightning.evaluation import intervals
-from esper_lightning.evaluation.comparison import Contender, Contest
+from esper_lightning.evaluation.comparison import REPLAYED, YOKED, Contender, Contest
 from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
 from esper_lightning.growth.saving import replace_file
 from esper_lightning.tamiyo.schedule import write_schedule
@@ -129,7 +129,7 @@ def host_rows(contest: Contest) -> list[list[str]]:
 
 def is_trained(contest: Contest, contender: Contender) -> bool:
     """Does the row depend on a checkpoint?"""
-    names = (contest.ours.name, "sampled", "replayed")
+    names = (contest.ours.name, "sampled", REPLAYED, YOKED)
     return contender.name in names or contender.name.startswith(f"static {contest.ours.name}")
 
 

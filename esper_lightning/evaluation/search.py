@@ -4,6 +4,7 @@ Random plans are raced first; then, again and again, the best ones against their
 all races against each other, and against schedules that are known already.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -131,7 +132,7 @@ def search(
     Args:
         pool: The hosts.
         config: How it searches.
-        known: Schedules that take part in the last race, whoever made them.
+        known: Schedules that take part in the last race, whoever made them, if the budget allows one.
         among: Members of the pool's family that it is searched for. None: all.
     """
     episode = pool.n_envs * pool.config.horizon
@@ -152,28 +153,31 @@ def search(
         return [plans[i] for i in racer.race([generator.schedule(plan) for plan in plans], **end)]
 
     finals = min(FINALS * racer.members, max(FINALS, episodes // 4))
+    finals = finals if racer.affordable(episodes - finals) else 0
     first = max(1, racer.affordable(max(1, round(config.explore * episodes))))
     best = race(generator.distinct(first, tried), decisive=config.decisive, reserve=finals)
     size = max(2, pool.n_envs // 2)
     winners: list[Plan] = []
-    while racer.left > finals and racer.affordable(racer.left) > 1:
-        parents = best[: min(config.elites, size // 2)]
+    while (room := min(size, racer.affordable(racer.left - finals))) > 1:
+        parents = best[: min(config.elites, room // 2)]
         winners = [*parents[:WINNERS], *winners]
-        children = generator.distinct(size - len(parents), tried, parents)
+        children = generator.distinct(room - len(parents), tried, parents)
         best = race([*parents, *children], decisive=config.decisive, reserve=finals)
     winners = list(dict.fromkeys([*best[:WINNERS], *winners]))[: max(2, pool.n_envs // config.decisive)]
-    last = list(dict.fromkeys([*known, *map(generator.schedule, winners)]))
+    first_one, *others = map(generator.schedule, winners)
+    # In this order they are given up where the budget does not allow all of them a look.
+    last = list(dict.fromkeys([first_one, *known, *others]))
     if len(last) > 1 and racer.affordable(racer.left) > 1:
         last = [last[i] for i in racer.race(last)]
     fresh = fresh_hosts(pool, config.seed, among)
-    ours, *others = (play(pool, str(i), FixedSchedule(schedule), fresh) for i, schedule in enumerate(last[:2]))
+    ours, *second = (play(pool, str(i), FixedSchedule(schedule), fresh) for i, schedule in enumerate(last[:2]))
     return Found(
         schedule=last[0],
         steps=racer.steps,
-        candidates=len(tried) + len(known),
+        candidates=len(racer.met),
         estimate=mean_interval(ours.objective),
-        lead=paired_difference(ours, others[0]) if others else None,
-        confirmation_steps=(1 + len(others)) * episode,
+        lead=paired_difference(ours, second[0]) if second else None,
+        confirmation_steps=(1 + len(second)) * episode,
     )
 
 
@@ -185,12 +189,39 @@ def fresh_hosts(pool: HostPool, seed: int, among: Sequence[Member] | None) -> li
     return list(islice(theirs, pool.n_envs))
 
 
+def price_of(member: Member, pool: HostPool) -> float:
+    """What its hosts pay for parameters."""
+    return pool.config.objective.price if member.price is None else member.price
+
+
 def prices_of(pool: HostPool) -> list[float]:
-    """Of members of its family. Raises ValueError if they do not differ."""
-    prices = sorted({member.price for member in pool.bench.family.members if member.price is not None})
+    """Of members of its family. Raises ValueError if they do not differ, or there is one for every host."""
+    if pool.config.objective.price_to is not None:
+        raise ValueError(
+            f"search.per_price: every host has a price of its own; leave out objective.price_to and name some in "
+            f"data.env.family, as {PRICE}"
+        )
+    prices = sorted({price_of(member, pool) for member in pool.bench.family.members})
     if len(prices) < 2:
         raise ValueError(f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE}")
     return prices
+
+
+def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
+    """Raises ValueError if a search, or one for each price, in `n_envs` environments cannot see a schedule on one host
+    of each member."""
+    members = pool.bench.family.members
+    shares = {"steps": len(members)}
+    if config.per_price:
+        shares["per_price"] = max(Counter(price_of(member, pool) for member in members).values())
+    for setting, most in shares.items():
+        searches = len(prices_of(pool)) if setting == "per_price" else 1
+        least = searches * -(-most // n_envs) * n_envs * pool.config.horizon
+        if config.steps < least:
+            raise ValueError(
+                f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
+                f"side, takes {least}" + (f", for {searches} prices apart" if searches > 1 else "")
+            )
 
 
 def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
@@ -200,4 +231,8 @@ def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Sched
     """
     prices, members = prices_of(pool), pool.bench.family.members
     share = replace(config, steps=config.steps // len(prices))
-    return {price: search(pool, share, known, [m for m in members if m.price == price]).schedule for price in prices}
+    found = {}
+    for price in prices:
+        theirs = [member for member in members if price_of(member, pool) == price]
+        found[price] = search(pool, share, known, theirs).schedule
+    return found

@@ -56,6 +56,11 @@ class FixedSchedule:
         return WAIT
 
 
+def prices_in(pool: HostPool) -> list[float]:
+    """What parameters cost in each environment's episode."""
+    return [env.prices(pool.config.objective).parameters for env in pool.envs]
+
+
 class FixedPerPrice(FixedSchedule):
     """Does what is written for a host's price, the nearest one that something is written for: all that can be known of
     a host before it begins.
@@ -69,8 +74,9 @@ class FixedPerPrice(FixedSchedule):
         self.by_price = dict(schedules)
 
     def reset(self, pool: HostPool) -> None:
-        prices = [env.prices(pool.config.objective).parameters for env in pool.envs]
-        self.schedules = [self.by_price[min(self.by_price, key=lambda known: abs(known - own))] for own in prices]
+        self.schedules = [
+            self.by_price[min(self.by_price, key=lambda known: abs(known - own))] for own in prices_in(pool)
+        ]
         super().reset(pool)
 
 
@@ -114,12 +120,12 @@ def most_common(schedules: Sequence[Schedule]) -> tuple[Schedule, int]:
     return Counter(schedules).most_common(1)[0]
 
 
-def yoked(schedules: Sequence[Schedule], kinds: Sequence[str]) -> list[Schedule]:
-    """For every host what was done to the next one of its kind (the last one's is the first); to itself, where it is
-    the only one."""
+def yoked(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:
+    """For every host what was done to the next one of its kind, in the order of their prices (the last one's is the
+    first); to itself, where it is the only one."""
     given = list(schedules)
     for kind in set(kinds):
-        same = [host for host, other in enumerate(kinds) if other == kind]
+        same = sorted((host for host, other in enumerate(kinds) if other == kind), key=lambda host: prices[host])
         for host, following in zip(same, same[1:] + same[:1], strict=True):
             given[host] = schedules[following]
     return given

@@ -42,7 +42,8 @@ def check(plan: Plan, pool: HostPool) -> None:
     assert plan.seeds
     for seed, following in pairwise(plan.seeds):
         if seed.slot == following.slot:
-            assert seed.culled is not None and seed.culled <= following.tick, "it makes way"
+            closed = 1 + pool.config.lifecycle.embargo_ticks
+            assert seed.culled is not None and seed.culled + closed <= following.tick, "it makes way"
     for seed in plan.seeds:
         assert seed.blueprint in pool.space.blueprint
         assert seed.style in pool.space.style and seed.tempo in pool.space.tempo
@@ -96,7 +97,7 @@ def test_a_child_has_in_every_slot_what_one_of_its_parents_has_but_for_one_chang
         child = generator.child(one, other)
         check(child, pool)
         news.append(len(set(child.seeds) - set(one.seeds) - set(other.seeds)))
-    assert set(news) == {0, 1, 2}, "two where one makes way for another"
+    assert {0, 1} <= set(news) <= {0, 1, 2}, "two where one makes way for another"
 
 
 def test_what_is_known_is_not_tried_again(generator: Generator, drawn: list[Plan]) -> None:
@@ -132,7 +133,8 @@ def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
     """Whatever the heads on offer; unless so much is due at once that time runs out. The pool raises at a mask."""
     roomy = [plan for plan in drawn if len(plan.seeds) <= 2 and max(seed.tick for seed in plan.seeds) <= 3]
     one, other = (Sprout(SLOT, name, pool.space.style[0], "FAST", 0, 2) for name in generator.growable[SLOT][:2])
-    relay = Plan((one, other._replace(tick=2, culled=None)), late=False)
+    relay = generator._plan([one, other._replace(tick=2, culled=None)], late=False)
+    assert [(seed.tick, seed.culled) for seed in relay.seeds] == [(0, 2), (4, None)], "two ticks till it is open again"
     roomy = [relay, *(plan for plan in roomy if any(seed.culled for seed in plan.seeds)), *roomy]
     plans = roomy[: pool.n_envs]
     controller = FixedSchedule([generator.schedule(plan) for plan in plans])

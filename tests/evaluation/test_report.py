@@ -47,6 +47,7 @@ def contest(training_seeds: Sequence[int | None]) -> Contest:
             Contender("tamiyo", [outcome("tamiyo", row, 400) for row in trained]),
             Contender("random", [outcome("random", host, 390)]),
             Contender("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)]),
+            Contender("yoked", [outcome("yoked", row - 0.05 * random.uniform(size=HOSTS), 400) for row in trained]),
             Contender("static tamiyo", [outcome("static tamiyo", row + 0.2, 400) for row in trained]),
         ],
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
@@ -73,7 +74,7 @@ def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Contest
     expected = [(c, i, host) for c in played.contenders for i in range(len(c.outcomes)) for host in range(HOSTS)]
     assert len(rows) == len(expected)
     for row, (contender, i, host) in zip(rows, expected, strict=True):
-        trained = contender.name.endswith("tamiyo")
+        trained = contender.name.endswith("tamiyo") or contender.name == "yoked"
         seed = played.tamiyos[i].training_seed if trained else None
         assert (row["controller"], row["training_seed"]) == (contender.name, "" if seed is None else str(seed))
         assert (row["host"], row["host_seed"]) == (str(host), str(101 + 2 * host))

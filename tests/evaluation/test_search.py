@@ -1,7 +1,7 @@
 """The search for the best fixed schedule, on real hosts."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,14 @@ from esper_lightning.evaluation.compare import play
 from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.evaluation.plans import Generator, Plan, Sprout
 from esper_lightning.evaluation.race import Racer
-from esper_lightning.evaluation.search import Found, SearchConfig, search, search_per_price
+from esper_lightning.evaluation.search import (
+    Found,
+    SearchConfig,
+    check_budget,
+    prices_of,
+    search,
+    search_per_price,
+)
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.replay import FixedSchedule
@@ -219,15 +226,50 @@ def test_where_all_hosts_have_one_price_there_is_nothing_to_search_by(pool: Host
         search_per_price(pool, SearchConfig(steps=36 * EPISODE))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_schedule_that_is_known_already_wins_where_the_search_finds_no_better_one(
-    pool: HostPool, dear_and_free: list[Schedule], seed: int
-) -> None:
-    short = SearchConfig(steps=2 * EPISODE, decisive=4, seed=seed, max_seeds=1)
-    alone, helped = search(pool, short), search(pool, short, dear_and_free)
+def test_a_member_whose_price_is_no_fact_has_that_of_the_settings(make_pool: MakePool) -> None:
+    family = FamilyConfig(train=[{"training.lr": [0.01]}, {"training.lr": [0.02], "objective.price": [1.0]}])
+    mixed = make_pool(2, family=family, objective=ObjectiveConfig(price=0.25))
 
-    assert helped.schedule == dear_and_free[1] != alone.schedule
-    assert helped.candidates == alone.candidates + 2
+    assert prices_of(mixed) == [0.25, 1.0]
+    assert list(search_per_price(mixed, SearchConfig(steps=2 * 2 * 6))) == [0.25, 1.0]
+
+
+def test_prices_of_every_host_alone_cannot_be_searched_by(make_pool: MakePool) -> None:
+    drawn = make_pool(2, objective=ObjectiveConfig(price=0.1, price_to=0.3))
+
+    with pytest.raises(ValueError, match=r"every host has a price of its own; leave out objective\.price_to"):
+        prices_of(drawn)
+
+
+@pytest.mark.parametrize(("per_price", "least"), [(False, 2 * 12), (True, 3 * 12)])
+def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_do(
+    varied: HostPool, per_price: bool, least: int
+) -> None:
+    """Three members in two environments take two episodes of six ticks; one for each of three prices, three."""
+    check_budget(SearchConfig(steps=least, per_price=per_price), varied, n_envs=2)
+
+    with pytest.raises(ValueError, match=rf"search\.steps is {least - 1}; .* takes {least}"):
+        check_budget(SearchConfig(steps=least - 1, per_price=per_price), varied, n_envs=2)
+
+
+@pytest.mark.parametrize("hosts", ["pool", "varied"])
+@pytest.mark.parametrize("episodes", [1, 2, 3, 4, 5, 8, 13, 30])
+def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
+    request: pytest.FixtureRequest, hosts: str, episodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool: HostPool = request.getfixturevalue(hosts)
+    known = Schedule(SLOTS, ())
+    config = SearchConfig(steps=episodes * EPISODE, decisive=4)
+    for worth in (9.0, -9.0):
+
+        def judged(_: HostPool, cells: Sequence[tuple[Schedule, int]], worth: float = worth) -> list[float]:
+            return [worth if schedule == known else len(schedule.entries) / 100.0 for schedule, _ in cells]
+
+        monkeypatch.setattr(race_module, "play_cells", judged)
+        found = search(pool, config, [known, known])
+
+        assert found.steps <= config.steps
+        assert (found.schedule == known) == (worth > 0.0 and episodes >= 3), "before that there is no last race"
 
 
 def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:

@@ -177,9 +177,9 @@ def test_a_schedule_plays_where_only_some_heads_are_offered(make_pool: Callable[
 def test_a_host_is_yoked_to_the_next_one_of_its_kind() -> None:
     a, b, c, d, e = (schedule(grow(tick, "block3")) for tick in range(5))
 
-    assert yoked([a, b, c, d, e], ["x", "y", "x", "x", "z"]) == [c, b, d, a, e]
-    assert yoked([a, b, c], ["x"] * 3) == [b, c, a]
-    assert yoked([], []) == []
+    assert yoked([a, b, c, d, e], ["x", "y", "x", "x", "z"], [0.1] * 5) == [c, b, d, a, e]
+    assert yoked([a, b, c], ["x"] * 3, [0.1, 0.3, 0.2]) == [c, a, b], "in the order of prices"
+    assert yoked([], [], []) == []
 
 
 def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: Callable[..., HostPool]) -> None:
