@@ -34,7 +34,7 @@ from tests.tasks.stored import write_cifar10
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
 RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
-CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed", "static tamiyo", "static tamiyo, equal FLOPs"]
+CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed", "yoked", "static tamiyo", "static tamiyo, equal FLOPs"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
 ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {

@@ -81,7 +81,7 @@ def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: 
     best = next(name.removeprefix("static ") for name in by_name if name.startswith("static ") and "tamiyo" not in name)
     assert best in HAND_WRITTEN
     statics = [f"static {name}{how}" for name in ("tamiyo", best) for how in ("", ", equal FLOPs")]
-    assert list(by_name) == ["tamiyo", "sampled", *rules, "replayed", *statics]
+    assert list(by_name) == ["tamiyo", "sampled", *rules, "replayed", "yoked", *statics]
     hosts = [row["host_seed"] for row in by_name["tamiyo"]]
     assert len(set(hosts)) == 3
     for name, own in by_name.items():

@@ -146,25 +146,7 @@ def search(
             f"search.steps is {config.steps}; to see a schedule on one host of each of the {racer.members} members of"
             f" the family takes {-(-racer.members // pool.n_envs) * episode}"
         )
-    tried: set[Plan] = set()
-
-    def race(plans: list[Plan], **end: int) -> list[Plan]:
-        tried.update(plans)
-        return [plans[i] for i in racer.race([generator.schedule(plan) for plan in plans], **end)]
-
-    finals = min(FINALS * racer.members, max(FINALS, episodes // 4))
-    finals = finals if racer.affordable(episodes - finals) else 0
-    first = max(1, racer.affordable(max(1, round(config.explore * episodes))))
-    best = race(generator.distinct(first, tried), decisive=config.decisive, reserve=finals)
-    size = max(2, pool.n_envs // 2)
-    winners: list[Plan] = []
-    while (room := min(size, racer.affordable(racer.left - finals))) > 1:
-        parents = best[: min(config.elites, room // 2)]
-        winners = [*parents[:WINNERS], *winners]
-        children = generator.distinct(room - len(parents), tried, parents)
-        best = race([*parents, *children], decisive=config.decisive, reserve=finals)
-    winners = list(dict.fromkeys([*best[:WINNERS], *winners]))[: max(2, pool.n_envs // config.decisive)]
-    first_one, *others = map(generator.schedule, winners)
+    first_one, *others = (generator.schedule(plan) for plan in find_winners(racer, generator, config))
     # In this order they are given up where the budget does not allow all of them a look.
     last = list(dict.fromkeys([first_one, *known, *others]))
     if len(last) > 1 and racer.affordable(racer.left) > 1:
@@ -179,6 +161,31 @@ def search(
         lead=paired_difference(ours, second[0]) if second else None,
         confirmation_steps=(1 + len(second)) * episode,
     )
+
+
+def find_winners(racer: Racer, generator: Generator, config: SearchConfig) -> list[Plan]:
+    """Races plans, then the best ones and their children, again and again; the winners of all races, last race first.
+    What a race of them all takes is left over, where the budget has room for that."""
+    episodes, n_envs = racer.left, racer.pool.n_envs
+    finals = min(FINALS * racer.members, max(FINALS, episodes // 4))
+    finals = finals if racer.affordable(episodes - finals) else 0
+    tried: set[Plan] = set()
+
+    def race(plans: list[Plan]) -> list[Plan]:
+        tried.update(plans)
+        schedules = [generator.schedule(plan) for plan in plans]
+        return [plans[i] for i in racer.race(schedules, config.decisive, finals)]
+
+    first = max(1, racer.affordable(max(1, round(config.explore * episodes))))
+    best = race(generator.distinct(first, tried))
+    size = max(2, n_envs // 2)
+    winners: list[Plan] = []
+    while (room := min(size, racer.affordable(racer.left - finals))) > 1:
+        parents = best[: min(config.elites, room // 2)]
+        winners = [*parents[:WINNERS], *winners]
+        children = generator.distinct(room - len(parents), tried, parents)
+        best = race([*parents, *children])
+    return list(dict.fromkeys([*best[:WINNERS], *winners]))[: max(2, n_envs // config.decisive)]
 
 
 def fresh_hosts(pool: HostPool, seed: int, among: Sequence[Member] | None) -> list[int]:
