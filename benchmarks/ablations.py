@@ -21,6 +21,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from esper_lightning.evaluation.publish import wide_console
+
 ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 
 SHORT = ("--trainer.max_epochs", "60")
@@ -118,7 +120,7 @@ def main() -> None:
                 writer.writeheader()
                 writer.writerows(rows)
             Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
-    Console(width=160).print(table(rows))  # a wrapped row is no row of Markdown
+    wide_console().print(table(rows))  # a wrapped row is no row of Markdown
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from lightning import Trainer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.hosts import CASES, training
@@ -26,6 +25,7 @@ from callbacks import RolloutState, Telemetry
 from esper_lightning.cli import make_logger
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.evaluation.publish import wide_console
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
@@ -107,7 +107,7 @@ def main() -> None:
         own = np.mean(run.own[level][FIRST:]) / off.mean()
         cost, bar = taken.mean() / off.mean() - 1.0, f"{BARS[level]:.0%}" if level in BARS else ""
         table.add_row(level, f"{taken.mean():.2f}", f"{cost:+.1%}", f"{low:+.1%} … {high:+.1%}", f"{own:.1%}", bar)
-    Console(width=160).print(table)  # a wrapped row is no row of Markdown
+    wide_console().print(table)  # a wrapped row is no row of Markdown
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.data import HostPoolData
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.race import draw_hosts
-from esper_lightning.rollout import TRAINING, episode_seeds
+from esper_lightning.evaluation.race import draw_hosts, final_objectives
 from esper_lightning.tamiyo.climbing import ClimbingConfig, HillClimbing
 from esper_lightning.tamiyo.controller import Controller
 from esper_lightning.tamiyo.periodic import Periodic, PeriodicConfig
@@ -69,24 +68,14 @@ def controller_of(rule: Rule) -> Controller:
 
 def worth(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
     """Mean objective on validation images over the hosts of so many rounds."""
-    found = []
-    for seeds in rounds:
-        controller = controller_of(rule)
-        pool.reset(seeds)
-        controller.reset(pool)
-        for _ in range(pool.config.horizon):
-            step = pool.step(controller.act(pool))
-        found.append(step.metrics.objective.mean().item())
-    return float(np.mean(found))
+    return float(np.mean([final_objectives(pool, controller_of(rule), seeds) for seeds in rounds]))
 
 
 def hosts_of(pool: HostPool, seed: int) -> list[int]:
     """Seeds of training hosts, one for each environment of the pool, which are equally many for each member."""
-    members = len(pool.bench.family.members)
-    assert pool.n_envs % members == 0
-    if members == 1:
-        return episode_seeds(seed, TRAINING, 0, pool.n_envs)
-    return draw_hosts(pool, pool.n_envs // members, Random(f"tune {seed}")).ravel().tolist()
+    each, rest = divmod(pool.n_envs, len(pool.bench.family.members))
+    assert rest == 0
+    return draw_hosts(pool, each, Random(f"tune {seed}")).ravel().tolist()
 
 
 def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.family import Member
 from esper_lightning.rollout import TRAINING, episode_seeds
+from esper_lightning.tamiyo.controller import Controller
 from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule
 
@@ -107,10 +108,14 @@ def play_cells(pool: HostPool, cells: Sequence[tuple[Schedule, int]]) -> list[fl
     for start in range(0, len(cells), pool.n_envs):
         part = cells[start : start + pool.n_envs]
         schedules, seeds = zip(*part, *[part[0]] * (pool.n_envs - len(part)), strict=True)
-        controller = FixedSchedule(schedules)
-        pool.reset(seeds)
-        controller.reset(pool)
-        for _ in range(pool.config.horizon):
-            result = pool.step(controller.act(pool))
-        found += result.metrics.objective[: len(part)].tolist()
+        found += final_objectives(pool, FixedSchedule(schedules), seeds)[: len(part)]
     return found
+
+
+def final_objectives(pool: HostPool, controller: Controller, seeds: Sequence[int]) -> list[float]:
+    """The objective, by validation images, that each host ends an episode of `controller` with."""
+    pool.reset(seeds)
+    controller.reset(pool)
+    for _ in range(pool.config.horizon):
+        step = pool.step(controller.act(pool))
+    return step.metrics.objective.tolist()

@@ -144,7 +144,7 @@ def search(
     if racer.affordable(episodes) < 1:
         raise ValueError(
             f"search.steps is {config.steps}; to see a schedule on one host of each of the {racer.members} members of"
-            f" the family takes {-(-racer.members // pool.n_envs) * episode}"
+            f" the family takes {least_steps(racer.members, pool, pool.n_envs)}"
         )
     first_one, *others = (generator.schedule(plan) for plan in find_winners(racer, generator, config))
     # In this order they are given up where the budget does not allow all of them a look.
@@ -214,6 +214,11 @@ def prices_of(pool: HostPool) -> list[float]:
     return prices
 
 
+def least_steps(members: int, pool: HostPool, n_envs: int) -> int:
+    """Environment steps that it takes to see one schedule on a host of each of so many members."""
+    return -(-members // n_envs) * n_envs * pool.config.horizon
+
+
 def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
     """Raises ValueError if a search, or one for each price, in `n_envs` environments cannot see a schedule on one host
     of each member."""
@@ -223,7 +228,7 @@ def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
         shares["per_price"] = max(Counter(price_of(member, pool) for member in members).values())
     for setting, most in shares.items():
         searches = len(prices_of(pool)) if setting == "per_price" else 1
-        least = searches * -(-most // n_envs) * n_envs * pool.config.horizon
+        least = searches * least_steps(most, pool, n_envs)
         if config.steps < least:
             raise ValueError(
                 f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
