@@ -129,23 +129,19 @@ def search(
 ) -> Found:
     """Searches with the hosts of training and their validation images; the pool is used up.
 
+    Raises ValueError if the budget does not allow to see a schedule on one host of each member.
+
     Args:
         pool: The hosts.
         config: How it searches.
         known: Schedules that take part in the last race, whoever made them, if the budget allows one.
         among: Members of the pool's family that it is searched for. None: all.
     """
+    members = pool.bench.family.members if among is None else among
+    refuse_below(least_steps(len(members), pool, pool.n_envs), config, pool.n_envs)
     episode = pool.n_envs * pool.config.horizon
-    episodes = config.steps // episode
-    if episodes < 1:
-        raise ValueError(f"search.steps is {config.steps}, less than one episode of {pool.n_envs} hosts: {episode}")
     generator = Generator(pool, config.seed, config.max_seeds)
-    racer = Racer(pool, config.seed, episodes, config.one_in, among)
-    if racer.affordable(episodes) < 1:
-        raise ValueError(
-            f"search.steps is {config.steps}; to see a schedule on one host of each of the {racer.members} members of"
-            f" the family takes {least_steps(racer.members, pool, pool.n_envs)}"
-        )
+    racer = Racer(pool, config.seed, config.steps // episode, config.one_in, among)
     first_one, *others = (generator.schedule(plan) for plan in find_winners(racer, generator, config))
     # In this order they are given up where the budget does not allow all of them a look.
     last = list(dict.fromkeys([first_one, *known, *others]))
@@ -228,12 +224,16 @@ def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
         shares["per_price"] = max(Counter(price_of(member, pool) for member in members).values())
     for setting, most in shares.items():
         searches = len(prices_of(pool)) if setting == "per_price" else 1
-        least = searches * least_steps(most, pool, n_envs)
-        if config.steps < least:
-            raise ValueError(
-                f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
-                f"side, takes {least}" + (f", for {searches} prices apart" if searches > 1 else "")
-            )
+        refuse_below(searches * least_steps(most, pool, n_envs), config, n_envs, searches)
+
+
+def refuse_below(least: int, config: SearchConfig, n_envs: int, searches: int = 1) -> None:
+    """Raises ValueError if the budget of so many searches is smaller than the least one."""
+    if config.steps < least:
+        raise ValueError(
+            f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
+            f"side, takes {least}" + (f", for {searches} prices apart" if searches > 1 else "")
+        )
 
 
 def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
