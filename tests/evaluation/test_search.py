@@ -274,7 +274,7 @@ def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
 
 def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:
     pool = make_pool(2, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}]))
-    with pytest.raises(ValueError, match=r"one host of each of the 3 members of the family takes 24"):
+    with pytest.raises(ValueError, match=r"search\.steps is 12; .* takes 24"):
         search(pool, SearchConfig(steps=12))
 
 
