@@ -26,7 +26,7 @@ from esper_lightning.evaluation.publish import wide_console
 ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 
 SHORT = ("--trainer.max_epochs", "60")
-"""An eighth of the family's training, ahead of fixed schedules by then: fifteen whole ones would take most of a day on
+"""A quarter of the family's training, ahead of fixed schedules by then: so many whole ones would take most of a day on
 one core."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
@@ -51,7 +51,8 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "family, no memory": (FAMILY, (*SHORT, "--model.policy.memory", "none")),
     "family, critic sees no more": (FAMILY, (*SHORT, "--model.policy.asymmetric", "false")),
     "family, time alone is seen": (FAMILY, (*SHORT, "--data.env.sight.shown", "[progress]")),
-    "family, no counterfactuals": (FAMILY, (*SHORT, "--data.env.sight.hidden", "['*.contribution*']")),
+    "family, no counterfactuals": (FAMILY, (*SHORT, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']")),
+    "family, parameters are seen": (FAMILY, (*SHORT, "--data.env.sight.hidden", "[]")),
 }
 """By name: the config, and what is changed."""
 

@@ -92,6 +92,6 @@ def test_hosts_are_rounded_up_to_equally_many_of_each_member(tmp_path: Path, mon
         return rules[0], 0.5
 
     monkeypatch.setattr(tune, "tune", watched)
-    tune.main(["--config", str(CONFIGS / "digits_family.yaml"), "--out", str(tmp_path / "out.yaml"), "--hosts", "20"])
+    tune.main(["--config", str(CONFIGS / "digits_family.yaml"), "--out", str(tmp_path / "out.yaml"), "--hosts", "30"])
 
     assert seen and set(seen) == {2}
