@@ -26,10 +26,10 @@ def grown_cnn(seeds: int) -> CNN:
     return network.double().eval()
 
 
-def plain_pass(network: nn.Module, active: frozenset[str], x: Tensor) -> Tensor:
+def plain_pass(network: nn.Module, active: frozenset[str], *inputs: Tensor) -> Tensor:
     """The outputs of a network that has only the active seeds: the others are taken out."""
     network = deepcopy(network)
     for name, slot in slots_of(network).items():
         if name not in active:
             slot.empty()
-    return network(x)
+    return network(*inputs)
