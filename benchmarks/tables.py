@@ -3,14 +3,18 @@
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
     python -m benchmarks.tables gap benchmarks/results/NAME.csv
+    python -m benchmarks.tables by benchmarks/results/NAME.csv FACT [FACT ...] --cells tamiyo 'best fixed:accuracy'
 
 The first keeps what the tables need; the second prints one in Markdown: objective on test images, and Tamiyo's lead
 over every row, paired by host, for each training seed and for all together. The third prints how much of the gap in
 accuracy each one closed between the host that never grows and the network that Tamiyo came to, built in from the start.
+The fourth prints means over training seeds and hosts for each kind of host in a family, of the objective or of the
+column that is named after a colon.
 """
 
 import argparse
 import csv
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +30,11 @@ ByTrainingSeed = dict[str, np.ndarray]
 """A column [H]; the seed of what was not trained is empty."""
 
 
+def members_of(results: Path) -> Path:
+    """The file beside kept results that says what each host was, if hosts differ."""
+    return results.with_stem(f"{results.stem}_members")
+
+
 def keep(source: Path, target: Path) -> None:
     """Copies the columns that the tables need, rounded to what an image of 700 can tell."""
     with source.open(newline="") as file:
@@ -37,6 +46,10 @@ def keep(source: Path, target: Path) -> None:
         for row in rows:
             numbers = [f"{float(row[name]):.6g}" for name in KEPT[3:]]
             writer.writerow([*(row[name] for name in KEPT[:3]), *numbers])
+    members = {row["host"]: row["member"] for row in rows}
+    if len(set(members.values())) > 1:
+        with members_of(target).open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([("host", "member"), *members.items()])
 
 
 def read(path: Path, column: str = "objective") -> dict[str, ByTrainingSeed]:
@@ -90,6 +103,37 @@ def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
     return lines
 
 
+def facts(member: str) -> dict[str, str]:
+    """`a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}"""
+    return dict(fact.split(" ", 1) for fact in re.split(r", (?=[a-z_.]+ )", member))
+
+
+def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]:
+    """The lines of a table with a row for each kind of host: means over training seeds and hosts.
+
+    Raises ValueError for a fact in which hosts do not differ, and for a controller that did not take part.
+    """
+    with members_of(path).open(newline="") as file:
+        hosts = [facts(row["member"]) for row in csv.DictReader(file)]
+    if missing := [name for name in names if name not in hosts[0]]:
+        raise ValueError(f"{path}: hosts do not differ in {missing[0]}; they do in {', '.join(hosts[0])}")
+    kinds = [tuple(host[name] for name in names) for host in hosts]
+    means: list[np.ndarray] = []
+    for cell in cells:
+        controller, _, column = cell.partition(":")
+        results = read(path, column or "objective")
+        if controller not in results:
+            raise ValueError(f"{path}: no results of {controller}; there are those of {', '.join(results)}")
+        means.append(np.mean(list(results[controller].values()), axis=0))
+    lines = [f"| {' | '.join([*names, 'hosts', *cells])} |", "|---" * (len(names) + 1 + len(cells)) + "|"]
+    for kind in sorted(set(kinds)):
+        own = [index for index, other in enumerate(kinds) if other == kind]
+        numbers = [mean[own].mean() for mean in means]
+        shown_numbers = [number(value) if value < 10.0 else f"{value:.0f}" for value in numbers]
+        lines.append(f"| {' | '.join([*kind, str(len(own)), *shown_numbers])} |")
+    return lines
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Keeps results, or shows them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -99,11 +143,21 @@ def main(args: Sequence[str] | None = None) -> None:
     keeping.add_argument("target", type=Path)
     verbs.add_parser("show", help="print the table").add_argument("results", type=Path)
     verbs.add_parser("gap", help="print the gaps closed").add_argument("results", type=Path)
+    grouping = verbs.add_parser("by", help="print means by kind of host")
+    grouping.add_argument("results", type=Path)
+    grouping.add_argument("facts", nargs="+")
+    grouping.add_argument("--cells", nargs="+", required=True, metavar="CONTROLLER[:COLUMN]")
     chosen = parser.parse_args(args)
     if chosen.verb == "keep":
         keep(chosen.source, chosen.target)
     elif chosen.verb == "show":
         print("\n".join(markdown(read(chosen.results))))
+    elif chosen.verb == "by":
+        try:
+            lines = by_kind(chosen.results, chosen.facts, chosen.cells)
+        except ValueError as error:
+            parser.error(str(error))
+        print("\n".join(lines))
     else:
         print("\n".join(gaps(read(chosen.results, "accuracy"))))
 

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
@@ -161,7 +163,7 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
         rows += [f"{name},{seed},{host},9,a,0.5,390,{value},1,{1e9 + host}" for host, value in enumerate(objectives)]
     source.write_text("\n".join(rows) + "\n")
     tables.main(["keep", str(source), str(kept)])
-    assert "member" not in kept.read_text()
+    assert "member" not in kept.read_text() and not tables.members_of(kept).exists()
     assert tables.read(kept, "flops")["wait"][""].tolist() == [1e9, 1e9]
     results = tables.read(kept)
     assert results["tamiyo"]["1"].tolist() == [0.7, 0.9]
@@ -229,3 +231,82 @@ def test_the_pages_training_compute_is_that_of_the_kept_results() -> None:
 
     assert f"Growing took {grown / big:.2f} times the training FLOPs of the big network" in pages[0]
     assert f"With as much compute as growing took, {grown / big:.2f} times as much" in pages[1]
+
+
+def test_results_are_grouped_by_the_facts_in_which_hosts_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables, source, kept = script("tables"), tmp_path / "evaluation.csv", tmp_path / "kept.csv"
+    members = ["host.widths [4, 8], price 0.1", "host.widths [4, 8], price 0.3", "host.widths [2, 2], price 0.3"]
+    rows = [
+        ["controller", "training_seed", "host", "member", "objective", "accuracy", "parameters", "fossils", "flops"]
+    ]
+    for name, seed, objectives in (
+        ("tamiyo", 0, (0.1, 0.3, 0.6)),
+        ("tamiyo", 1, (0.3, 0.5, 0.8)),
+        ("wait", "", (0.0,) * 3),
+    ):
+        rows += [[name, seed, i, member, objectives[i], 0.5, 390, 2, 1e9] for i, member in enumerate(members)]
+    with source.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    tables.main(["keep", str(source), str(kept)])
+
+    assert tables.by_kind(kept, ["price"], ["tamiyo", "wait:parameters"])[2:] == [
+        "| 0.1 | 1 | .200 | 390 |",
+        "| 0.3 | 2 | .550 | 390 |",
+    ]
+    head, _, *kinds = tables.by_kind(kept, ["host.widths", "price"], ["tamiyo:fossils"])
+    assert head == "| host.widths | price | hosts | tamiyo:fossils |"
+    assert kinds[0] == "| [2, 2] | 0.3 | 1 | 2.000 |" and len(kinds) == 3
+    with pytest.raises(SystemExit):
+        tables.main(["by", str(kept), "width", "--cells", "tamiyo"])
+    assert "do not differ in width; they do in host.widths, price" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no results of tamyo; there are those of tamiyo, wait"):
+        tables.by_kind(kept, ["price"], ["tamyo"])
+
+
+BY_KIND = {
+    "family host.widths": ["host.kernel", "host.widths"],
+    "family": ["host.kernel", "objective.price"],
+    "family_held_out": ["host.kernel", "objective.price"],
+}
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: str) -> None:
+    tables = script("tables")
+    page = (ROOT / "docs" / "families.md").read_text()
+    head = f"| {' | '.join([*BY_KIND[name], 'hosts'])} | "
+    cells = {line.removeprefix(head).removesuffix(" |") for line in page.splitlines() if line.startswith(head)}
+    (columns,) = cells
+
+    lines = tables.by_kind(
+        ROOT / "benchmarks" / "results" / f"{name.split()[0]}.csv", BY_KIND[name], columns.split(" | ")
+    )
+
+    assert len(lines) > 5 and "\n".join(lines) in page
+
+
+def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    benchmark = script("given_away")
+    config = yaml.safe_load((ROOT / "configs" / "smoke.yaml").read_text())
+    # Weight decay of so little changes nothing that could be seen; the price is shown.
+    facts = {"objective.price": [0.1, 0.5], "training.weight_decay": [0.0, 1e-12]}
+    config["data"].setdefault("env", {})["family"] = {"train": [facts]}
+    path = tmp_path / "family.yaml"
+    path.write_text(yaml.safe_dump(config))
+
+    benchmark.main(["--config", str(path), "--each", "20", "--ticks", "1"])
+
+    rows = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    shares = {name: [int(n) for n in re.findall(r"(\d+)%", line)] for name, line in rows.items()}
+    assert shares["objective.price"] == [50, 100, 100]
+    assert shares["training.weight_decay"][0] == 50 and max(shares["training.weight_decay"]) < 75
+    with pytest.raises(SystemExit):
+        benchmark.main(["--config", str(ROOT / "configs" / "smoke.yaml")])
+    assert "one member alone; name facts" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        benchmark.main(["--config", str(path), "--each", "3"])
+    assert "--each 3 is too few for 5 folds" in capsys.readouterr().err
