@@ -1,10 +1,12 @@
 """How the program ends when it cannot go on: one line on stderr that says why, and an exit code."""
 
 import errno
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -40,10 +42,26 @@ def one_line_errors() -> Iterator[None]:
         fail(NO_MEMORY)
 
 
-def disk_failure(error: BaseException | None) -> OSError | None:
-    """The failure of a disk behind `error`, if that is what it is: torch's writer hides it behind one of its own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_FAILURES:
-            return error
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what is behind it, each once: what a thread raises again and again can be its own cause."""
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
+        met.add(id(error))
+        yield error
         error = error.__cause__ or error.__context__
+
+
+def disk_failure(error: BaseException) -> OSError | None:
+    """The failure of a disk behind `error`, if that is what it is: torch's writer hides it behind one of its own."""
+    found = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno in DISK_FAILURES)
+    return next(found, None)
+
+
+def removed_file(error: BaseException, folder: Path) -> Path | None:
+    """The file or folder within `folder` that is missing, if that is what is behind `error`."""
+    for cause in causes(error):
+        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+            path = Path(os.fsdecode(cause.filename))
+            if path.is_relative_to(folder):
+                return path
     return None

@@ -20,6 +20,7 @@ from esper_lightning.endings import (
     disk_failure,
     fail,
     one_line_errors,
+    removed_file,
 )
 from esper_lightning.envs.failure import is_out_of_memory
 from esper_lightning.evaluation.comparison import RACERS, Comparison
@@ -61,12 +62,15 @@ class EsperTrainer(Trainer):
         weights_only: bool | None = None,
     ) -> None:
         """Trains, from `ckpt_path` on if that is given."""
-        with nothing_left_of_a_refusal(Path(self.log_dir or self.default_root_dir)):
+        folder = Path(self.log_dir or self.default_root_dir)
+        with nothing_left_of_a_refusal(folder):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except UNUSABLE as error:
                 if (failure := disk_failure(error)) is not None:
                     fail(self._way_on(failure), DISK_FAILED)
+                if self.begun and (missing := removed_file(error, folder)) is not None:
+                    fail(f"{str(missing)!r} was removed while the run wrote to it; start again", DISK_FAILED)
                 if not self.begun and is_out_of_memory(error):
                     fail(NO_MEMORY)
                 if self.begun or ckpt_path is None:

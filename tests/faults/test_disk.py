@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from esper_lightning.disk import AtomicCheckpointIO, DiskError, size_on_disk
+from esper_lightning.endings import disk_failure
+from esper_lightning.telemetry.board import Board
 from tests.runs import HORIZON, ROOT, TINY, Run, fit, load, only_run
 
 
@@ -155,3 +157,42 @@ def test_a_real_process_ends_so_when_the_kernel_takes_no_more(tmp_path: Path) ->
     assert "File too large" in line
     assert "start again" in line  # there was no checkpoint yet
     assert list(Run(only_run(tmp_path).folder).checkpoints.iterdir()) == []
+
+
+def circular(error: OSError) -> OSError:
+    """As TensorBoard's thread leaves it, whose one exception is raised at every write: behind it is itself."""
+    behind = RuntimeError("while another one was handled")
+    error.__cause__, behind.__context__ = behind, error
+    return error
+
+
+@pytest.mark.parametrize(("number", "is_one"), [(errno.ENOSPC, True), (errno.ENOENT, False)])
+def test_an_error_behind_which_is_itself_is_looked_into_once(number: int, is_one: bool) -> None:
+    error = circular(OSError(number, os.strerror(number)))
+
+    assert disk_failure(error) is (error if is_one else None)
+    assert disk_failure(error.__cause__) is (error if is_one else None)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_run_whose_folder_is_removed_ends_in_one_line(
+    ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: list[Path] = []
+
+    def histogram(board: Board, tag: str, *_: object) -> None:
+        folder = Path(board.writer.log_dir)
+        shutil.rmtree(folder)
+        missing.append(folder / "events" if ours else tmp_path.parent / "of_a_data_set")
+        raise circular(FileNotFoundError(errno.ENOENT, "No such file or directory", os.fsencode(missing[0])))
+
+    monkeypatch.setattr(Board, "histogram", histogram)
+
+    with pytest.raises(SystemExit if ours else FileNotFoundError) as ended:
+        fit(tmp_path)
+
+    if ours:
+        assert ended.value.code == 1
+        assert (
+            f"error: {str(missing[0])!r} was removed while the run wrote to it; start again" in capsys.readouterr().err
+        )
