@@ -269,6 +269,7 @@ BY_KIND = {
     "family host.widths": ["host.kernel", "host.widths"],
     "family": ["host.kernel", "objective.price"],
     "family_held_out": ["host.kernel", "objective.price"],
+    "failing": ["fail.conv_light", "fail.bottleneck"],
 }
 
 
@@ -284,7 +285,18 @@ def test_the_pages_tables_of_kinds_of_host_are_those_of_the_kept_results(name: s
         ROOT / "benchmarks" / "results" / f"{name.split()[0]}.csv", BY_KIND[name], columns.split(" | ")
     )
 
-    assert len(lines) > 5 and "\n".join(lines) in page
+    assert len(lines) >= 6 and "\n".join(lines) in page
+
+
+def test_the_pages_table_of_failing_grafts_is_that_of_the_kept_results() -> None:
+    tables = script("tables")
+    results = tables.read(ROOT / "benchmarks" / "results" / "failing.csv")
+    lines = tables.markdown(results)
+    leads = [ours - results["best fixed"][""] for ours in results["tamiyo"].values()]
+    first, second, third = (tables.shown(mean_interval(lead), signed=True) for lead in leads)
+
+    assert len(lines) > 7 and "\n".join(lines) in (ROOT / "docs" / "families.md").read_text()
+    assert f"by {first}, {second} and {third}, by turning" in (ROOT / "README.md").read_text()
 
 
 def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(

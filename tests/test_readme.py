@@ -79,12 +79,20 @@ def test_the_lead_over_the_best_schedule_that_is_known_is_said(name: str, words:
     assert words.format(*leads) in README
 
 
-def test_a_config_says_what_it_came_to() -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "rivals"),
+    [
+        ("digits_family", "family", {"best rule": RULES, "best schedule known": SCHEDULES}),
+        ("digits_failing", "failing", {"climbing": ("climbing",), "best schedule found": ("best fixed",)}),
+    ],
+)
+def test_a_config_says_what_it_came_to(config: str, name: str, rivals: dict[str, tuple[str, ...]]) -> None:
     tables = script("tables")
-    results = tables.read(ROOT / "benchmarks" / "results" / "family.csv")
-    means = [tables.number(ours.mean()) for ours in results["tamiyo"].values()]
-    header = (ROOT / "configs" / "digits_family.yaml").read_text()
-    assert f"objective {', '.join(means)} on 224 fresh hosts" in header
-    for names, said in ((RULES, "best rule"), (SCHEDULES, "best schedule known")):
+    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
+    ours = list(results["tamiyo"].values())
+    means = ", ".join(tables.number(seed.mean()) for seed in ours)
+    header = (ROOT / "configs" / f"{config}.yaml").read_text()
+    assert f"objective {means} on {len(ours[0])} fresh hosts" in header
+    for said, names in rivals.items():
         best = max(theirs.mean() for other in names for theirs in results[other].values())
         assert f"{said} {tables.number(best)}" in header
