@@ -41,7 +41,7 @@ def watch(pool: HostPool, seeds: Sequence[int], ticks: int) -> list[np.ndarray]:
     for tick in range(ticks + 1):
         if tick:
             pool.step(controller.act(pool))
-        shown.append(torch.cat([part.flatten(1).float() for part in pool.observation], dim=1).cpu().numpy().copy())
+        shown.append(torch.cat([part.flatten(1).float() for part in pool.observation], dim=1).cpu().numpy())
     return shown
 
 

@@ -300,13 +300,13 @@ def test_the_pages_table_of_failing_grafts_is_that_of_the_kept_results() -> None
 
 
 def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     benchmark = script("given_away")
     config = yaml.safe_load((ROOT / "configs" / "smoke.yaml").read_text())
     # Weight decay of so little changes nothing that could be seen; the price is shown.
     facts = {"objective.price": [0.1, 0.5], "training.weight_decay": [0.0, 1e-12]}
-    config["data"].setdefault("env", {})["family"] = {"train": [facts]}
+    config["data"]["env"]["family"] = {"train": [facts]}
     path = tmp_path / "family.yaml"
     path.write_text(yaml.safe_dump(config))
 
