@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Hosts are many and tiny: giving freed memory back to the system after every operation costs page faults.
 RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
+# A worker that has nothing left to do takes tests from another one.
+WORKERS := --numprocesses auto --dist worksteal
 
-.PHONY: fit smoke test bench bench-execution bench-memory lint clean
+.PHONY: fit smoke test test-all coverage bench bench-execution bench-memory lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
@@ -12,8 +14,14 @@ fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 smoke: $(BIN)/.installed  ## the same in miniature
 	$(BIN)/esper-lightning fit --config configs/smoke.yaml
 
-test: $(BIN)/.installed
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: $(BIN)/.installed  ## all that protects users from a change, in minutes
+	$(RUN) $(BIN)/python -m pytest $(WORKERS)
+
+test-all: $(BIN)/.installed  ## the same and the slow tier: every tick, every combination, every defect of tests/mutations
+	$(RUN) $(BIN)/python -m pytest $(WORKERS) -m "not cuda"
+
+coverage: $(BIN)/.installed  ## lines and branches that `make test` goes through
+	$(RUN) $(BIN)/python -m pytest $(WORKERS) --cov --cov-report=term-missing:skip-covered
 
 bench: $(BIN)/.installed  ## what prefix sharing saves in counterfactual passes
 	$(RUN) $(BIN)/python benchmarks/counterfactual.py
@@ -27,6 +35,7 @@ bench-memory: $(BIN)/.installed  ## does a run of 200 rollouts need more and mor
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv

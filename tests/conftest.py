@@ -1,6 +1,6 @@
 """What tests share: one thread, digits loaded once, and pools and rollouts small enough to run in every test."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
 from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
+from tests.runs import SharedParserCLI
 
 # Reproducible, and no examples left behind in the checkout.
 settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)
@@ -63,6 +64,14 @@ def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
 def one_thread_per_operator() -> None:
     """Whatever the test before has set: on a busy machine threads wait for each other at every operation."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parser_per_process() -> Iterator[None]:
+    """Every start of the command line in this process shares one parser."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -80,11 +80,24 @@ def only_run(root: Path) -> Run:
     return Run(folder)
 
 
+class SharedParserCLI(EsperCLI):
+    """The command line with a parser that is built once per process: building it takes most of a short start."""
+
+    built: ClassVar[dict[str, Any]] = {}
+
+    def setup_parser(self, *args: Any) -> None:
+        if not self.built:
+            super().setup_parser(*args)
+            parts = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
+            self.built.update({name: getattr(self, name) for name in parts})
+        vars(self).update(self.built)
+
+
 def cli(*args: str) -> EsperCLI:
     """`esper-lightning fit` in this process; returns what it built."""
     built: list[EsperCLI] = []
 
-    class Kept(EsperCLI):
+    class Kept(SharedParserCLI):
         def before_fit(self) -> None:
             built.append(self)
             super().before_fit()

@@ -26,6 +26,7 @@ from tests.runs import (
     process,
     with_callback,
 )
+from tests.tiers import rest_is_slow
 
 END = EPOCHS * HORIZON
 MID_ROLLOUT = HORIZON + 3
@@ -74,7 +75,7 @@ def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(saved: Run, uninterrup
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
-@pytest.mark.parametrize("tick", [1, 3, 4, HORIZON, HORIZON + 1, 2 * HORIZON - 1, 2 * HORIZON, END - 1])
+@pytest.mark.parametrize("tick", rest_is_slow(range(1, END), {1, MID_ROLLOUT, 2 * HORIZON, END - 1}))
 def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     tick: int, saved: Run, uninterrupted: Run, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """An environment that is saved in mid-episode continues bit for bit."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.tiers import rest_is_slow
 
 SCRIPT = [  # decisions of two environments, tick by tick
     [germinate(0, 2), WAIT],
@@ -23,6 +24,11 @@ SCRIPT = [  # decisions of two environments, tick by tick
     [WAIT, germinate(1, 2)],
     [cull(2), fossilize(0)],
 ]
+
+EVERY = range(len(SCRIPT))
+
+SOME = (0, 3, len(SCRIPT) - 1)
+"""First, in the middle of all that happens, and last."""
 
 
 def saved(pool: HostPool) -> bytes:
@@ -55,9 +61,12 @@ def used_pool(make: Callable[[], HostPool]) -> HostPool:
     return pool
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "ticks"),
+    rest_is_slow([("adam", SOME), ("adam", EVERY), ("sgd", EVERY)], lambda case: case[1] != EVERY),
+)
 def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
-    make_pool: Callable[..., HostPool], optimizer: str
+    make_pool: Callable[..., HostPool], optimizer: str, ticks: Sequence[int]
 ) -> None:
     def make() -> HostPool:
         return make_pool(2, horizon=len(SCRIPT), training=HostTraining(optimizer=optimizer, batches=2))
@@ -66,8 +75,11 @@ def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
     pool.reset([1, 2])
     stages = set()
     for tick, rows in enumerate(SCRIPT):
-        file = saved(pool)
         stages |= {slot.stage for env in pool.envs for slot in env.slots}
+        if tick not in ticks:
+            pool.step(act(*rows))
+            continue
+        file = saved(pool)
         expected = play(pool, tick)
 
         other.load_state_dict(loaded(file))
@@ -117,3 +129,32 @@ def test_a_checkpoint_of_another_number_of_environments_is_refused(make_pool: Ca
 
     with pytest.raises(ValueError, match=r"holds 2 environments, this run has 3; set data\.n_envs to 2"):
         make_pool(3).load_state_dict(state)
+
+
+def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
+    """The state with another value in one place."""
+    if not way:
+        return value
+    copied = state.copy()
+    copied[way[0]] = changed(state[way[0]], way[1:], value)
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "message"),
+    [
+        (("tick",), 7, "a host's tick is 7, not a whole number from 0 to 6"),
+        (("lr_factor",), 2.0, r"a host's factor of the learning rate is 2\.0, outside of \(0, 1\]"),
+        (("history", "loss"), [1.0] * 8, "a host's loss is of more than 6 ticks"),
+        (("validated", 1), [0.5] * 4, "a host's validation is not a list of 5 numbers"),
+        (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
+        (("guard", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),
+    ],
+)
+def test_a_host_that_no_run_can_have_is_refused(
+    make_pool: Callable[..., HostPool], way: tuple[Any, ...], value: Any, message: str
+) -> None:
+    pool = make_pool(1, horizon=6)
+
+    with pytest.raises(ValueError, match=message):
+        pool.load_state_dict({"envs": [changed(pool.envs[0].state_dict(), way, value)]})

@@ -9,6 +9,7 @@ from torch import nn
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.inspection import layer_gradients, share_among_kept, shares_of_kept
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -31,6 +32,7 @@ def played(host: object, executor: str = "loop", ticks: int = 6) -> HostPool:
     config = EnvConfig(
         horizon=ticks,
         executor=executor,
+        training=HostTraining(batches=8),
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         actions=ActionConfig(tempos={"FAST": 1}),
     )

@@ -12,11 +12,13 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.governor import Decision
-from tests.envs.breaking import CALM, UNWATCHED
+from tests.decisions import WAIT, act
+from tests.envs.breaking import CALM, UNWATCHED, breaking
 from tests.envs.episodes import HORIZON, Episode, MakePool, Waits, restored_by_hand
 from tests.envs.execution.fused.hosts import make
 from tests.envs.execution.fused.hosts import precision as precision_of
 from tests.runs import differences
+from tests.tiers import pairs_of, rest_is_slow
 
 
 def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
@@ -27,9 +29,9 @@ def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
         yield state
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+@pytest.mark.parametrize(
+    ("executor", "optimizer", "precision"), pairs_of(["loop", "threads", "fused"], ["sgd", "adamw"], ["fp32", "bf16"])
+)
 def test_a_rolled_back_host_goes_on_as_one_that_was_restored_by_hand(
     make_pool: MakePool, kept: dict[HostEnv, dict[str, Any]], executor: str, optimizer: str, precision: str
 ) -> None:
@@ -52,6 +54,21 @@ def test_a_rolled_back_host_goes_on_as_one_that_was_restored_by_hand(
         episode.play(HORIZON - tick - 1)
         assert differences(episode.rows[tick + 1 :], other.rows) == []
         assert differences(list(hosts_of(pool)), list(hosts_of(by_hand))) == []
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_a_rolled_back_host_goes_on_with_the_loss_scale_of_its_snapshot(make_pool: MakePool, executor: str) -> None:
+    pool = make_pool(1, governor=CALM, executor=executor, training=HostTraining(batches=2, precision="fp16"))
+    pool.step(act(WAIT))
+    (env,) = pool.envs
+    env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 64.0, "_growth_tracker": 5})
+    env.keep()
+    env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 2.0**15, "_growth_tracker": 9})
+    with breaking(pool, [0]):
+        step = pool.step(act(WAIT))
+
+    assert [word.verdict.decision for word in step.verdicts] == [Decision.ROLL_BACK]
+    assert (env.scaler.get_scale(), env.scaler.state_dict()["_growth_tracker"]) == (64.0, 5)
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads"])
@@ -87,7 +104,7 @@ def test_in_a_stack_the_neighbours_do_not_notice_while_the_same_seeds_are_stacke
             assert differences(episodes[0].of(i), episodes[1].of(i)) == []
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rest_is_slow(range(2), {0}))
 def test_in_a_stack_the_neighbours_notice_nothing_but_rounding(seed: int) -> None:
     training = HostTraining(batches=2, batch_size=16, optimizer="sgd", lr=0.05)
     pool = make("fused", "cnn", 3, horizon=HORIZON, governor=CALM, training=training)

@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha1
 from pathlib import Path
 from random import Random
@@ -27,10 +27,9 @@ import yaml
 
 from esper_lightning.__main__ import main
 from esper_lightning.checkpoint import check_checkpoint
-from esper_lightning.cli import EsperCLI
 from esper_lightning.growth import GrowingNetwork, load, save, slots_of
 from tests.faults.mutations import at, like, mutate, mutate_bytes
-from tests.runs import CONFIGS, ROOT, only_run, tiny_host
+from tests.runs import CONFIGS, ROOT, SharedParserCLI, only_run, tiny_host
 from tests.runs import load as load_checkpoint
 
 CAPS = {
@@ -59,19 +58,6 @@ class Case(NamedTuple):
     outcome: str  # "runs", "refused", or what went wrong
 
 
-class Cached(EsperCLI):
-    """Makes its parser once: that is most of a start that is refused."""
-
-    made: dict[str, Any] | None = None
-
-    def setup_parser(self, *args: Any) -> None:
-        if Cached.made is None:
-            super().setup_parser(*args)
-            parts = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
-            Cached.made = {name: getattr(self, name) for name in parts}
-        vars(self).update(Cached.made)
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     """Every file below `folder`, by a sum of its bytes."""
     return {path: sha1(path.read_bytes()).digest() for path in folder.rglob("*") if path.is_file()}
@@ -98,7 +84,7 @@ def merged(low: Any, high: Any) -> Any:
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """The command line makes its parser once, and Lightning does not see the arguments of this process."""
-    with patch("esper_lightning.cli.EsperCLI", Cached), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.EsperCLI", SharedParserCLI), patch.object(sys, "argv", sys.argv[:1]):
         yield
 
 
@@ -391,11 +377,9 @@ KINDS = {"config_file": 0.1, "command_line": 0.1, "manifest": 0.4, "damaged": 0.
 """Share of each kind: fewer of those that start a run."""
 
 
-def fuzz(cases: int, seed: int, root: Path) -> list[Case]:
-    """Goes through that many cases of all kinds."""
-    fuzzer = Fuzzer(root, Random(seed))
-    counts = {kind: round(cases * share) for kind, share in KINDS.items()}
-    counts["manifest"] += cases - sum(counts.values())
+def fuzz(counts: Mapping[str, int], rng_seed: int, root: Path) -> list[Case]:
+    """Goes through that many cases of each kind."""
+    fuzzer = Fuzzer(root, Random(rng_seed))
     (root / "here").mkdir()
     with contextlib.chdir(root / "here"):  # where a mutated path may lead
         return [case for kind, count in counts.items() for case in fuzzer.cases(kind, count)]
@@ -418,7 +402,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        done = fuzz(chosen.cases, chosen.seed, Path(folder))
+        counts = {kind: round(chosen.cases * share) for kind, share in KINDS.items()}
+        done = fuzz(counts, chosen.seed, Path(folder))
     for case in failures(done):
         print(*case, sep="\n    ")
     print(table(done))

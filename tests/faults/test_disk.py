@@ -142,6 +142,7 @@ def test_a_run_on_a_full_disk_ends_in_one_line_that_says_how_to_go_on(
     assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == 3 * HORIZON
 
 
+@pytest.mark.slow
 def test_a_real_process_ends_so_when_the_kernel_takes_no_more(tmp_path: Path) -> None:
     limited = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"

@@ -22,6 +22,7 @@ from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import CALM, UNWATCHED
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import differences
+from tests.tiers import pairs_of
 
 MakePool = Callable[..., HostPool]
 
@@ -96,12 +97,14 @@ def others(pool: HostPool, step: StepResult) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("executor", "precision"),
-    [("threads", "fp32"), *((executor, name) for executor in ("loop", "fused") for name in ("fp32", "bf16", "fp16"))],
+    ("executor", "precision", "fault"),
+    [
+        *pairs_of(["loop", "fused"], ["fp32", "bf16", "fp16"], list(FAULTS)),
+        *pairs_of(["threads"], ["fp32"], list(FAULTS)),
+    ],
 )
-@pytest.mark.parametrize("fault", FAULTS)
 def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
-    make_pool: MakePool, fault: str, precision: str, executor: str
+    make_pool: MakePool, executor: str, precision: str, fault: str
 ) -> None:
     pool = pool_of(make_pool, executor, precision)
     grown(pool)

@@ -3,6 +3,8 @@
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from tests.faults.kills import Kill, flags_of, trials, untouched
 from tests.faults.programs import Start
 
@@ -11,6 +13,7 @@ MOST_RUNS = 12
 """Where a busy machine makes the test look for a draft too late, more runs than three or four are needed."""
 
 
+@pytest.mark.slow
 def test_runs_killed_at_random_moments_end_equal_bit_for_bit(start: Start, tmp_path: Path) -> None:
     kills: list[Kill] = []
     reference = untouched(start, flags_of("fused", "fp32"), tmp_path / "untouched")

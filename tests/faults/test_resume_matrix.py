@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.faults.runs import Breaking, Callbacks, Ending, check_that_it_grows, ending_of, grow, with_callbacks
 from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run, points_after
+from tests.tiers import rest_is_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
 
@@ -60,6 +61,9 @@ ROLLED_BACK = [Kind(executor, callbacks=BROKEN) for executor in ("loop", "thread
 CASES = [(kind, tick) for kind in RUNS for tick in (TICKS if kind.precision == "fp32" else TICKS[:1])]
 CASES += [(kind, TICKS[0]) for kind in ROLLED_BACK]
 
+FAST = [(RUNS[0], TICKS[0]), (RUNS[-1], TICKS[0]), (ROLLED_BACK[-1], TICKS[0])]
+"""loop in fp32, fused in bf16, and fused with a rollback."""
+
 
 class Whole(NamedTuple):
     """A run that was not interrupted."""
@@ -103,7 +107,7 @@ def seeds_alive(checkpoint: Path) -> bool:
     return bool(stages & {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"})
 
 
-@pytest.mark.parametrize(("kind", "tick"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "tick"), rest_is_slow(CASES, lambda case: case in FAST), ids=str)
 def test_a_run_that_goes_on_in_mid_rollout_equals_the_uninterrupted_one(
     kind: Kind, tick: int, whole: Callable[[Kind], Whole], tmp_path: Path
 ) -> None:
@@ -116,7 +120,7 @@ def test_a_run_that_goes_on_in_mid_rollout_equals_the_uninterrupted_one(
     assert differences(ending_of(run).points, points_after(tick, reference.ending.points)) == []
 
 
-@pytest.mark.parametrize("kind", ROLLED_BACK, ids=str)
+@pytest.mark.parametrize("kind", rest_is_slow(ROLLED_BACK, lambda kind: kind is ROLLED_BACK[-1]), ids=str)
 def test_runs_with_rollbacks_are_worth_the_test(kind: Kind, whole: Callable[[Kind], Whole]) -> None:
     points = whole(kind).ending.points
     rollbacks, suspicious = (dict(points[f"governor/{name}"]) for name in ("rollbacks", "suspicious"))
@@ -142,7 +146,9 @@ def apart(a: Any, b: Any) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(("before", "after"), [("loop", "threads"), ("threads", "loop")])
+@pytest.mark.parametrize(
+    ("before", "after"), rest_is_slow([("loop", "threads"), ("threads", "loop")], {("loop", "threads")})
+)
 def test_loop_and_threads_go_on_from_each_other_bit_for_bit(
     before: str, after: str, whole: Callable[[Kind], Whole], tmp_path: Path
 ) -> None:
@@ -163,12 +169,15 @@ def continued(checkpoint: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("before", "after", "tick"),
-    [
-        (Kind("loop", flags=SGD), Kind("fused", flags=SGD), HORIZON - 3),
-        (Kind("fused", flags=SGD), Kind("loop", flags=SGD), HORIZON - 3),
-        # One tick, for on a busy machine threads of one operator wait for each other at every operation.
-        (Kind("loop", flags=SGD), Kind("loop", threads=2, flags=SGD), HORIZON - 1),
-    ],
+    rest_is_slow(
+        [
+            (Kind("loop", flags=SGD), Kind("fused", flags=SGD), HORIZON - 3),
+            (Kind("fused", flags=SGD), Kind("loop", flags=SGD), HORIZON - 3),
+            # One tick, for on a busy machine threads of one operator wait for each other at every operation.
+            (Kind("loop", flags=SGD), Kind("loop", threads=2, flags=SGD), HORIZON - 1),
+        ],
+        lambda case: case[0].executor == "fused",
+    ),
     ids=str,
 )
 def test_other_ways_to_execute_hosts_go_on_within_rounding(

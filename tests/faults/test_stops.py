@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGSTOP, SIGTERM, Signals
 
@@ -22,6 +23,7 @@ from tests.faults.runs import (
     with_callbacks,
 )
 from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, guarded_signals, only_run, tiny_host
+from tests.tiers import rest_is_slow
 
 MID_ROLLOUT = HORIZON + 3
 GLANCE = 0.0002
@@ -71,6 +73,7 @@ def stopped_at(tick: int, number: Signals, root: Path, *flags: str) -> Path:
     return latest
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
     saved: Run, untouched: Ending, tmp_path: Path
 ) -> None:
@@ -84,21 +87,30 @@ def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
     assert_it_goes_on_to_the_same_end(tmp_path, untouched)
 
 
-@pytest.mark.parametrize(("number", "tick"), [(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)])
+@pytest.mark.parametrize(
+    ("number", "tick"),
+    rest_is_slow([(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)], {(SIGTERM, MID_ROLLOUT), (SIGINT, 1)}),
+)
 def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: Ending, tmp_path: Path) -> None:
     stopped_at(tick, number, tmp_path)
 
     assert_it_goes_on_to_the_same_end(tmp_path, untouched)
 
 
-@pytest.mark.parametrize("numbers", [(SIGTERM, SIGTERM), (SIGINT, SIGINT), (SIGTERM, SIGINT), (SIGINT, SIGTERM)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    rest_is_slow(
+        [(SIGTERM, SIGTERM), (SIGINT, SIGINT), (SIGTERM, SIGINT), (SIGINT, SIGTERM)],
+        {(SIGINT, SIGINT), (SIGTERM, SIGINT)},
+    ),
+)
 def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(
-    numbers: Sequence[Signals], start: Start, tmp_path: Path
+    first: Signals, second: Signals, start: Start, tmp_path: Path
 ) -> None:
-    at = {"tick": MID_ROLLOUT, "numbers": [int(number) for number in numbers]}
+    at = {"tick": MID_ROLLOUT, "numbers": [int(first), int(second)]}
     program = begun(start, tmp_path, *with_callbacks({SignalsAt: at}))
 
-    assert program.ended() == -numbers[1], program.output.read_text()
+    assert program.ended() == -second, program.output.read_text()
     assert tick_of(only_run(tmp_path / "runs").latest) == HORIZON
 
 
@@ -115,6 +127,7 @@ def meets_while_it_writes_its_second_checkpoint(program: Program, checkpoints: P
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [SIGTERM, SIGINT])
 def test_a_second_signal_while_a_checkpoint_is_written_leaves_the_one_before(
     number: Signals, start: Start, untouched: Ending, tmp_path: Path
@@ -162,16 +175,21 @@ def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     assert_stopped_in_a_line(begun(start, tmp_path, host), number)
 
 
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start"])
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    rest_is_slow(
+        product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM]),
+        {("setup", SIGTERM), ("on_train_start", SIGINT)},
+    ),
+)
 def test_a_signal_right_before_training_ends_the_program_in_a_line(
-    number: Signals, hook: str, start: Start, tmp_path: Path
+    hook: str, number: Signals, start: Start, tmp_path: Path
 ) -> None:
     flags = with_callbacks({SignalIn: {"hook": hook, "number": int(number)}})
     assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
 def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path
 ) -> None:
@@ -179,7 +197,7 @@ def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a
     assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
 def test_a_signal_while_torch_is_imported_ends_the_program_in_a_line(number: Signals, tmp_path: Path) -> None:
     with fresh() as start:
         program = begun(start, tmp_path)

@@ -15,6 +15,7 @@ from esper_lightning.hosts import Attached
 from esper_lightning.hosts.attached import imported
 from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Synthetic
+from tests.tiers import rest_is_slow
 
 CPU = torch.device("cpu")
 SHAPE = (3, 16, 16)
@@ -75,12 +76,15 @@ def test_an_episode_begins_without_what_grew_in_the_last_one() -> None:
 
 @pytest.mark.parametrize(
     ("network", "slots", "executor"),
-    [
-        ("torchvision.models.resnet18", ("layer1", "layer3"), "loop"),
-        ("torchvision.models.resnet18", ("layer1", "layer3"), "fused"),
-        ("torchvision.models.squeezenet1_1", ("features.3",), "loop"),
-        (LEARNER, ("body",), "loop"),
-    ],
+    rest_is_slow(
+        [
+            ("torchvision.models.resnet18", ("layer1", "layer3"), "loop"),
+            ("torchvision.models.resnet18", ("layer1", "layer3"), "fused"),
+            ("torchvision.models.squeezenet1_1", ("features.3",), "loop"),
+            (LEARNER, ("body",), "loop"),
+        ],
+        lambda case: case[0] != "torchvision.models.resnet18",
+    ),
 )
 def test_networks_of_others_grow_in_a_pool(network: str, slots: tuple[str, ...], executor: str) -> None:
     pool, controller = make_pool(network, slots, executor), RandomValid(0)

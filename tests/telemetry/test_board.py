@@ -16,6 +16,7 @@ from callbacks import telemetry
 from esper_lightning.telemetry.board import LAYOUT, LONGEST, METRICS, as_number
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide
 from tests.runs import CONFIGS, ROOT, SaveEveryTick, cli, continuation, differences, fit, only_run, with_callback
+from tests.tiers import rest_is_slow
 
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
@@ -128,7 +129,7 @@ def test_settings_are_shown_as_what_they_are(text: str, value: object) -> None:
     assert as_number(text) == value and type(as_number(text)) is type(value)
 
 
-@pytest.mark.parametrize("tick", [4, 5, 8])
+@pytest.mark.parametrize("tick", rest_is_slow([4, 5, 8], {8}))
 def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
     """In the folder of the whole run, whose later points are void."""
     every = ("--telemetry.figures_every=1", "--telemetry.raised_ticks=0")

@@ -20,6 +20,7 @@ from esper_lightning.telemetry.events import (
     to_line,
 )
 from tests.runs import ROOT, SaveEveryTick, fit, only_run, with_callback
+from tests.tiers import rest_is_slow
 
 START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "normal")
 BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
@@ -103,7 +104,7 @@ def told(root: Path) -> list[Event]:
     return [event._replace(seconds=0.0) if hasattr(event, "seconds") else event for event in events]
 
 
-@pytest.mark.parametrize("tick", [1, 4, 5, 8])
+@pytest.mark.parametrize("tick", rest_is_slow([1, 4, 5, 8], {8}))
 def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
     """From the checkpoint of any tick, with the whole run's file already there: as after `kill -9`."""
     fit(tmp_path, *with_callback(SaveEveryTick))

@@ -15,6 +15,7 @@ from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.chronicle import seed_changes
 from esper_lightning.telemetry.observer import Observer
 from tests.runs import tiny_host
+from tests.tiers import rest_is_slow
 
 HOSTS, HORIZON = 6, 16
 
@@ -42,7 +43,7 @@ def followed(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer, obje
             yield observer, step
 
 
-@pytest.mark.parametrize("lr", [0.05, 30.0])
+@pytest.mark.parametrize("lr", rest_is_slow([0.05, 30.0], {30.0}))
 def test_the_told_changes_lead_to_where_every_seed_is(lr: float) -> None:
     pool, rolled_back = make_pool(lr), 0
     known: dict[tuple[int, str], str] = {}
@@ -57,7 +58,7 @@ def test_the_told_changes_lead_to_where_every_seed_is(lr: float) -> None:
     assert (rolled_back > 5) == (lr > 1.0)
 
 
-@pytest.mark.parametrize("lr", [0.05, 30.0])
+@pytest.mark.parametrize("lr", rest_is_slow([0.05, 30.0], {30.0}))
 def test_every_seed_that_is_born_is_alive_kept_or_gone(lr: float) -> None:
     pool, left = make_pool(lr), 0
     for observer, _ in followed(pool):

@@ -9,10 +9,12 @@ from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.policy import RecurrentState
 from tests.runs import CONFIGS, cli
 from tests.telemetry.provoke import SMALL, Found, dead_blueprints, listening, open_gate, run
+from tests.tiers import rest_is_slow
 
 DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
 
 
+@pytest.mark.slow
 def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offered = f"[{', '.join((*DEAD, 'conv_light', 'bottleneck'))}]"
 
@@ -52,7 +54,7 @@ def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
     assert "its first gradient is zero: it could never learn" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lr", ["0.0", "1e-12"])
+@pytest.mark.parametrize("lr", rest_is_slow(["0.0", "1e-12"], {"0.0"}))
 def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
 
@@ -69,7 +71,10 @@ def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: p
     assert "look at model.ppo.epochs, model.ppo.minibatches" in found.raised("ratio_one")
 
 
-@pytest.mark.parametrize(("governor", "named"), [("true", {"rolled_back", "gradient_health"}), ("false", set())])
+@pytest.mark.parametrize(
+    ("governor", "named"),
+    rest_is_slow([("true", {"rolled_back", "gradient_health"}), ("false", set())], lambda case: case[0] == "true"),
+)
 def test_exploding_hosts_are_the_learning_rate_s_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: str, named: set[str]
 ) -> None:
@@ -84,6 +89,7 @@ def test_exploding_hosts_are_the_learning_rate_s_fault(
         assert "look at data.env.training.lr" in found.raised(name)
 
 
+@pytest.mark.slow
 def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +107,7 @@ def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing
     assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
 
 
+@pytest.mark.slow
 def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +146,7 @@ def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
     assert "another recurrent state" in found.raised("stale_state")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = run(
