@@ -1,18 +1,21 @@
 """RolloutState: every global random state goes into a checkpoint and comes back."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lightning import Trainer
 
-from callbacks.rollout_state import random_states, set_random_states
+from callbacks.rollout_state import RolloutState, random_states, set_random_states
 from esper_lightning.data import HostPoolData
 from esper_lightning.module import TamiyoModule
+from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tasks import Digits
-from tests.runs import fit, load, only_run, tiny_host
+from tests.runs import differences, fit, load, only_run, tiny_host
 
 
 def draw() -> list[float]:
@@ -49,6 +52,32 @@ def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
     assert state["loop"]["episode"] == 1
     assert torch.equal(state["loop"]["raw"], loop.raw)
     assert all(torch.equal(saved, now) for saved, now in zip(state["loop"]["state"], loop.state, strict=True))
+
+
+def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
+    make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]
+) -> None:
+    """F6: when training starts, the callback restores the recurrent state, the rollout in flight and random numbers."""
+    loop, other = make_loop(2), make_loop(2)
+    loop.begin_rollout()
+    for _ in range(3):
+        loop.tick()
+    other.run_seed = 8
+    play_rollout(other)
+    saving, restoring = RolloutState(), RolloutState()
+    saving.setup(Trainer(), SimpleNamespace(loop=loop), "fit")
+    saved = saving.state_dict()
+    expected = draw()
+    assert saved["loop"]["state"][0].any() and saved["loop"]["state"][1].any(), "there is a recurrent state to lose"
+
+    restoring.load_state_dict(saved)
+    restoring.on_train_start(Trainer(), SimpleNamespace(loop=other))
+
+    assert draw() == expected
+    assert differences(saved["loop"], other.state_dict()) == []
+    play_rollout(other)
+    restoring.on_train_start(Trainer(), SimpleNamespace(loop=other))
+    assert other.ticks == 3 + 6, "it is restored once"
 
 
 def test_a_module_does_not_train_without_it(tmp_path: Path) -> None:

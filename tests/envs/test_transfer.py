@@ -1,4 +1,4 @@
-"""Numbers cross over unchanged; tests/findings counts how often, and on a GPU who waits."""
+"""Numbers cross over unchanged; test_device_reads.py counts how often, and on a GPU who waits."""
 
 import pytest
 import torch

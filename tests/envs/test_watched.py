@@ -163,7 +163,8 @@ def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
     pool = make_pool(2, governor=replace(LARGE, patience=9), horizon=12)
     pool.reset([1, 2])
     pool.step(act(germinate(0, 2), germinate(0, 2)))
-    blow_up(pool.envs[0])
+    # Its loss is called out of range, and nothing is wrong with it: no gate keeps its seed.
+    pool.envs[0].guard.config = replace(LARGE, patience=9, max_loss=1e-6)
     stages = []
     for _ in range(2):
         pool.step(act(WAIT, WAIT))
@@ -183,6 +184,17 @@ def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> N
     assert (veto.host, veto.tick) == (0, 2)
     assert "governor.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
     assert not pool.envs[0].slots[1].occupied
+
+
+def test_a_host_that_would_get_too_large_with_all_its_seeds_waits_instead(make_pool: MakePool) -> None:
+    pool = make_pool(1, governor=replace(CALM, max_growth=1.45), horizon=12)
+    one, other = germinate(0, 2), germinate(1, 1)  # 148 and 72 parameters on 390: 1.38, 1.18 and together 1.56 times
+    for first, second in ((one, other), (other, one)):
+        pool.reset([1])
+        assert pool.step(act(first)).vetoes == []
+        (veto,) = pool.step(act(second)).vetoes
+        assert "it would have 1.56 times the parameters" in str(veto)
+        assert sum(slot.occupied for slot in pool.envs[0].slots) == 1
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])

@@ -1,6 +1,7 @@
 """Hosts that compute their activations again in the backward pass, against hosts that keep them."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
+from esper_lightning.envs import HostPool
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
+from esper_lightning.tamiyo.baselines import RandomValid
 from tests.growth.grown import LIFE, grow
+from tests.runs import differences
 
 SAMPLES, LENGTH, VOCABULARY = 8, 12, 20
 
@@ -121,7 +125,7 @@ def test_a_network_remains_the_owner_of_its_buffers(make: Make, blueprint: str) 
     assert all(buffer is before[name] for name, buffer in network.named_buffers())
 
 
-def kept_bytes(network: nn.Module) -> int:
+def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> int:
     """Bytes that lie in memory between the forward and the backward pass, without the weights."""
     kept: dict[int, int] = {}
 
@@ -174,3 +178,23 @@ def test_only_training_computes_anything_twice(make: Make, blueprint: str) -> No
 def test_the_probe_finds_the_same(make: Make, blueprint: str) -> None:
     blueprints = ["norm", blueprint, "conv_small", "lora"]
     assert probe_seeds(make(True), blueprints, loss_of) == probe_seeds(make(False), blueprints, loss_of)
+
+
+def test_hosts_of_a_pool_can_compute_activations_again_instead_of_keeping_them(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    """S17: with `checkpoint_activations` a host keeps less for backward and lives the same life, bit for bit."""
+    pools = []
+    for again in (False, True):
+        pool = make_pool(2, host=partial(CNN, base=4, pools=2, checkpoint_activations=again))
+        pool.reset([3, 4])
+        wanderer = RandomValid(3)
+        for _ in range(pool.config.horizon):
+            pool.step(wanderer.act(pool))
+        pools.append(pool)
+    plain, frugal = (pool.envs[0].network.train() for pool in pools)
+    images = pools[0].data.train.inputs[:64]
+
+    assert differences(pools[0].state_dict(), pools[1].state_dict()) == []
+    kept, recomputed = (kept_bytes(network, lambda network: network(images).sum()) for network in (plain, frugal))
+    assert recomputed < 0.5 * kept

@@ -1,10 +1,12 @@
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
 
@@ -140,3 +142,32 @@ def test_explained_variance_tells_a_perfect_critic_from_a_useless_one() -> None:
     assert explained_variance(torch.full((4,), 3.0), returns).item() == pytest.approx(0.0)
     assert explained_variance(-returns, returns).item() == pytest.approx(-3.0)  # Var(2R) = 4 Var(R)
     assert explained_variance(torch.zeros(4), torch.ones(4)).isfinite()
+
+
+class CountedCalls(TorchFunctionMode):
+    """Counts calls of torch functions."""
+
+    calls = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_advantages_of_all_environments_come_from_the_same_calls() -> None:
+    """S14: advantages of more environments take no more calls; each environment's are as they would be alone."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values, after = (torch.randn(5, 64, generator=generator) for _ in range(3))
+    ends, cuts = (torch.rand(5, 64, generator=generator) < 0.2 for _ in range(2))
+
+    def run(columns: slice) -> tuple[Tensor, int]:
+        with CountedCalls() as counted:
+            advantages, _ = gae(*(part[:, columns] for part in (rewards, values, after, ends, cuts)), 0.9, 0.8)
+        return advantages, counted.calls
+
+    together, calls = run(slice(None))
+    alone, calls_alone = run(slice(7, 8))
+    assert calls == calls_alone > 0
+    assert torch.equal(alone, together[:, 7:8])

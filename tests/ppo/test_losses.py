@@ -163,6 +163,11 @@ def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout
 
     only = {head: bonus(**{other: float(other == head) for other in HEADS}) for head in HEADS}
     assert {head for head, worth in only.items() if worth > 0} == set(loop.policy.heads.tables)
+    with torch.no_grad():
+        distribution, _, _ = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)
+    entropy, share = distribution.entropy()
+    means = (entropy * share)[~rollout.masks.forced].mean(0)  # of the free decisions
+    assert [only[head] for head in distribution.heads] == pytest.approx(means.tolist(), rel=1e-5)
     assert bonus() == pytest.approx(sum(only.values()), rel=1e-5)
     assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only["op"], rel=1e-5)
 

@@ -235,3 +235,18 @@ def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
     assert first.gather(-1, row[..., None]).all()
     assert second.flatten(-2).gather(-1, (row * (COLUMNS + 1) + column)[..., None]).all()
     assert torch.equal(rollout.masks.forced, rollout.log_prob == 0.0), "where nothing is left to decide, certainty"
+
+
+def test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw() -> None:
+    loop = make_loop(asymmetric=True)
+    norm, raw = loop.privileged_norm, []
+    loop.begin_rollout()
+    for _ in range(TICKS):
+        raw.append(loop.pool.privileged.clone())
+        loop.tick()
+        assert norm.count == 0, "within a rollout nothing changes"
+    loop.finish_rollout()
+
+    assert norm.count == TICKS * ENVS
+    torch.testing.assert_close(norm.mean, torch.stack(raw).mean((0, 1)))
+    torch.testing.assert_close(norm.var, torch.stack(raw).flatten(0, 1).var(0, correction=0))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_lightning.envs import ActionSpace, Masks, Observation, Op
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState
@@ -154,6 +154,21 @@ def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient() -> Non
     action = distribution.sample(torch.Generator().manual_seed(0))
     (distribution.log_prob(action).sum() + values.square().sum()).backward()
     assert all(p.grad.any() for p in fresh.parameters())
+
+
+def test_a_new_memory_lets_go_slowly() -> None:
+    """Where nothing that comes in says otherwise: its gate of forgetting begins at 1, and no other does."""
+    fresh = Policy(SHAPE, PolicyConfig(width=WIDTH))
+    observation, masks, state = sequence(7)
+    for weight in (fresh.lstm.weight_ih_l0, fresh.lstm.weight_hh_l0):
+        nn.init.zeros_(weight)
+    never = torch.zeros(TICKS, ENVS, dtype=torch.bool)
+    with torch.no_grad():
+        _, _, after = fresh(observation, state, masks, never)
+
+    kept = torch.tensor(1.0).sigmoid() ** TICKS
+    torch.testing.assert_close(after.cell, kept * state.cell)
+    torch.testing.assert_close(after.hidden, 0.5 * torch.tanh(after.cell))
 
 
 @pytest.mark.parametrize(("width", "embedding"), [(1, 4), (0, 4), (16, 0)])

@@ -1,7 +1,9 @@
 """Compiled hosts: they learn what they always did, seeds and more hosts compile nothing anew, and failure is heard."""
 
 import gc
+import importlib
 import logging
+import pkgutil
 import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -16,6 +18,8 @@ import yaml
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+import callbacks
+import esper_lightning
 from esper_lightning.envs import ActionConfig, HostPool, compiling
 from esper_lightning.envs.compiling import compile_parts, parts
 from esper_lightning.envs.execution.choice import candidates
@@ -115,6 +119,7 @@ def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision:
     assert all("forward" in vars(part) for env in compiled.envs for part in parts(env.network))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 def test_so_it_does_with_a_real_compiler(make_pool: MakePool) -> None:
     plain = make_pool(1, host=mlp, actions=SEEDS, training=training_with(None))
@@ -281,3 +286,40 @@ def test_a_host_without_parts_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"no module of theirs holds parameters and no slot; leave training\.compile"):
         compile_parts(Bare(), TRACED)
+
+
+def is_compiled(value: object) -> bool:
+    """Says whether something came out of torch.compile."""
+    return "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})
+
+
+def compiled(pool: HostPool) -> list[bool]:
+    """Says of every part of every host whether it is compiled."""
+    return ["forward" in vars(part) for env in pool.envs for part in parts(env.network)]
+
+
+def test_compiling_is_a_setting_of_a_run(make_pool: MakePool) -> None:
+    """S10: compiling is off by default; on, it holds for that run's hosts alone, module by module, and no global switch
+    of torch's compiler moves."""
+    training = HostTraining(batches=1, compile=CompileConfig(backend="eager"))
+    switches = torch._dynamo.config.get_config_copy()
+
+    assert HostTraining().compile is None
+    assert isinstance(CompileConfig().dynamic, bool) and not CompileConfig().fallback
+    assert all(compiled(make_pool(1, training=training)))
+    assert not any(compiled(make_pool(1)))
+    assert torch._dynamo.config.get_config_copy() == switches
+
+
+def test_no_module_compiles_anything_when_it_is_imported() -> None:
+    """S10: no module of the project holds a compiled function: torch.compile is called for the hosts of a run alone."""
+    names = []
+    for package in (esper_lightning, callbacks):
+        names += [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    compiled = torch.compile(lambda x: x, backend="eager")
+
+    assert is_compiled(compiled) and len(modules) > 80
+    values = [(name, value) for module in modules for name, value in vars(module).items()]
+    # With two underscores, torch itself has put there what it has compiled meanwhile.
+    assert [name for name, value in values if is_compiled(value) and not name.startswith("__")] == []

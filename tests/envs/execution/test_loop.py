@@ -109,3 +109,18 @@ def test_the_clock_gives_a_ticks_time_by_phase_and_begins_again(make_pool: Calla
     assert min(seconds["train"], seconds["validate"], seconds["bookkeeping"]) > 0
     assert seconds["policy"] == seconds["update"] == 0
     assert not any(pool.clock.take().values())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_switch_of_convolutions_is_left_as_it_was(
+    make_pool: Callable[..., HostPool], monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", before)
+    pool = make_pool(1, training=HostTraining(batches=1, onednn=not before))
+    used: list[bool] = []
+    pool.envs[0].network.register_forward_pre_hook(lambda *_: used.append(torch.backends.mkldnn.enabled))
+
+    pool.step(WaitOnly().act(pool))
+
+    assert used == [not before] * 2, "in training and in validation"
+    assert torch.backends.mkldnn.enabled is before

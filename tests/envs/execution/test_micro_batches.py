@@ -106,3 +106,19 @@ def test_parts_must_be_of_equal_size() -> None:
         HostTraining(micro_batches=0)
     with pytest.raises(ValueError, match=r"training\.micro_batches must divide batch_size"):
         HostTraining(batch_size=4, micro_batches=8)
+
+
+def test_a_host_batch_can_go_through_in_micro_batches(make_pool: MakePool) -> None:
+    """S12: the host sees a quarter of a batch at a time, and learns from the whole: same batches, same step."""
+    seen: list[int] = []
+    weights = []
+    for parts in (1, 4):
+        training = HostTraining(batches=2, batch_size=20, micro_batches=parts)
+        pool = make_pool(1, host=mlp, actions=ActionConfig(blueprints=["norm"]), training=training)
+        network = pool.envs[0].network.double()
+        network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+        pool.executor.train_epoch(pool.envs, Split(pool.data.train.inputs.double(), pool.data.train.targets))
+        weights.append(list(network.parameters()))
+
+    assert seen == [20] * 2 + [5] * 8
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-10, atol=1e-12)

@@ -289,3 +289,23 @@ def test_workers_do_what_the_loop_does_bit_for_bit(
     training = HostTraining(batches=2, precision=precision)
     by_workers, by_loop = (episode(make_pool(5, executor=name, training=training)) for name in ("threads", "loop"))
     assert same(by_workers, by_loop)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_hosts_train_and_are_validated_in_the_precision_of_their_setting(
+    make_pool: MakePool, precision: str, dtype: torch.dtype
+) -> None:
+    """S11: in both passes hosts compute in fp32, bf16 or fp16; the loss is scaled with the last alone."""
+    pool = make_pool(1, training=HostTraining(batches=1, precision=precision))
+    seen: set[tuple[bool, torch.dtype]] = set()
+
+    def watch(network: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        seen.add((network.training, outputs.dtype))
+
+    pool.envs[0].network.register_forward_hook(watch)
+    pool.step(act(WAIT))
+
+    assert seen == {(True, dtype), (False, dtype)}
+    assert pool.envs[0].scaler.is_enabled() is (precision == "fp16")

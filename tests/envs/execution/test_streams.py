@@ -1,4 +1,4 @@
-"""Streams without a GPU: results, errors, and who lives on which device; tests/findings has what waits for what."""
+"""Streams without a GPU: results, errors, who lives on which device. What waits for what: test_stream_races.py."""
 
 from collections.abc import Callable
 

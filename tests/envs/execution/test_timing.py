@@ -1,6 +1,8 @@
 """Where time goes, by timers that only seem to pass."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from esper_lightning.tasks import Batches, Split, fetch
 from esper_lightning.telemetry.memory import make_gauge
 from tests.envs.execution.fake_cuda import Event, FakeCuda, Stream
+from tests.runs import fit, only_run
 
 MakePool = Callable[..., HostPool]
 
@@ -221,3 +224,17 @@ def test_a_ticks_phases_add_up_to_the_tick(make_pool: MakePool, executor: str) -
         assert all(seconds[phase] > 0.0 for phase in ("data", "train", "validate", "bookkeeping"))
     assert Stage.PROBATIONARY in stages and seconds["counterfactual"] > 0.0
     assert seconds["data"] < seconds["train"]
+
+
+def test_the_clock_fits_the_device_and_telemetry_says_which_it_was(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """S13: time is measured by events in the stream at hand on CUDA and by the processor's clock on the CPU; a run's
+    telemetry names the clock."""
+    fit(tmp_path, "--trainer.max_epochs", "1")
+    names = re.findall(r"\btime/(\w+)\.train\b", " ".join(only_run(tmp_path).scalars()))
+    gpu = torch.device("cuda", 0)
+    with torch.cuda.stream(own := Stream(gpu)):
+        mark = make_timer(gpu).mark()
+
+    assert sorted(names) == ["perf_counter", "samples_per_second", "share"]
+    assert make_timer(gpu).name == "cuda_events"
+    assert mark.enable_timing and mark.stream is own

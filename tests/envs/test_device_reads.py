@@ -1,4 +1,4 @@
-"""Row S3 of the findings: what crosses between the device and Python in a tick."""
+"""What crosses between the device and Python in a tick."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,11 +64,9 @@ class Reads(TorchFunctionMode):
         return result
 
 
-def test_s3_a_tick_reads_the_device_twice(
-    make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S3: the decisions in one transfer, all that was measured in another, and nothing else is read by whoever decides,
-    trains, validates, records or watches: from one call of RolloutLoop.tick to the next."""
+def test_a_tick_reads_the_device_twice(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3: a tick reads the decisions in one transfer and all that was measured in another; nothing else is read by
+    whoever decides, trains, validates, records or watches, from one call of RolloutLoop.tick to the next."""
     loop = make_loop(3)
     pool = loop.pool
     loop.begin_rollout()
@@ -88,10 +86,11 @@ def test_s3_a_tick_reads_the_device_twice(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("executor", ["loop", "streams"])
-def test_s3_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
+def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     monkeypatch: pytest.MonkeyPatch, make_policy: Callable[..., Policy], executor: str
 ) -> None:
-    """S3: torch itself calls every other synchronisation an error, copies to the GPU from ordinary memory too."""
+    """S3: nothing in a tick waits for the GPU but two transfers: torch raises an error at every other synchronisation,
+    also at copies from ordinary memory."""
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
     pool = HostPool(task, task.load(), small_host, replace(SMALL, executor=executor), 3, gpu)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
@@ -119,8 +118,8 @@ def test_s3_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     assert loop.buffer.action.op.any(), "something was done"
 
 
-def test_s3_a_read_would_be_noticed(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3: what the test above is worth."""
+def test_a_read_would_be_noticed(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3: reads beside the two transfers of a tick are found."""
     loop = make_loop(2)
     loop.begin_rollout()
     with Reads(monkeypatch, loop.pool) as reads:

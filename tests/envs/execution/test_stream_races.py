@@ -1,4 +1,4 @@
-"""Rows F and S of the findings that are about CUDA streams: in full on a GPU, their logic everywhere."""
+"""CUDA streams: no work races, nobody waits without need. In full on a GPU, their logic anywhere."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import StreamsExecutor
@@ -18,7 +19,7 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
-from tests.decisions import CPU
+from tests.decisions import CPU, WAIT, act
 from tests.envs.execution.fake_cuda import Event, FakeCuda, Races, Stream
 from tests.runs import differences
 
@@ -38,13 +39,13 @@ def gpu_pool(n_envs: int, executor: str = "streams", **changes: Any) -> HostPool
 
 
 def on_streams(pool: HostPool) -> HostPool:
-    """A pool on the processor whose hosts are trained on streams that only seem to be there."""
+    """Lets a pool on the processor train its hosts on streams that only seem to be there."""
     pool.executor = StreamsExecutor(pool.task, pool.config.training)
     return pool
 
 
 def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
-    """One random episode, all that is measured of it."""
+    """Plays one random episode and returns all that is measured of it."""
     wanderer = RandomValid(seed)
     pool.reset([seed + i for i in range(pool.n_envs)])
     seen = [part for _ in range(pool.config.horizon) for part in pool.step(wanderer.act(pool)).metrics]
@@ -53,7 +54,7 @@ def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
 
 @contextmanager
 def reproducible_kernels() -> Iterator[None]:
-    """As far as cuDNN goes; torch gives cuBLAS a workspace for every stream, which makes it so."""
+    """Makes cuDNN's kernels reproducible; cuBLAS's are, because torch gives it a workspace for every stream."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
@@ -63,7 +64,7 @@ def reproducible_kernels() -> Iterator[None]:
 
 
 def watch(fake: FakeCuda, patch: pytest.MonkeyPatch, pool: HostPool) -> list[tuple[int, str, Stream]]:
-    """Notes environment, work and stream of what is done from now on."""
+    """Notes environment, work and stream of all that executors do from now on."""
     notes: list[tuple[int, str, Stream]] = []
     begin, step, measure = HostEpoch.__init__, HostEpoch.step, StreamsExecutor._measure
 
@@ -90,7 +91,7 @@ def watch(fake: FakeCuda, patch: pytest.MonkeyPatch, pool: HostPool) -> list[tup
     return notes
 
 
-def test_f1_nothing_races(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+def test_nothing_races(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     """F1: events order any two operations on the same memory that are on different streams, forward and backward, and
     no memory is given away while another stream works on it."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2, micro_batches=2)))
@@ -101,10 +102,10 @@ def test_f1_nothing_races(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     assert races.operations > 10_000
 
 
-def test_f1_without_events_there_would_be_races(
+def test_without_events_there_would_be_races(
     make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F1: what the test above is worth."""
+    """F1: races are found where streams do not wait for each other's events."""
     pool = on_streams(make_pool(2))
     monkeypatch.setattr(StreamsExecutor, "_apart", lambda executor, envs: nullcontext())
     with Races(fake_cuda, CPU) as races:
@@ -116,8 +117,9 @@ def test_f1_without_events_there_would_be_races(
 
 
 @on_gpu
-def test_f1_streams_do_what_the_loop_does_bit_for_bit_on_a_gpu() -> None:
-    """F1: 200 batches × 8 environments in fp32, while seeds of all kinds come and go: measurements and weights."""
+def test_streams_do_what_the_loop_does_bit_for_bit_on_a_gpu() -> None:
+    """F1: streams give the loop's measurements and weights bit for bit over 200 batches × 8 environments in fp32, while
+    seeds of all kinds come and go."""
     with reproducible_kernels():
         pools = [gpu_pool(8, name, training=HostTraining(batches=200)) for name in ("loop", "loop", "streams")]
         loop, again, streams = ([pool, play(pool)] for pool in pools)
@@ -131,11 +133,11 @@ def test_f1_streams_do_what_the_loop_does_bit_for_bit_on_a_gpu() -> None:
             ), what
 
 
-def test_f2_one_context_covers_a_batch_from_the_data_to_the_sums(
+def test_one_context_covers_a_batch_from_the_data_to_the_sums(
     make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F2: fetching, forward, backward, step and accumulation of a batch are on the environment's stream, and nothing of
-    any batch is elsewhere; batches are outside and environments inside."""
+    """F2: an environment's batches and its validation are on one stream of its own; batches are outside and
+    environments inside."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2)))
     notes = watch(fake_cuda, monkeypatch, pool)
     pool.step(RandomValid(0).act(pool))
@@ -150,7 +152,37 @@ def test_f2_one_context_covers_a_batch_from_the_data_to_the_sums(
     assert fake_cuda.default[CPU] not in set.union(*streams.values())
 
 
-def test_f5_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+class Work(TorchDispatchMode):
+    """Notes by stream the operations that a device would be given, those of backward passes included."""
+
+    def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
+        super().__init__()
+        self.cuda, self.device = cuda, device
+        self.operations: dict[Stream, list[str]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        stream = self.cuda.working(self.device)
+        self.operations.setdefault(stream, []).append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_operation_of_a_batch_is_on_the_environments_stream(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """F2: fetching, forward, backward, step and accumulation of all batches are on the environments' streams, operation
+    by operation; the common stream only puts the finished rows together."""
+    pool = on_streams(make_pool(3, training=HostTraining(batches=2)))
+    pool.step(act(WAIT, WAIT, WAIT))
+    with Work(fake_cuda, CPU) as work:
+        pool.executor.train_epoch(pool.envs, pool.data.train)
+
+    assert work.operations.pop(fake_cuda.default[CPU]) == ["stack"]
+    first, *others = work.operations.values()
+    assert len(others) == 2 and all(other == first for other in others), "hosts that wait have the same work to do"
+    assert set(work.operations) == {pool.executor._stream(env) for env in pool.envs}
+    batch = {"index", "convolution", "convolution_backward", "_fused_adam_", "add_"}
+    assert {name: first.count(name) for name in batch if first.count(name) < 2} == {}
+
+
+def test_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     """F5: in fp16, where every step reads and writes the scaler, nothing races, and no two share anything."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2, precision="fp16")))
     with Races(fake_cuda, CPU) as races:
@@ -163,8 +195,8 @@ def test_f5_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda
 
 @on_gpu
 @pytest.mark.parametrize("executor", ["loop", "streams"])
-def test_f5_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
-    """F5: among eight, a host's scaler and weights come out as if it were alone."""
+def test_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
+    """F5: a host's scaler and weights come out among eight hosts as if it were alone."""
     training = HostTraining(batches=20, precision="fp16")
     with reproducible_kernels():
         pools = [gpu_pool(n, executor, training=training) for n in (8, 1)]
@@ -178,8 +210,8 @@ def test_f5_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> No
     assert differences(*cpu) == []
 
 
-def test_s1_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
-    """S1: over episodes, one stream per environment."""
+def test_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
+    """S1: a pool makes one stream per environment, however many episodes it plays."""
     pool = on_streams(make_pool(3))
     for seed in range(2):
         play(pool, seed)
@@ -189,8 +221,8 @@ def test_s1_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> N
 
 @on_gpu
 @pytest.mark.parametrize("executor", ["loop", "streams"])
-def test_s1_memory_is_flat_over_50_rollouts(executor: str) -> None:
-    """S1: what 50 equal rollouts leave in memory is what a few leave, and they need no more of it."""
+def test_memory_is_flat_over_50_rollouts(executor: str) -> None:
+    """S1: 50 equal rollouts leave the GPU's memory as five of them leave it."""
     pool = gpu_pool(4, executor)
 
     def memory() -> dict[str, int]:
@@ -207,10 +239,10 @@ def test_s1_memory_is_flat_over_50_rollouts(executor: str) -> None:
     assert late["reserved_bytes"] <= early["reserved_bytes"] and late["segment"] <= early["segment"]
 
 
-def test_s2_validation_waits_for_nobody_elses_training(
+def test_validation_waits_for_nobody_elses_training(
     make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S2: a host's validation is behind its own last batch; only the stack of all results waits for all."""
+    """S2: a host's validation waits for its own last batch alone; only the stack of all results waits for all hosts."""
     pool = on_streams(make_pool(2, training=HostTraining(batches=2)))
     watch(fake_cuda, monkeypatch, pool)
     pool.step(RandomValid(0).act(pool))
@@ -225,8 +257,8 @@ def test_s2_validation_waits_for_nobody_elses_training(
 
 
 @on_gpu
-def test_s2_one_host_is_validated_while_another_trains() -> None:
-    """S2: by the events of the laps, the first host's validation begins before the last host's training ends."""
+def test_one_host_is_validated_while_another_trains() -> None:
+    """S2: the first host's validation begins before the last host's training ends, by the events of their laps."""
     pool = gpu_pool(8)
     pool.carry_on(1)
     first, last = pool.envs[0].laps, pool.envs[-1].laps

@@ -1,4 +1,4 @@
-"""Row F9 of the findings: snapshots and rollbacks, however many, need the memory of the first ones."""
+"""Snapshots and rollbacks, however many, need the memory of the first ones."""
 
 import gc
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
 
 
 @pytest.mark.skipif(resident() is None, reason="reads Linux's books")
-def test_f9_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
-    """F9: after a warm-up the resident memory of the process grows by at most 1 %."""
+def test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
+    """F9: 1,000 snapshots and 100 rollbacks after a warm-up add at most 1 % to the resident memory of the process."""
     pool, wanderer = wanderer_pool(torch.device("cpu")), RandomValid(0)
     play(pool, wanderer, snapshots=300)
     before = resident()
@@ -69,7 +69,7 @@ def test_f9_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_f9_snapshots_hold_no_memory_of_the_gpu() -> None:
+def test_snapshots_hold_no_memory_of_the_gpu() -> None:
     """F9: on a GPU, snapshots lie in pinned memory of the processor, and neither side grows by more than 1 %."""
     pool, wanderer = wanderer_pool(GPU), RandomValid(0)
     play(pool, wanderer, snapshots=300)

@@ -1,0 +1,90 @@
+"""What executors return of a tick, and what they ask for on the way."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.growth import growing
+from esper_lightning.growth.gradients import gradient_stats
+from tests.decisions import WAIT, act, germinate
+
+MakePool = Callable[..., HostPool]
+
+
+class Questions(TorchFunctionMode):
+    """Counts by name the attributes that tensors are asked for, by the project and by torch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "__get__":
+            self.asked[function.__self__.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_no_tensor_is_asked_what_kind_of_device_it_is_on(make_pool: MakePool, executor: str) -> None:
+    """S6: a tick asks no tensor what kind of device it is on: that was decided when the pool was made."""
+    pool = make_pool(2, executor=executor)
+    pool.step(act(germinate(0, 1), germinate(1, 1)))
+    with Questions() as questions:
+        pool.step(act(WAIT, WAIT))
+
+    assert questions.asked["shape"] > 0, "questions are seen"
+    assert not {"is_cuda", "is_cpu", "is_meta"} & set(questions.asked)
+
+
+def test_numbers_of_all_environments_and_variants_are_one_tensor(make_pool: MakePool) -> None:
+    """S8: an executor returns one tensor for training, one [N, 2, V] for validation."""
+    pool = make_pool(2)
+    slots = len(pool.space.slot)
+
+    assert pool.executor.train_epoch(pool.envs, pool.data.train).shape == (2, 3 + 4 * (1 + slots))
+    assert pool.executor.validate(pool.envs, pool.data.validation).shape == (2, 2, slots + 2)
+
+
+def test_gradient_statistics_are_tensors_asked_for_once_a_tick(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S9: norms are torch's own, stay on the device, and are taken once per host and tick, not per batch."""
+    taken: list[Tensor] = []
+
+    def watched(given: Iterable[nn.Parameter], device: torch.device | None = None) -> Tensor:
+        stats = gradient_stats(parameters := list(given), device)
+        torch.testing.assert_close(stats[0], nn.utils.get_total_norm([p.grad for p in parameters]))
+        taken.append(stats)
+        return stats
+
+    monkeypatch.setattr(growing, "gradient_stats", watched)
+    pool = make_pool(2, training=HostTraining(batches=5))
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+
+    assert len(taken) == 2 * (1 + len(pool.space.slot))
+    assert all(isinstance(stats, Tensor) and stats.shape == (4,) for stats in taken)
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_validation_runs_in_inference_mode(make_pool: MakePool, executor: str) -> None:
+    """S15: every output of a validation is an inference tensor; those of training are not."""
+    pool = make_pool(2, executor=executor)
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def watch(network: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+        seen.append((torch.is_inference_mode_enabled(), outputs.is_inference(), outputs.requires_grad))
+
+    for env in pool.envs:
+        env.network.register_forward_hook(watch)
+    pool.executor.validate(pool.envs, pool.data.validation)
+    assert seen == [(True, True, False)] * 2
+    seen.clear()
+    pool.executor.train_epoch(pool.envs, pool.data.train)
+    assert set(seen) == {(False, False, True)}

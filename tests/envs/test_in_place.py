@@ -1,0 +1,77 @@
+"""Episodes and rollbacks are begun in the memory of the first one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from esper_lightning.envs import HostPool
+from esper_lightning.tamiyo.baselines import RandomValid
+from tests.decisions import WAIT, act
+from tests.envs.breaking import CALM, breaking
+
+MakePool = Callable[..., HostPool]
+
+
+def storage(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """The same tensors in the same memory."""
+    return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
+
+
+def play(pool: HostPool, seed: int) -> None:
+    """One random episode."""
+    controller = RandomValid(seed)
+    pool.reset([seed + i for i in range(pool.n_envs)])
+    for _ in range(pool.config.horizon):
+        pool.step(controller.act(pool))
+
+
+def test_environments_are_reset_in_place(make_pool: MakePool) -> None:
+    """S1: every episode has the same hosts, weights and optimizer states, in the same memory."""
+    pool = make_pool(2)
+
+    def tensors() -> Iterator[Tensor]:
+        for env in pool.envs:
+            host = env.optimizer.param_groups[0]["params"]
+            yield from host
+            yield from (buffer for name, buffer in env.network.named_buffers() if ".seed." not in name)
+            yield from (value for p in host for value in env.optimizer.state[p].values())
+
+    play(pool, 0)
+    before = list(tensors())
+    pointers = storage(before)
+    for seed in (1, 2):
+        play(pool, seed)
+        assert same(tensors(), before)
+        assert storage(before) == pointers
+    assert len(before) > 2 * 20
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_a_rollback_is_in_place(make_pool: MakePool, executor: str) -> None:
+    """S1: a rollback leaves a host, its weights and its snapshot in the same memory."""
+    pool = make_pool(2, governor=replace(CALM, max_rollbacks=9), horizon=9, executor=executor)
+    pool.reset([1, 2])  # from the second episode on the optimizers know all weights from the start
+
+    def places() -> Iterator[tuple[Any, int]]:
+        for env in pool.envs:
+            for tensor in [*env.network.parameters(), *env.network.buffers()]:
+                yield id(tensor), tensor.data_ptr()
+            yield env, env.guard.snapshot.nbytes
+            held: list[Tensor] = list(env.guard.snapshot.view()["growing"]["network"].values())
+            yield held[0].shape, held[0].data_ptr()
+
+    for _ in range(2):
+        pool.step(act(WAIT, WAIT))
+    before = list(places())
+    for tick in range(6):
+        with breaking(pool, [tick % 2]):
+            step = pool.step(act(WAIT, WAIT))
+        assert step.terminated.tolist() == [tick % 2 == 0, tick % 2 == 1]
+    assert list(places()) == before

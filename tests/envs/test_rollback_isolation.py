@@ -1,0 +1,156 @@
+"""A host that diverges is rolled back alone: neither other hosts nor what is learned from notice."""
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.envs import HostPool, Op
+from esper_lightning.governor import GovernorConfig
+from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutLoop
+from esper_lightning.tamiyo.policy import Policy
+from tests.envs.breaking import CALM, breaking
+from tests.runs import differences
+
+MakePool = Callable[..., HostPool]
+MakeLoop = Callable[..., RolloutLoop]
+
+
+@pytest.fixture(scope="module")
+def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> MakeLoop:
+    """Makes a loop over three hosts, of which only those diverge that a test breaks."""
+
+    def make(governor: GovernorConfig = CALM, **ppo: Any) -> RolloutLoop:
+        pool = make_pool(3, governor=governor)
+        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=math.inf)
+        return RolloutLoop(pool, make_policy(pool), *norms, PPOConfig(**ppo), run_seed=7)
+
+    return make
+
+
+def play(loop: RolloutLoop, broken: dict[int, list[int]]) -> None:
+    """Plays a rollout in which the hosts `broken[tick]` go wrong at these ticks."""
+    loop.begin_rollout()
+    for tick in range(loop.pool.config.horizon):
+        with breaking(loop.pool, broken.get(tick, [])):
+            loop.tick()
+
+
+def test_a_rollout_with_rollbacks_and_an_end_resumes_at_every_tick(make_watched: MakeLoop) -> None:
+    """F6: a loop that was elsewhere goes on bit for bit at every tick of a rollout in which hosts diverge: what is
+    known of them, and their last good state, is saved."""
+    governor = replace(CALM, max_rollbacks=1)
+    loop, resumed = make_watched(governor), make_watched(governor)
+    resumed.run_seed = 8  # it meets other hosts
+    loop.begin_rollout()
+    for tick in range(6):
+        resumed.begin_rollout()
+        for broken in ([0], [1, 2]):
+            with breaking(resumed.pool, broken):
+                resumed.tick()
+        assert loop.state.hidden.any() == loop.state.cell.any() == (tick > 0), "there is a recurrent state to lose"
+        torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
+        file.seek(0)
+        for part, state in zip((resumed, resumed.pool), torch.load(file, weights_only=True), strict=True):
+            part.load_state_dict(state)
+        for each in (loop, resumed):
+            with breaking(each.pool, {1: [0, 2], 3: [0], 4: [2]}.get(tick, [])):
+                each.tick()
+
+        assert differences(loop.state_dict(), resumed.state_dict()) == []
+        assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
+        assert list(map(str, loop.last.verdicts)) == list(map(str, resumed.last.verdicts))
+    assert [env.ended for env in loop.pool.envs] == [True, False, True]
+
+
+def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: MakeLoop) -> None:
+    """F7: both normalisers count the steps that were really taken, and none after the end of an episode."""
+    loop = make_watched(replace(CALM, max_rollbacks=0))
+    play(loop, {1: [0], 3: [2]})
+    loop.finish_rollout()
+
+    assert loop.observation_norm.count == loop.value_norm.count == 6 + 2 + 4
+
+
+def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeLoop) -> None:
+    """F10: a host that becomes NaN costs its own trajectory its end; all other transitions are bit for bit those of a
+    rollout in which nothing happened, and all are learned from."""
+    whole, cut = (make_watched(gamma=1.0, gae_lambda=1.0) for _ in range(2))
+    returns = []
+    for loop, broken in ((whole, {}), (cut, {2: [1]})):
+        play(loop, broken)
+        rollout, summary = loop.finish_rollout()
+        assert torch.equal(summary.advantages.isfinite(), ~loop.buffer.masks.forced), "every decision has an advantage"
+        returns.append(loop.value_norm.inverse(rollout.targets))
+        terms = ppo_terms(loop.policy, rollout, PPOConfig())
+        assert all(term.isfinite().all() for term in terms) and terms.ratio_error < 1e-5
+
+    for theirs, ours in zip(whole.buffer.state_dict()["ticks"], cut.buffer.state_dict()["ticks"], strict=True):
+        assert torch.equal(theirs[:, [0, 2]], ours[:, [0, 2]])
+        assert torch.equal(theirs[:2, 1], ours[:2, 1])
+    torch.testing.assert_close(returns[0][:, [0, 2]], returns[1][:, [0, 2]], rtol=1e-4, atol=1e-5)
+    # The earlier transitions stay, and answer for the rollback.
+    earned = cut.buffer.rewards[:, 1]
+    for t in range(3):
+        torch.testing.assert_close(returns[1][t, 1], earned[t:3].sum(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(returns[1][3, 1], earned[3:].sum(), rtol=1e-4, atol=1e-5)
+    assert earned[2] == -CALM.penalty
+
+
+def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched: MakeLoop) -> None:
+    """F11: the last return before a rollback is the penalty alone, whatever value the restored state has."""
+    loop = make_watched(gamma=1.0, gae_lambda=0.0, horizon_is_end=False)
+    with torch.no_grad():
+        loop.policy.value[-1].bias.fill_(5.0)
+    play(loop, {2: [1], 5: [0]})
+    buffer = loop.buffer
+    assert buffer.values.min() > 2.0
+    rollout, _ = loop.finish_rollout()
+    returns = loop.value_norm.inverse(rollout.targets)
+
+    for tick, host in ((2, 1), (5, 0)):
+        torch.testing.assert_close(returns[tick, host], torch.tensor(-CALM.penalty), rtol=1e-3, atol=1e-3)
+    assert returns[5, 1] > 2.0, "at the horizon there is one"
+
+
+def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watched: MakeLoop) -> None:
+    """F22: a vetoed action is stored as WAIT, which is what the host did, with the probability of WAIT."""
+    loop = make_watched()
+    with torch.no_grad():
+        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+    loop.begin_rollout()
+    for env in loop.pool.envs[:2]:
+        env.guard.watch = env.guard.watch._replace(panic=1)  # as if its last loss had been out of range
+    step = loop.tick()
+
+    assert [veto.host for veto in step.vetoes] == [0, 1]
+    assert loop.buffer.action.op[0].tolist() == step.action.op.tolist() == [Op.WAIT, Op.WAIT, Op.GERMINATE]
+    assert (loop.buffer.log_prob[0, :2] < -8.0).all(), "one in e^9"
+    assert [env.slots[0].occupied or env.slots[1].occupied or env.slots[2].occupied for env in loop.pool.envs] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_an_episode_ends_early_for_a_host_that_diverges_again_and_again(
+    make_watched: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S16: a host that diverges once too often is trained no more, and teaches nothing from then on."""
+    loop = make_watched(replace(CALM, max_rollbacks=1))
+    trained: list[int] = []
+    train = loop.pool.executor._train
+    monkeypatch.setattr(
+        loop.pool.executor, "_train", lambda env, data: (trained.append(loop.pool.envs.index(env)), train(env, data))[1]
+    )
+    play(loop, {0: [2], 2: [2]})
+
+    assert [trained.count(host) for host in range(3)] == [6, 6, 3]
+    assert loop.buffer.masks.ended.sum(0).tolist() == [0, 0, 3]
+    assert loop.last.truncated.all() and loop.pool.test().isfinite().all()

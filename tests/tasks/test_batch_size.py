@@ -1,0 +1,71 @@
+"""The batch size that runs is the one that is configured."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from esper_lightning.envs import Action, HostPool, StepResult
+from esper_lightning.envs.training import HostTraining
+from esper_lightning.tasks import Measures, Task
+from tests.decisions import WAIT, act
+from tests.runs import CONFIGS, cli
+from tests.tasks.stored import write_cifar10
+
+MakePool = Callable[..., HostPool]
+
+HOSTS = 2
+
+
+@pytest.fixture
+def learned_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples of each minibatch that hosts, one by one or all at once, learn from in the last tick."""
+    samples: list[int] = []
+    measure, step = Task.measure, HostPool.step
+
+    def begun(pool: HostPool, action: Action) -> StepResult:
+        samples.clear()  # before the first tick seeds are tried out
+        return step(pool, action)
+
+    def watched(task: Task, outputs: Tensor, targets: Tensor) -> Measures:
+        if outputs.requires_grad:
+            samples.append(len(targets))
+        return measure(task, outputs, targets)
+
+    monkeypatch.setattr(Task, "measure", watched)
+    monkeypatch.setattr(HostPool, "step", begun)
+    return samples
+
+
+def minibatches(executor: str, size: int, number: int) -> list[int]:
+    """So many minibatches of `size` samples for each host, as an executor takes them."""
+    return [HOSTS * size] * number if executor == "fused" else [size] * (HOSTS * number)
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_the_configured_batch_size_runs(make_pool: MakePool, learned_from: list[int], executor: str) -> None:
+    """F17: hosts on digits learn from as many and as large minibatches as are configured, whoever trains them."""
+    pool = make_pool(HOSTS, training=HostTraining(batch_size=7, batches=3), executor=executor)
+    pool.step(act(WAIT, WAIT))
+
+    assert learned_from == minibatches(executor, size=7, number=3)
+
+
+@pytest.mark.parametrize(("executor", "size"), [("loop", 60), ("fused", 60), ("fused", 128)])
+def test_the_configured_batch_size_runs_on_cifar10(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned_from: list[int], executor: str, size: int
+) -> None:
+    """F17: a run of configs/cifar10.yaml learns from minibatches of its 128 samples, or of the number given instead."""
+    write_cifar10(tmp_path, monkeypatch, each=30)
+    built = cli(
+        *("--config", str(CONFIGS / "cifar10.yaml"), "--trainer.default_root_dir", str(tmp_path / "runs")),
+        *("--data.task.init_args.root", str(tmp_path), "--data.task.init_args.validation", "10"),
+        *("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--evaluation.hosts", "0"),
+        *("--data.n_envs", str(HOSTS), "--model.ppo.minibatches", "1", "--data.env.horizon", "1"),
+        *("--data.env.executor", executor, "--trainer.enable_progress_bar", "false"),
+        *(("--data.env.training.batch_size", str(size)) if size != 128 else ()),
+    )
+
+    assert built.datamodule.env.training.batch_size == size
+    assert learned_from == minibatches(executor, size, number=140 // size)

@@ -1,0 +1,25 @@
+"""Settings that leave nothing to do."""
+
+from pathlib import Path
+
+import pytest
+
+from esper_lightning.data import HostPoolData
+from esper_lightning.envs import EnvConfig
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.tasks import Digits
+from tests.runs import fit, tiny_host
+
+
+def test_nothing_to_do_is_refused_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """F18: horizon, environments, epochs and rollouts must be positive."""
+    with pytest.raises(ValueError, match="horizon must be at least 1"):
+        EnvConfig(horizon=0)
+    with pytest.raises(ValueError, match="n_envs must be at least 1"):
+        HostPoolData(Digits(), tiny_host, n_envs=0)
+    with pytest.raises(ValueError, match=r"ppo\.epochs must be at least 1"):
+        PPOConfig(epochs=0)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, "--trainer.max_epochs", "0")
+    assert "trainer.max_epochs must be at least 1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,216 @@
+"""Every setting can be set from YAML, and help says what it is for."""
+
+import ast
+import importlib
+import inspect
+import itertools
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+import callbacks
+import esper_lightning
+from esper_lightning.__main__ import main
+from esper_lightning.cli import CALLBACKS, EsperCLI
+from esper_lightning.data import HostPoolData
+from esper_lightning.module import TamiyoModule
+from esper_lightning.tasks import Variant
+from esper_lightning.telemetry.rules import RULES, Rule
+from esper_lightning.trainer import EsperTrainer
+from tests.runs import CONFIGS
+
+ENTRY = "entry"
+"""Key of the one entry of a dictionary of settings."""
+
+REQUIRED = {"task": "esper_lightning.tasks.Digits", "host": "esper_lightning.hosts.CNN"}
+"""Settings without a default."""
+
+LINKED = {("data", "env", "reward"): {"gamma", "horizon_is_end"}}
+"""Fields that are taken from another setting, and cannot be set themselves."""
+
+
+NO_SETTINGS = {Rule, Variant}
+"""Records that look like settings: a line of the table of anomalies, and what is made of the facts of a family."""
+
+
+class Group(NamedTuple):
+    """Settings that belong together."""
+
+    command: str
+    path: tuple[str, ...]
+    """Keys in YAML."""
+    settings: type
+    """Dataclass of these settings."""
+    there: bool
+    """True: these settings always have values. False: null stands there until somebody asks for them."""
+
+    def __str__(self) -> str:
+        return f"{self.command} {'.'.join(self.path)}"
+
+    @property
+    def option(self) -> str:
+        """Name on the command line."""
+        return ".".join(key for key in self.path if key != ENTRY)
+
+
+def is_settings(thing: object) -> bool:
+    """Says whether this is a class of settings: a frozen dataclass, each of whose fields is given by its name."""
+    frozen = inspect.isclass(thing) and is_dataclass(thing) and thing.__dataclass_params__.frozen
+    return frozen and all(field.kw_only for field in fields(thing))
+
+
+def settings_within(hint: Any, path: tuple[str, ...]) -> Iterator[tuple[type, tuple[str, ...]]]:
+    """Classes of settings that a type is or is made of, with the keys that lead there."""
+    if is_settings(hint):
+        yield hint, path
+    below = (*path, ENTRY) if get_origin(hint) is dict else path
+    for part in get_args(hint):
+        yield from settings_within(part, below)
+
+
+def groups_of(command: str, path: tuple[str, ...], takes: Callable[..., Any], known: set[type]) -> Iterator[Group]:
+    """Groups of settings among what a class or a function takes, and the groups within them.
+
+    Args:
+        command: Of the command line.
+        path: Keys that lead to what is taken.
+        takes: Class or function.
+        known: Classes that were met; of those that somebody has to ask for, each is met once.
+    """
+    hints = get_type_hints(takes.__init__ if inspect.isclass(takes) and not is_settings(takes) else takes)
+    for name, hint in hints.items():
+        for settings, below in settings_within(hint, (*path, name)):
+            if settings is hint or settings not in known:
+                known.add(settings)
+                yield Group(command, below, settings, there=settings is hint)
+                yield from groups_of(command, below, settings, known)
+
+
+def all_groups() -> Iterator[Group]:
+    """Groups of settings that the command line takes: of the two modules, of the callbacks, of the commands."""
+    roots: list[tuple[str, tuple[str, ...], Callable[..., Any]]] = [
+        ("fit", ("model",), TamiyoModule),
+        ("fit", ("data",), HostPoolData),
+        *(("fit", (key,), imported(path)) for key, path in CALLBACKS.items()),
+        *((command, (), getattr(EsperTrainer, command)) for command in EsperCLI.subcommands() if command != "fit"),
+    ]
+    known: set[type] = set()
+    for command, path, takes in roots:
+        yield from groups_of(command, path, takes, known)
+
+
+def imported(path: str) -> Any:
+    """The class or function of this dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+GROUPS = list(all_groups())
+
+
+def printed(command: str, *args: str) -> str:
+    """What a command prints before it ends."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(sys, "argv", sys.argv[:1])
+        patch.setattr(sys.stdout, "write", lambda text: lines.append(text) or len(text))
+        main([command, *args])
+    return "".join(lines)
+
+
+def squeezed(text: str) -> str:
+    """Without white space: help breaks lines wherever it likes."""
+    return re.sub(r"\s+", "", text)
+
+
+@cache
+def help_of_options(command: str, *args: str) -> dict[str, str]:
+    """What help says, by option; of an option with options of its own: the title above them."""
+    said = {}
+    title = ""
+    for block in re.split(r"^(?=  --|\S)", printed(command, *args), flags=re.MULTILINE):
+        if block.startswith("  --"):
+            said[block.split()[0].removeprefix("--").rstrip(",")] = squeezed(title + block)
+            title = ""
+        else:
+            title = block.replace(":", ".")
+    return said
+
+
+@pytest.fixture(scope="module")
+def printed_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`printed_config(command)`: every setting as YAML, also of groups that somebody has to ask for."""
+    folder = tmp_path_factory.mktemp("config")
+
+    @cache
+    def of(command: str) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+        for group in GROUPS:
+            if group.command == command and not group.there:
+                section = asked
+                for key in group.path:
+                    section = section.setdefault(key, {})
+                section.update(
+                    {field.name: REQUIRED[field.name] for field in fields(group.settings) if field.name in REQUIRED}
+                )
+        (folder / f"{command}.yaml").write_text(yaml.safe_dump(asked))
+        files = (str(CONFIGS / "smoke.yaml"), str(folder / f"{command}.yaml"))
+        return yaml.safe_load(
+            printed(command, *(part for file in files for part in ("--config", file)), "--print_config")
+        )
+
+    return of
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    body = ast.parse(inspect.getsource(config)).body[0].body
+    return {
+        field.target.id: doc.value.value
+        for field, doc in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+
+
+def test_no_class_of_settings_is_out_of_reach() -> None:
+    """A8: every class of settings that the project defines is among those that the command line takes."""
+    defined = set()
+    for package in (esper_lightning, callbacks):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("__main__"):
+                defined |= set(filter(is_settings, vars(importlib.import_module(found.name)).values()))
+
+    assert len(defined) > 20
+    assert defined - NO_SETTINGS == {group.settings for group in GROUPS}
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_every_setting_is_reachable_from_yaml_and_explained_by_help(
+    group: Group, printed_config: Callable[[str], dict[str, Any]]
+) -> None:
+    """A8: every field of every class of settings stands in the printed YAML, with its docstring in help."""
+    docs = field_docs(group.settings)
+    section: Any = printed_config(group.command)
+    for key in group.path:
+        section = section[key]
+    assert set(docs) == {field.name for field in fields(group.settings)}
+    assert set(section) == set(docs) - LINKED.get(group.path, set())
+
+    said = help_of_options(group.command, "--help" if group.there else f"--{group.option}.help")
+    for name in section:
+        assert squeezed(docs[name]) in said[f"{group.option}.{name}"], name
+
+
+def test_anomalies_point_to_settings_that_there_are(printed_config: Callable[[str], dict[str, Any]]) -> None:
+    for name in {name for rule in RULES for name in rule.settings}:
+        section: Any = printed_config("fit")
+        for key in name.split("."):
+            assert key in section, name
+            section = section[key]
