@@ -1,5 +1,6 @@
 """Checkpoints are written whole or not at all, and read only if they are whole and ours."""
 
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,15 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from esper_lightning.checkpoint import SCHEMA, check_checkpoint
+from callbacks.rollout_state import random_states
+from esper_lightning.checkpoint import (
+    SCHEMA,
+    check_checkpoint,
+    check_identity,
+    check_loops,
+    check_schema,
+    settle_optimizer,
+)
 from esper_lightning.disk import AtomicCheckpointIO
 from tests.runs import Run, fit, load, only_run
 
@@ -63,6 +72,122 @@ def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, m
     AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
 
     assert torch.equal(load(target)["weights"], torch.zeros(3))
+
+
+def test_whoever_has_opened_a_checkpoint_reads_it_to_its_end(tmp_path: Path) -> None:
+    """The new one takes the old one's name in one step, and touches not a byte of it."""
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+
+    with target.open("rb") as reader:
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+        assert torch.equal(torch.load(reader, weights_only=True)["weights"], torch.ones(3))
+
+    assert torch.equal(load(target)["weights"], torch.zeros(3))
+
+
+def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
+    left, other = tmp_path / ".a.ckpt.123.tmp", tmp_path / ".b.ckpt.123.tmp"
+    for draft in (left, other):
+        draft.write_bytes(b"half of a checkpoint")
+
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, tmp_path / "a.ckpt")
+
+    assert not left.exists()
+    assert other.exists(), "somebody may be writing it"
+
+
+def test_tamiyos_optimizer_goes_on_with_its_state_and_the_settings_of_now() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    before, now = torch.optim.Adam([weight], lr=0.1), torch.optim.Adam([weight], lr=0.02, weight_decay=0.3)
+    weight.grad = torch.ones(3)
+    before.step()
+    checkpoint = {"optimizer_states": [before.state_dict()]}
+
+    settle_optimizer(checkpoint, now)
+
+    (saved,) = checkpoint["optimizer_states"]
+    (group,) = saved["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3)
+    assert torch.equal(saved["state"][0]["exp_avg"], before.state[weight]["exp_avg"])
+    assert saved["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, str(SCHEMA), None])
+def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
+    with pytest.raises(ValueError, match=f"it has schema {schema!r}, this version reads {SCHEMA}; resume it with"):
+        check_schema({"esper_schema": schema})
+
+
+def whole() -> Checkpoint:
+    """As much of a checkpoint as is looked at before anything is built."""
+    rollout = {"loop": {}, "random": random_states()}
+    parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    more = {"HostPoolData": {}, "pytorch-lightning_version": "2.6", "esper_identity": {}, "esper_settings": {}}
+    return {"esper_schema": SCHEMA, "callbacks": {"RolloutState": rollout}, **parts, **more}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state_dict": {"weights": torch.tensor([1.0, math.nan])}}, "weights holds numbers that are not finite"),
+        ({"state_dict": {"weights": [1.0]}}, "'weights' is a list, not a tensor"),
+        ({"optimizer_states": {}}, "optimizer_states is a dict"),
+        ({"esper_settings": {"data.seed": 1}}, "its settings are no texts"),
+        ({"callbacks": {"RolloutState": {"loop": {}}}}, "RolloutState lacks random"),
+        ({"callbacks": {}}, "it lacks RolloutState, so it was not saved by a full run"),
+    ],
+)
+def test_a_checkpoint_that_lies_about_itself_is_not_continued(change: Checkpoint, message: str) -> None:
+    check_schema(whole())
+
+    with pytest.raises(ValueError, match=message):
+        check_schema(whole() | change)
+
+
+def progress(tick: int, rollout: int, position: int) -> Checkpoint:
+    """What Lightning's loops say of where they are."""
+    return {
+        "epoch_loop.batch_progress": {"current": {"ready": tick}},
+        "epoch_progress": {"current": {"ready": rollout}},
+        "state_dict": {"combined_loader": [{"position": position}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("loops", "hosts", "message"),
+    [
+        ((4, 2, 3), {3}, "its loops are at tick 4 of rollout 2, the rollout at tick 3"),
+        ((3, 1, 3), {3}, "its loops are at tick 3 of rollout 1"),
+        ((3, 2, 1), {3}, "its loops are at tick 3 of rollout 2"),
+        ((3, 2, 3), {2, 3}, r"its hosts are at ticks \[2, 3\], the rollout at tick 3"),
+        ((-1, 2, 3), {3}, "is -1, not a whole number"),
+    ],
+)
+def test_loops_hosts_and_rollout_must_stand_at_the_same_tick(
+    loops: tuple[int, int, int], hosts: set[int], message: str
+) -> None:
+    rollout = {"episode": 2, "buffer": {"ticks": [torch.zeros(3, 4)]}}
+    state, ours = {"RolloutState": {"loop": rollout}}, progress(0, 0, 0)
+    check_loops({"loops": {"fit_loop": progress(3, 2, 3)}, "callbacks": state}, ours, {3})
+
+    with pytest.raises(ValueError, match=message):
+        check_loops({"loops": {"fit_loop": progress(*loops)}, "callbacks": state}, ours, hosts)
+
+
+def test_a_run_is_continued_by_its_like_alone() -> None:
+    ours = {"data.env.horizon": 5, "host": "CNN", "choices of the op head": ["WAIT", "CULL"]}
+    check_identity({**ours, "what is known of it besides": 1}, ours)
+
+    for name, value, said in (
+        ("data.env.horizon", 6, "the checkpoint has 6, this run 5"),
+        ("data.env.horizon", 5.0, r"the checkpoint has 5\.0, this run 5"),
+        ("choices of the op head", ["CULL", "WAIT"], "the checkpoint has"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {said}"):
+            check_identity(ours | {name: value}, ours)
+    with pytest.raises(ValueError, match="host: the checkpoint has nothing, this run CNN; resume with the config"):
+        check_identity(without(ours, "host"), ours)
 
 
 def test_a_runs_own_checkpoint_passes(finished: Run) -> None:

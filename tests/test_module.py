@@ -1,20 +1,26 @@
 """TamiyoModule: trains the policy and nothing else, at the rates that were asked for."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from lightning import Trainer
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim import Adam
 
 from callbacks import RolloutState
 from esper_lightning.cli import EsperCLI
 from esper_lightning.data import HostPoolData
-from esper_lightning.envs import EnvConfig
+from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.module import NormalizeConfig, TamiyoModule
-from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
 from esper_lightning.ppo.normalize import RunningMeanStd
+from esper_lightning.rollout import RolloutSummary
+from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 
@@ -113,6 +119,19 @@ def test_what_is_configured_for_tamiyo_is_what_runs(tmp_path: Path) -> None:
     assert built.trainer.optimizers[0].param_groups[0]["lr"] == 0.002
 
 
+def test_what_is_seen_is_normalised_as_was_asked_for() -> None:
+    module = TamiyoModule(PolicyConfig(asymmetric=True), normalize=NormalizeConfig(momentum=0.9, clip=2.0))
+    module.build(PolicyShape(3, ActionConfig().space(["block1"], ["norm", "conv_light"]), privileged=2))
+    features = 5.0 + 3.0 * torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    module.observation_norm.update(features)
+
+    for norm in (module.observation_norm, module.privileged_norm):
+        assert (norm.momentum, norm.clip) == (0.9, 2.0)
+    assert (module.value_norm.momentum, module.value_norm.clip) == (None, float("inf")), "targets are as they are"
+    shown = module.controller().normalise(features)
+    assert torch.equal(shown, module.observation_norm(features)) and shown.mean().abs() < 0.5, "to Tamiyo playing too"
+
+
 def test_the_gradient_is_clipped_to_what_was_asked_for(tmp_path: Path) -> None:
     frozen = fit(tmp_path, "--trainer.max_epochs=1", "--model.ppo.max_grad_norm=1e-30")
 
@@ -121,12 +140,16 @@ def test_the_gradient_is_clipped_to_what_was_asked_for(tmp_path: Path) -> None:
     assert values(only_run(tmp_path), "train/grad_norm")[0] > 0.0  # logged as it was before
 
 
-def practise(precision: Literal["32", "bf16-mixed"], executor: Literal["loop", "threads"]) -> TamiyoModule:
-    """One rollout under a Trainer of one's own, without the command line's checks."""
+def practise(
+    module: TamiyoModule,
+    executor: Literal["loop", "threads"] = "loop",
+    precision: Literal["32", "bf16-mixed"] = "32",
+    rollouts: int = 1,
+) -> None:
+    """A few rollouts under a Trainer of one's own, without the command line's checks."""
     env = EnvConfig(horizon=4, executor=executor, training=HostTraining(batches=1))
-    module = TamiyoModule(ppo=PPOConfig(minibatches=2))
     trainer = Trainer(
-        max_epochs=1,
+        max_epochs=rollouts,
         accelerator="cpu",
         precision=precision,
         callbacks=[RolloutState()],
@@ -137,14 +160,94 @@ def practise(precision: Literal["32", "bf16-mixed"], executor: Literal["loop", "
     )
     torch.manual_seed(0)
     trainer.fit(module, datamodule=HostPoolData(Digits(), tiny_host, env, n_envs=2))
-    return module
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads"])
 def test_hosts_and_policy_stay_in_float32_under_a_trainers_autocast(executor: Literal["loop", "threads"]) -> None:
-    plain, autocast = practise("32", executor), practise("bf16-mixed", executor)
+    plain, autocast = (TamiyoModule(ppo=PPOConfig(minibatches=2)) for _ in range(2))
+    practise(plain, executor)
+    practise(autocast, executor, "bf16-mixed")
 
     assert differences(autocast.trainer.datamodule.state_dict(), plain.trainer.datamodule.state_dict()) == []
     assert differences(autocast.state_dict(), plain.state_dict()) == []
     assert autocast.report is not None
     assert autocast.report.metrics["first_ratio_error"] < 1e-5
+
+
+class Twice(TamiyoModule):
+    """Learns, and then a twin of its policy learns the same by hand."""
+
+    def build(self, shape: PolicyShape) -> None:
+        super().build(shape)
+        self.twins = [deepcopy(self.policy)]  # in a list: no part of the module
+        self.adam = Adam(self.twins[0].parameters(), eps=self.ppo.adam_eps)
+
+    def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
+        minibatches = list(
+            rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator.clone_state())
+        )
+        super().update(rollout, summary)
+        self.learn_by_hand(minibatches, at_the_end=self.trainer.current_epoch == 1)
+
+    def learn_by_hand(self, minibatches: list[Rollout], at_the_end: bool) -> None:
+        config, (twin,) = self.ppo, self.twins
+        lr, weight = ((anneal.start, anneal.end)[at_the_end] for anneal in (config.lr, config.entropy))
+        self.adam.param_groups[0]["lr"] = lr
+        before, seen, norms = parameters_to_vector(twin.parameters()).detach().clone(), [], []
+        for minibatch in minibatches:
+            terms = ppo_terms(twin, minibatch, config)
+            seen.append(terms)
+            if config.target_kl is not None and terms.kl > 1.5 * config.target_kl:
+                break
+            loss = terms.policy + config.value_coefficient * terms.value - weight * terms.entropy
+            for parameter, gradient in zip(
+                twin.parameters(), torch.autograd.grad(loss, list(twin.parameters()), allow_unused=True), strict=True
+            ):
+                parameter.grad = gradient
+            norms.append(clip_grad_norm_(twin.parameters(), config.max_grad_norm))
+            self.adam.step()
+        after = parameters_to_vector(twin.parameters()).detach()
+        self.ratios = [terms.ratio for terms in seen[-config.minibatches :]]  # of the last pass
+        self.expected = {
+            "minibatches": len(norms),
+            "grad_norm": sum(norms) / len(norms),
+            "kl": seen[-1].kl,
+            "ratio_low": min(terms.ratio_low for terms in seen),
+            "ratio_high": max(terms.ratio_high for terms in seen),
+            "clip_fraction": sum(terms.clip_fraction for terms in seen) / len(seen),
+            "loss.value": sum(terms.value.item() for terms in seen) / len(seen),
+            "entropy.op": seen[0].head_entropy[0],
+            "weight_change": (after - before).norm() / before.norm(),
+            "lr": lr,
+        }
+
+
+@pytest.mark.parametrize(("target_kl", "learned_from"), [(None, 6.0), (1e-9, 1.0)])
+def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
+    target_kl: float | None, learned_from: float
+) -> None:
+    """Each with a gradient of its own, clipped; where the policy moves too far, only those before."""
+    module = Twice(
+        ppo=PPOConfig(
+            lr=Anneal(start=0.02, end=0.01),
+            epochs=3,
+            minibatches=2,
+            clip=0.01,
+            value_coefficient=0.7,
+            entropy=Anneal(start=0.2, end=0.1),
+            max_grad_norm=0.2,
+            target_kl=target_kl,
+            adam_eps=1e-3,
+        )
+    )
+    practise(module, rollouts=2)
+
+    assert differences(module.policy.state_dict(), module.twins[0].state_dict()) == []
+    assert module.report is not None
+    reported = module.report.metrics
+    assert {name: reported[name] for name in module.expected} == pytest.approx(
+        {name: float(number) for name, number in module.expected.items()}, rel=1e-5
+    )
+    torch.testing.assert_close(module.report.ratios, module.ratios, equal_nan=True)
+    assert reported["minibatches"] == learned_from
+    assert reported["grad_norm"] > 0.2, "else nothing was clipped"

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.checkpoint import differences
-from esper_lightning.provenance import flat_settings, revision, set_aside, versions
+from esper_lightning.provenance import RunRecord, flat_settings, revision, set_aside, versions
 from tests.runs import fit, load, only_run
 
 
@@ -49,6 +51,16 @@ def test_a_checkpoint_holds_its_settings_as_texts(tmp_path: Path) -> None:
     assert settings["data.env.objective.price"] == "0.05"
     assert settings["trainer.max_epochs"] == "1"
     assert not any(name.startswith(("trainer.d", "ckpt_path", "config")) for name in settings)
+
+
+def test_whoever_repeats_a_resumed_run_does_not_continue_it() -> None:
+    given = Namespace(ckpt_path="runs/version_0/checkpoints/latest.ckpt", seed_everything=7)
+
+    record = RunRecord(LightningArgumentParser(), given)
+
+    assert record.config.ckpt_path is None
+    assert record.config.seed_everything == 7
+    assert given.ckpt_path is not None, "this run does"
 
 
 def git(folder: Path, *command: str) -> None:

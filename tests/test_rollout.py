@@ -1,5 +1,6 @@
 import io
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -268,6 +269,26 @@ def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched
 
 
 ENDING = replace(CALM, max_rollbacks=0)
+
+
+def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched: MakeWatched) -> None:
+    loop = make_watched(ENDING, gae_lambda=0.5)
+    play_broken(loop, {2: [1]})
+    loop.finish_rollout()  # from now on values are on a scale of their own
+    play_broken(loop, {2: [1]})
+    scale = deepcopy(loop.value_norm)
+    rollout, summary = loop.finish_rollout()
+
+    assert abs(scale.deviation - 1.0) > 0.1
+    real, forced = ~rollout.masks.ended, rollout.masks.forced
+    values, returns = scale.inverse(rollout.values), loop.value_norm.inverse(rollout.targets)
+    errors = (returns - values)[real]
+    assert summary.value_error == pytest.approx(errors.square().mean().sqrt().item(), rel=1e-4)
+    explained = 1.0 - (errors.var() / returns[real].var()).item()
+    assert summary.explained_variance == pytest.approx(explained, rel=1e-4)
+    advantages = (returns - values)[~forced]
+    assert summary.advantage_spread == pytest.approx(advantages.std(correction=0).item(), rel=1e-4)
+    assert forced.any() and torch.equal(summary.advantages.isnan(), forced)
 
 
 def spoil_what_is_over(loop: RolloutLoop) -> None:

@@ -234,6 +234,10 @@ def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     assert list(slots_of(bare)) == list(slots_of(network))
     assert torch.equal(bare(images()), small_network().eval()(images()))
     assert attachments(small_network()) == []
+    beside, again = Residual(), Residual()
+    attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut leads around the second
+    attach_known(again, attachments(beside))
+    assert {name: slot.trunk for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
 
 
 def test_seeds_learn_at_attached_slots_while_the_host_learns_as_if_alone() -> None:

@@ -122,6 +122,16 @@ def test_under_autocast_alpha_0_is_still_the_host_exactly(layout: Layout, style:
     assert torch.equal(y, x)
 
 
+def test_under_autocast_a_full_fossil_keeps_the_hosts_precision() -> None:
+    slot, x = grown_slot("vector", "add", Stage.FOSSILIZED), feature("vector")
+    slot.seed = slot.seed.body  # a seed of one's own, without the residual sum that has the feature's precision
+    with torch.autocast("cpu", torch.bfloat16):
+        assert slot.seed(x).dtype == torch.bfloat16
+        y = slot(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, slot(x), rtol=0.05, atol=0.05)
+
+
 @every_style
 @every_layout
 def test_under_autocast_a_training_seed_learns_and_leaves_the_host_alone(layout: Layout, style: Style) -> None:

@@ -165,3 +165,24 @@ def test_each_family_shares_all_work_up_to_its_first_difference() -> None:
     assert rows_of(grown_cnn(3), leave_one_out(PLACES)) == [6, 2 * 6, 3 * 6, 4 * 6]
     assert rows_of(grown_cnn(3), [frozenset(PLACES), frozenset(PLACES[:2])]) == [6, 6, 6, 2 * 6]
     assert rows_of(grown_cnn(1), full_family(PLACES)) == [6, 2 * 6, 2 * 6, 2 * 6]  # empty slots split nothing
+
+
+def test_variants_share_the_rows_before_they_differ() -> None:
+    """S7: four distinct variants cost one pass at the first layer and four only at the last."""
+    places = ["block1", "block2.pool", "block3.pool"]
+    network = small_cnn(places).eval()
+    for place in places:
+        grow(slot_named(network, place), Stage.PROBATIONARY)
+    rows: list[int] = []
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows.append(len(inputs[0]))
+
+    for layer in (*network.convs, network.head):
+        layer.register_forward_pre_hook(count)
+    images = small_batch(samples=10)[0]
+    everything = frozenset(places)
+    with torch.inference_mode():
+        forward_variants(network, [everything, *(everything - {place} for place in places)], images)
+
+    assert rows == [10, 20, 30, 40]  # separate passes: 40 at each

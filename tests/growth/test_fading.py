@@ -137,6 +137,20 @@ def test_alpha_at_zero_is_no_rest_for_a_fading_seed() -> None:
     assert network.against_fossilizing("block1") == ["alpha is still moving"]
 
 
+def test_events_tell_what_a_seed_contributed_at_the_alpha_that_it_was_meant_to_have() -> None:
+    culled, kept, faded = growing(), growing(), growing()
+    for network in (culled, kept, faded):
+        tick(network, contribution=3.0)
+        assert network.standing("block1").contribution == 3.0
+    assert culled.cull("block1").contribution == kept.fossilize("block1").contribution == 3.0
+
+    faded.cull("block1", ticks=3)
+    tick(faded, contribution=-5.0)
+    assert faded.standing("block1").contribution is None
+    _, (gone,) = seen_until_gone(faded, contribution=-5.0)
+    assert gone.contribution is None
+
+
 def test_a_fading_seed_can_be_rescued_and_kept() -> None:
     network = growing()
     network.cull("block1", ticks=4)

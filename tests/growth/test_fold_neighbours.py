@@ -66,6 +66,22 @@ def test_a_seed_between_neighbours_that_others_need_too_stays(dtype: torch.dtype
     assert folding.why == "no linear layer before or behind the slot can take it"
 
 
+def test_a_slot_that_the_data_meets_twice_keeps_its_seed() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
+            self.behind = nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
+            return self.behind(self.slot(torch.tanh(self.slot(self.before(x)))))
+
+    network = Again()
+    keep(network.slot, "lora")
+    (folding,) = unchanged_by_folding(network, example("vector"))
+    assert folding.why == "no linear layer before or behind the slot can take it"
+
+
 def test_an_activation_in_place_hides_the_layer_before_it() -> None:
     network = chain("image", into=nn.ReLU(inplace=True), out_of=nn.Tanh())
     keep(network.slot, "conv_small")

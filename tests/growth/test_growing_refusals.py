@@ -152,6 +152,19 @@ def test_a_way_for_alpha_that_does_not_exist_is_refused_and_changes_nothing(
         check_refused(network, lambda: network.cull("block1", ticks=3, **wrong), message)
 
 
+def test_a_seed_that_the_optimizer_does_not_take_leaves_its_slot_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = growing()
+
+    def full(group: dict[str, Any]) -> None:
+        raise ValueError("no more groups")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(network.optimizer, "add_param_group", full)
+        check_refused(network, lambda: network.germinate("block1", "norm"), "no more groups")
+    assert not list(network.slots["block1"].parameters())
+    network.germinate("block1", "norm")
+
+
 def test_options_of_seeds_that_the_optimizer_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^seed_options: the optimizer has no 'wieght_decay'; did you mean 'weight_d"):
         growing(seed_options={"lr": 0.1, "wieght_decay": 0.5})

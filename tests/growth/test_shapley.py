@@ -20,6 +20,7 @@ from esper_lightning.growth.shapley import (
     interactions,
     sampled_shapley,
     shapley_values,
+    share_out,
 )
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
@@ -175,6 +176,16 @@ def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
     either = {joined: float(bool({"a", "b"} & joined)) for joined in subsets(players)}
     assert interactions(both, players) == {("a", "b"): 1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
     assert interactions(either, players) == {("a", "b"): -1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
+
+
+def test_a_players_interaction_is_the_sum_of_those_of_its_pairs() -> None:
+    worth, (a, b, c) = random_game(3)
+    shares = share_out(asked(worth), [a, b, c], 2, np.random.default_rng(0))
+    pairs = interactions(worth, [a, b, c])
+    expected = {a: pairs[a, b] + pairs[a, c], b: pairs[a, b] + pairs[b, c], c: pairs[a, c] + pairs[b, c]}
+    assert {player: shares.interaction_of(player) for player in (a, b, c)} == pytest.approx(expected)
+    worth, players = random_game(MAX_EXACT + 1)
+    assert share_out(asked(worth), players, 2, np.random.default_rng(0)).interaction_of(players[0]) is None
 
 
 @given(games(least=1, most=4), st.integers(2, 5), st.integers(0, 99))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.paying import slot_ticks
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
@@ -169,6 +170,28 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
     assert len({whole, bare, kept}) == 3, "they differ, so the test can tell them apart"
     assert len(env.variants()) == 6
     assert len(pool_of("escrow", 1).envs[0].variants()) == 5
+
+
+def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[..., HostPool]) -> None:
+    pool = pool_of("escrow", 1, training=LEARNS, horizon=20)
+    pool.reset([1])
+    for row in (germinate(0, 2), germinate(1, 2), *[WAIT] * 5):  # until no ramp moves any more
+        pool.step(act(row))
+    (env,) = pool.envs
+
+    def points(without: str | None = None) -> float:
+        network = deepcopy(env.network).eval()
+        if without is not None:
+            slots_of(network)[without].empty()
+        return 100.0 * right_answers(network, pool.data.validation)
+
+    then = [points() - points(without=slot.name) for slot in env.slots]
+    pool.step(act(WAIT))
+    now = [points() - points(without=slot.name) for slot in env.slots]
+    ticks = slot_ticks(env, pool.payroll.before[0], pool.payroll.acted[0])
+    assert [tick.contribution_before for tick in ticks] == pytest.approx(then, abs=1e-3)
+    assert [tick.contribution for tick in ticks] == pytest.approx(now, abs=1e-3)
+    assert then != now and all(now[:2]) and now[2] == 0.0
 
 
 @pytest.mark.parametrize("mode", ALL)

@@ -1,0 +1,31 @@
+"""Every defect of the table is noticed by the test that the table names for it."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutations.defect import Defect, copy_project, survives
+from tests.mutations.table import DEFECTS
+from tests.runs import ROOT
+
+
+@pytest.fixture(scope="session")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("mutations") / "copy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_every_defect_is_noticed(defect: Defect, copy: Path) -> None:
+    assert not survives(defect, copy)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_changes_one_place_of_the_source(defect: Defect) -> None:
+    assert (ROOT / defect.file).read_text().count(defect.text) == 1
+    assert defect.text != defect.replacement
+
+
+def test_names_of_defects_are_unique() -> None:
+    assert [name for name, count in Counter(defect.name for defect in DEFECTS).items() if count > 1] == []
