@@ -74,6 +74,7 @@ def test_what_allocates_as_much_as_a_file_asks_for_is_not_made(maker: str, tmp_p
     )
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize(
     ("protocol", "why"),
     [(2, r"would make a (posix|nt)\.mkdir"), (4, "UnpicklingError")],  # which name what they call in two ways

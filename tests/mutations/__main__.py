@@ -9,10 +9,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 
-from tests.mutations.defect import PASSED, Defect, copy_project, run_tests, survives
+from tests.mutations.defect import PASSED, Defect, copy_project, survives
+from tests.mutations.forks import Forks, forks
 from tests.mutations.table import DEFECTS
 
 
@@ -23,21 +25,31 @@ def chosen(words: Sequence[str]) -> list[Defect]:
 
 def survivors(defects: Sequence[Defect], folder: Path, jobs: int) -> list[Defect]:
     """Tries `defects` in `jobs` copies below `folder` and returns those that no test notices."""
-    copies: Queue[Path] = Queue()
-    for job in range(jobs):
-        copies.put(copy_project(folder / f"copy{job}"))
+    with ExitStack() as running:
+        places: Queue[tuple[Path, Forks]] = Queue()
+        for job in range(jobs):
+            places.put((copy_project(folder / f"copy{job}"), running.enter_context(forks())))
 
-    def lives(defect: Defect) -> bool:
-        copy = copies.get()
-        try:
-            lived = survives(defect, copy)
-        finally:
-            copies.put(copy)
-        print("SURVIVES" if lived else "caught  ", defect.name, flush=True)
-        return lived
+        def lives(defect: Defect) -> bool:
+            place = places.get()
+            try:
+                lived = survives(defect, *place)
+            finally:
+                places.put(place)
+            print("SURVIVES" if lived else "caught  ", defect.name, flush=True)
+            return lived
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return [defect for defect, lived in zip(defects, pool.map(lives, defects), strict=True) if lived]
+        with ThreadPoolExecutor(jobs) as pool:
+            return [defect for defect, lived in zip(defects, pool.map(lives, defects), strict=True) if lived]
+
+
+def check_sound(defects: Sequence[Defect], folder: Path) -> None:
+    """Ends the program if a test that `defects` name fails on the unchanged code."""
+    output = folder / "sound.txt"
+    with forks() as running:
+        code = running.run(copy_project(folder / "sound"), output, *sorted({defect.test for defect in defects}))
+    if code != PASSED:
+        raise SystemExit(f"error: the named tests must pass on the unchanged code:\n{output.read_text()[-3000:]}")
 
 
 def main() -> None:
@@ -49,9 +61,7 @@ def main() -> None:
     defects = chosen(asked.words)
     with tempfile.TemporaryDirectory() as folder:
         if not asked.trust:
-            sound = run_tests(copy_project(Path(folder) / "sound"), *sorted({defect.test for defect in defects}))
-            if sound.returncode != PASSED:
-                raise SystemExit(f"error: the named tests must pass on the unchanged code:\n{sound.stdout[-3000:]}")
+            check_sound(defects, Path(folder))
         lived = survivors(defects, Path(folder), asked.jobs)
     print(f"{len(defects)} defects, {len(lived)} survive")
     for defect in lived:

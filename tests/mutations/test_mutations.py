@@ -1,11 +1,13 @@
 """Every defect of the table is noticed by the test that the table names for it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.mutations.defect import Defect, copy_project, survives
+from tests.mutations.forks import Forks, forks
 from tests.mutations.table import DEFECTS
 from tests.runs import ROOT
 
@@ -15,10 +17,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_project(tmp_path_factory.mktemp("mutations") / "copy")
 
 
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forks]:
+    with forks() as running:
+        yield running
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_every_defect_is_noticed(defect: Defect, copy: Path) -> None:
-    assert not survives(defect, copy)
+def test_every_defect_is_noticed(defect: Defect, copy: Path, forked: Forks) -> None:
+    assert not survives(defect, copy, forked)
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
