@@ -21,6 +21,7 @@ from esper_lightning.envs.execution.choice import Choice
 from esper_lightning.evaluation.intervals import mean_interval
 from esper_lightning.growth.network import count_parameters
 from tests.runs import ROOT
+from tests.tiers import rest_is_slow
 
 
 def script(name: str) -> ModuleType:
@@ -50,6 +51,7 @@ def test_sharing_is_predicted_from_how_often_each_segment_runs() -> None:
     assert benchmark.predicted(benchmark.leave_one_out(slots), slots, [1.0] * 4, [0.0] * 3) == pytest.approx(1.6)
 
 
+@pytest.mark.slow
 def test_every_executor_is_measured_on_hosts_of_every_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +77,7 @@ def test_every_executor_is_measured_on_hosts_of_every_kind(
     assert len([line for line in printed.splitlines() if line.startswith("| digits | 2 |")]) == len(rows)
 
 
+@pytest.mark.slow
 def test_an_executor_that_refuses_hosts_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +98,7 @@ def test_an_executor_that_refuses_hosts_is_named_and_left_out(
     assert {"loop", "threads"} <= {row.executor for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's books")
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
     benchmark = script("execution")
@@ -176,6 +180,7 @@ def test_the_readmes_tables_come_from_the_kept_results(tmp_path: Path) -> None:
     assert tables.number(-0.0214) == "−.021" and tables.number(1.5) == "1.500"
 
 
+@pytest.mark.slow
 def test_every_level_of_telemetry_is_timed_in_one_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +218,7 @@ def test_the_gap_closed_is_that_of_means_with_an_interval() -> None:
     assert lines[5].endswith("| 50 % [50 %, 50 %] |"), "what hosts have in common cancels"
 
 
-@pytest.mark.parametrize("name", ["digits", "family"])
+@pytest.mark.parametrize("name", rest_is_slow(["digits", "family"], {"digits"}))
 def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
     tables = script("tables")
     page = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()

@@ -102,6 +102,7 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
         assert all(math.isfinite(value) for _, value in points), tag
 
 
+@pytest.mark.slow
 def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
     config = str(smoke.folder / "config.yaml")
 

@@ -32,6 +32,7 @@ def test_no_hosts_means_no_evaluation(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("evaluation.*"))
 
 
+@pytest.mark.slow
 def test_the_hosts_depend_on_the_evaluations_seed_alone(tmp_path: Path) -> None:
     once = evaluate(tmp_path / "once", "--seed_everything=1")
     again = evaluate(tmp_path / "again", "--seed_everything=2")

@@ -53,6 +53,7 @@ def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
     return rollbacks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(resident() is None, reason="reads Linux's books")
 def test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
     """F9: 1,000 snapshots and 100 rollbacks after a warm-up add at most 1 % to the resident memory of the process."""

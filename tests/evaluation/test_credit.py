@@ -83,6 +83,7 @@ def test_the_table_has_a_row_per_blueprint_and_the_file_one_per_seed(tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_a_run_looks_at_seeds_when_it_is_asked_to(tmp_path: Path) -> None:
     fit(
         tmp_path,

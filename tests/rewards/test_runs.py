@@ -20,12 +20,13 @@ from tests.runs import (
     only_run,
     with_callback,
 )
+from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "loss"}))
 def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: Path) -> None:
     fit(tmp_path, "--data.env.reward.mode", mode)
     points = only_run(tmp_path).scalars()
@@ -36,6 +37,7 @@ def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: P
     assert len(points["hosts/reward"]) == EPOCHS * HORIZON
 
 
+@pytest.mark.slow
 def test_a_run_with_accounts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     paid = ("--data.env.reward.mode", "escrow", *with_callback(SaveEveryTick))
     fit(tmp_path / "whole", *paid)

@@ -192,6 +192,7 @@ def test_an_anomaly_raises_the_level_for_a_while(tmp_path: Path) -> None:
     assert re.findall(r'"type":"level","tick":(\d+),"level":"(\w+)"', text) == [("10", "debug"), ("17", "minimal")]
 
 
+@pytest.mark.slow
 def test_nobody_learns_otherwise_for_being_looked_at(tmp_path: Path) -> None:
     for level in ("off", "debug"):
         fit(tmp_path / level, f"--telemetry.level={level}", "--telemetry.anomalies.enabled=false")

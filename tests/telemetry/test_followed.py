@@ -71,6 +71,7 @@ def test_every_seed_that_is_born_is_alive_kept_or_gone(lr: float) -> None:
     assert run.germinated.sum() > 15
 
 
+@pytest.mark.slow
 def test_a_seed_is_judged_by_what_it_was_culled_for() -> None:
     pool, judged = make_pool(), 0
     for _, step in followed(pool, episodes=3):

@@ -32,6 +32,7 @@ def test_blueprints_that_are_dead_at_birth_are_named(tmp_path: Path, monkeypatch
     assert f"blueprint {min(named).removeprefix('dead_seeds.')} " in line
 
 
+@pytest.mark.slow
 def test_seeds_that_fail_because_a_family_says_so_are_named_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch:
     assert "look at model.ppo.lr" in found.raised("frozen_policy")
 
 
+@pytest.mark.slow
 def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(*(tmp_path, monkeypatch, "--trainer.max_epochs=2"), "--model.ppo.epochs=1", "--model.ppo.minibatches=1")
 
@@ -178,6 +180,7 @@ def test_healthy_runs_of_full_length_raise_nothing_critical(
     assert not found.at_least(2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = ("--model.ppo.lr={start: 0.0, end: 0.0}", "--telemetry.anomalies.frozen_policy.updates=3")
     with listening(monkeypatch):
@@ -190,6 +193,7 @@ def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: p
     assert found.raised("frozen_policy").startswith("anomaly frozen_policy: critical at update 3: 0, bound 1e-06")
 
 
+@pytest.mark.slow
 def test_nobody_looks_if_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=2", "--model.ppo.lr={start: 0.0, end: 0.0}"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.baselines import RandomValid
@@ -23,7 +24,9 @@ def played() -> tuple[Scoreboard, dict[tuple[str, str], Counter[str]], dict[tupl
     """A scoreboard of three episodes at random, and the same told seed by seed."""
     task = Digits()
     lifecycle = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
-    config = EnvConfig(horizon=HORIZON, lifecycle=lifecycle, actions=ActionConfig(tempos={"FAST": 1}))
+    config = EnvConfig(
+        horizon=HORIZON, training=HostTraining(batches=8), lifecycle=lifecycle, actions=ActionConfig(tempos={"FAST": 1})
+    )
     pool = HostPool(task, task.load(), tiny_host, config, HOSTS, torch.device("cpu"))
     board = Scoreboard(pool.space.blueprint, pool.space.slot, HOSTS)
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)

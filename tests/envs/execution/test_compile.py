@@ -31,6 +31,7 @@ from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.growth.grown import CPU, grow, seeded, slot_named, small_cnn, stir
 from tests.runs import differences, fit, only_run
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 Graph = torch.fx.GraphModule
@@ -108,7 +109,7 @@ def test_a_slot_behind_a_module_is_no_part_of_it() -> None:
     assert not torch.allclose(network(x), plain(x)), "what grows is seen"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", rest_is_slow(["fp32", "bf16"], {"bf16"}))
 def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision: str) -> None:
     plain = make_pool(2, training=training_with(None, precision=precision))
     compiled = make_pool(2, training=training_with(TRACED, precision=precision))
@@ -134,7 +135,7 @@ def test_so_it_does_with_a_real_compiler(make_pool: MakePool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_envs", [1, 64])
+@pytest.mark.parametrize("n_envs", rest_is_slow([1, 64], {1}))
 def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_envs: int) -> None:
     count = Counting()
     pool = make_pool(n_envs, horizon=3, training=training_with(CompileConfig(backend=count)))

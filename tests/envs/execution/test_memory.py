@@ -12,6 +12,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import EXECUTORS, ONLY_ON
 from esper_lightning.governor import GovernorConfig
 from esper_lightning.tamiyo.baselines import RandomValid
+from tests.tiers import rest_is_slow
 
 HERE = [name for name in EXECUTORS if ONLY_ON.get(name) in (None, "cpu")]
 
@@ -24,7 +25,7 @@ def tensors_alive() -> tuple[int, int]:
     return len(tensors), sum(memory.values())
 
 
-@pytest.mark.parametrize("executor", HERE)
+@pytest.mark.parametrize("executor", rest_is_slow(HERE, {"fused"}))
 def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[..., HostPool], executor: str) -> None:
     unwatched = GovernorConfig(enabled=False)  # snapshots have room for the largest network so far
     pool, wanderer = make_pool(3, executor=executor, horizon=8, governor=unwatched), RandomValid(0)
