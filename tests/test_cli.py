@@ -379,6 +379,7 @@ def test_ctrl_c_while_lightning_prepares_ends_in_one_line(
     assert_one_line(capsys.readouterr().err, "interrupted before training began")
 
 
+@pytest.mark.slow
 def test_bad_input_ends_a_real_process_in_one_line(tmp_path: Path) -> None:
     flag, named = UNWANTED["unknown slot"]
     config = str(CONFIGS / "smoke.yaml")

@@ -113,6 +113,7 @@ def test_a_config_comes_before_that_of_the_run(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 
 
+@pytest.mark.slow
 def test_further_training_seeds_are_reported_one_by_one_and_together(trained: list[Run], tmp_path: Path) -> None:
     more = json.dumps([str(trained[1].latest)])
     evaluate("--ckpt_path", str(trained[0].latest), "--more", more, "--out", str(tmp_path), *FEW)
@@ -134,6 +135,7 @@ def test_further_training_seeds_are_reported_one_by_one_and_together(trained: li
     assert {"timeline0.png", "timeline1.png", "schedule0.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 def test_schedules_search_and_seeds_are_on_offer(trained: list[Run], tmp_path: Path) -> None:
     for name in ("late", "early"):
         write_schedule(Schedule(SLOTS, ()), tmp_path / f"{name}.json")

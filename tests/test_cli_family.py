@@ -40,6 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "version_0"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs", "1")
     run = tmp_path / "version_0"
@@ -66,6 +67,7 @@ def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp
     assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
 
 
+@pytest.mark.slow
 def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "RACERS", 8)
     facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
@@ -118,6 +120,7 @@ def test_rivals_and_members_that_there_are_not_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--look.plans", "2", "--look.finalists", "5", "--look.hosts", "2")
     facts = "[{host.kernel: [1, 3], objective.price: [0.0, 1.0]}]"
@@ -136,6 +139,7 @@ def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[st
     assert "one kind of host only" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_told_goes_on_with_another_number_of_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ def mixed(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
     mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return only_run(root)
 
 
+@pytest.mark.slow
 def test_on_her_own_hosts_transfer_changes_nothing(trained: Run, tmp_path: Path) -> None:
     evaluate("--ckpt_path", str(trained.latest), "--transfer=true")
 

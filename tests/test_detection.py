@@ -40,6 +40,7 @@ def healthy(traces: list[Trace]) -> list[Trace]:
     return [trace for trace in traces if trace.healthy]
 
 
+@pytest.mark.slow
 def test_healthy_hosts_are_left_alone(traces: list[Trace], healthy: list[Trace]) -> None:
     assert len(traces) == 60 and len(healthy) >= 55
     assert sum(any(trace.weight_lost) for trace in traces) > 10, "seeds come and go"

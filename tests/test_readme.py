@@ -11,6 +11,7 @@ from tests.test_benchmarks import script
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_kept_results() -> None:
     tables = script("tables")
     shown = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)

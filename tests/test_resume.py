@@ -116,6 +116,7 @@ def test_points_written_after_the_checkpoint_are_not_doubled(saved: Run, uninter
     assert_same_end(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_mid_rollout_goes_on_from_its_last_rollout(uninterrupted: Run, tmp_path: Path) -> None:
     root = ("--trainer.default_root_dir", str(tmp_path))
     killed = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGKILL)))

@@ -83,6 +83,7 @@ def test_hosts_of_several_tasks_are_refused(tmp_path: Path, capsys: pytest.Captu
     assert "several tasks; tune the rules for each in a config of its own" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_hosts_are_rounded_up_to_equally_many_of_each_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

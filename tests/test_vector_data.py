@@ -18,6 +18,7 @@ from esper_lightning.tamiyo.controller import LearnedController
 from esper_lightning.tamiyo.policy import PolicyConfig
 from esper_lightning.vector_data import VectorData
 from tests.runs import differences
+from tests.tiers import rest_is_slow
 
 PPO = PPOConfig(
     lr=Anneal(start=3e-3, end=3e-3),
@@ -62,7 +63,7 @@ def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
     return sum(pool.recent) / games
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("asymmetric", rest_is_slow([False, True], {True}))
 def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: bool) -> None:
     module, _ = train(40, PolicyConfig(width=32, asymmetric=asymmetric))
 
@@ -72,6 +73,7 @@ def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: 
     assert module.trainer.callback_metrics["rollout/right"] == module.loop.last.shown["right"]
 
 
+@pytest.mark.slow
 def test_without_memory_it_cannot_be_done() -> None:
     module, _ = train(40, PolicyConfig(width=32, memory="none"))
 

@@ -58,6 +58,7 @@ def test_every_host_that_diverged_has_a_line_with_its_fate(tmp_path: Path, capsy
     assert said(tmp_path, capsys, 1) == (BROKEN, [])
 
 
+@pytest.mark.slow
 def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_hosts_are_drawn_for_every_member_and_plans_are_played_on_each(make_pool
         assert found[p, m, r] == pytest.approx(step.metrics.objective.item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_where_growth_is_ruinous_or_free_the_price_is_worth_knowing(make_pool: MakePool, tmp_path: Path) -> None:
     config = FamilyConfig(train=[{"objective.price": [0.0, 5.0]}])
     pool = make_pool(16, host=cnn, family=config, horizon=8)

@@ -197,6 +197,7 @@ def test_every_candidate_meets_equally_many_hosts_of_each_member(
     assert racer.spent == 3
 
 
+@pytest.mark.slow
 def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPool) -> None:
     found = search(varied, SearchConfig(steps=30 * EPISODE, decisive=4))
 
@@ -205,6 +206,7 @@ def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPo
     assert not kept_by(found.schedule) & {"conv_light", "conv_heavy"}
 
 
+@pytest.mark.slow
 def test_for_each_price_another_schedule_is_found_with_its_share_of_the_steps(
     varied: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

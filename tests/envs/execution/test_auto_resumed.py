@@ -94,6 +94,7 @@ def test_a_run_measures_at_its_start_and_says_what_it_chose(tmp_path: Path, caps
     assert saved["HostPoolData"]["pool"]["executor"] == list(choice)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_executor(
     tmp_path: Path, stopwatch: Stopwatch, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
