@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from esper_lightning.growth.reading import read_tensors
 from esper_lightning.growth.restoring import check_count, check_finite, check_numbers, check_parts, load_optimizer
 
-SCHEMA = 4
+SCHEMA = 5
 """Raised whenever a checkpoint of before could no longer be continued."""
 
 SCHEMA_KEY = "esper_schema"

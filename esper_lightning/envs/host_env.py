@@ -12,10 +12,11 @@ from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.compute import Compute
 from esper_lightning.envs.guard import Guard
 from esper_lightning.envs.habitat import Habitat
-from esper_lightning.envs.measured import History, Measured, Validated
-from esper_lightning.envs.restore import check_accounts, check_guard, check_host
+from esper_lightning.envs.measured import EpochResult, History, Validation
+from esper_lightning.envs.restore import as_state, check_accounts, check_guard, check_host, check_validation
+from esper_lightning.envs.transfer import variants_to_validate
 from esper_lightning.governor import Reading, Verdict
-from esper_lightning.growth.counterfactual import Variant, committed_only, leave_one_out
+from esper_lightning.growth.counterfactual import Variant, committed_only
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
@@ -102,7 +103,7 @@ class HostEnv:
         self.history = History()
         self.objective = 0.0  # J as last measured
         self.accounts = [Account() for _ in self.growing.slots]
-        self.validated: Validated | None = None
+        self.validated: Validation | None = None  # as last validated
         self.host_gradient: GradientStats | None = None
         self.skipped_steps = 0  # since the episode began: their gradients left fp16's range
         self.ended = False  # before the horizon: nothing happens to this host any more
@@ -194,26 +195,26 @@ class HostEnv:
         return self.habitat.failing(self.slots, self.seed)
 
     def variants(self) -> list[Variant]:
-        """Seeds to validate with: all, all but each slot's in turn, none if `bare`, and the fossilized ones alone."""
-        none = [frozenset[str]()] if self.bare else []
-        return [*leave_one_out(self.growing.slots), *none, committed_only(self.network)]
+        """Combinations of seeds to validate with: see `Validation`."""
+        return variants_to_validate(self.growing.slots, committed_only(self.network), host_only=self.bare)
 
-    def record(self, measured: Measured) -> None:
-        """Takes in the first validation of a fresh host, or what a host epoch showed."""
-        self.validated = Validated(measured.loss, measured.accuracy)
-        self.history.loss.append(measured.loss[0])
-        self.history.accuracy.append(measured.accuracy[0])
+    def record(self, validation: Validation) -> None:
+        """Takes in a validation of the host as it is now."""
+        self.validated = validation
+        self.history.loss.append(validation.all_seeds.loss)
+        self.history.accuracy.append(validation.all_seeds.accuracy)
 
-    def judge(self, measured: Measured | None) -> Verdict:
+    def judge(self, result: EpochResult | None) -> Verdict:
         """The Governor's word on a host epoch, before anything else is made of it; None: it did not take place."""
         if self.failure is not None:
             return self.guard.give_up(self.failure)
-        stats = (measured.host_gradient, *measured.seed_gradients)
+        training, validation = result
+        stats = (training.host_gradient, *training.seed_gradients)
         # Scaled gradients leave half precision's range now and then, and then nothing is learned from them.
         gradients = () if self.scaler.is_enabled() else tuple(one.norm for one in stats)
         alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
-        reading = Reading(measured.loss[0], measured.train_loss, gradients)
-        return self.guard.judge(reading, measured.skipped_steps, alphas)
+        reading = Reading(validation.all_seeds.loss, training.loss, gradients)
+        return self.guard.judge(reading, training.skipped_steps, alphas)
 
     def keep(self) -> None:
         """Takes a snapshot of the host as it is now."""
@@ -239,17 +240,17 @@ class HostEnv:
         now = zip(before, self.slots, strict=True)
         return [replace(was, after=slot.stage, cause=cause) for was, slot in now if was.before is not slot.stage]
 
-    def finish_tick(self, measured: Measured, hold: bool = False) -> list[SeedEvent]:
+    def finish_tick(self, result: EpochResult, hold: bool = False) -> list[SeedEvent]:
         """Takes in what the host epoch showed, and lets time pass for the seeds; with `hold` none of them advances."""
-        self.history.train_loss.append(measured.train_loss)
-        self.history.train_accuracy.append(measured.train_accuracy)
-        self.host_gradient = measured.host_gradient
-        self.skipped_steps += measured.skipped_steps
-        self.record(measured)
+        training, validation = result
+        self.history.train_loss.append(training.loss)
+        self.history.train_accuracy.append(training.accuracy)
+        self.host_gradient = training.host_gradient
+        self.skipped_steps += training.skipped_steps
+        self.record(validation)
         self.tick += 1
-        whole, *without = measured.accuracy[: 1 + len(self.growing.slots)]
-        contributions = {name: 100.0 * (whole - rest) for name, rest in zip(self.growing.slots, without, strict=True)}
-        gradients = dict(zip(self.growing.slots, measured.seed_gradients, strict=True))
+        contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
+        gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         return self.growing.tick(contributions, gradients, hold=hold)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
@@ -280,7 +281,7 @@ class HostEnv:
             "objective": self.objective,
             "accounts": [list(account) for account in self.accounts],
             "history": {name: list(values) for name, values in vars(self.history).items()},
-            "validated": list(self.validated) if self.validated else None,
+            "validated": as_state(self.validated) if self.validated else None,
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped_steps,
@@ -311,7 +312,7 @@ class HostEnv:
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
         self.accounts = check_accounts(state.get("accounts"), self.horizon, len(self.slots))
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        self.validated = Validated(*map(list, state["validated"])) if state["validated"] else None
+        self.validated = check_validation(state["validated"], len(self.slots))
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from esper_lightning.envs.actions import Op
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.measured import Measured
+from esper_lightning.envs.measured import EpochResult
 from esper_lightning.envs.result import HostEvent, HostVerdict, HostVeto
 from esper_lightning.governor import Decision
 
@@ -19,7 +19,7 @@ def refuse(envs: Sequence[HostEnv], decisions: Sequence[Sequence[int]]) -> list[
 
 
 def conclude(
-    envs: Sequence[HostEnv], measured: Mapping[int, Measured], watched: bool
+    envs: Sequence[HostEnv], measured: Mapping[int, EpochResult], watched: bool
 ) -> tuple[list[HostEvent], list[HostVerdict]]:
     """Ends a tick in every environment: a host is rolled back, or takes in what was measured.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from esper_lightning.envs.actions import Op
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.measured import Validation
 from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.rewards import (
@@ -22,16 +23,13 @@ from esper_lightning.rewards import (
     settled,
 )
 
-POINTS = 100.0
-
 
 class Moment(NamedTuple):
     """A host before a decision. Nothing of it is changed by what follows."""
 
     ended: bool
     objective: float
-    accuracy: list[float]  # per variant, as last validated
-    loss: float
+    validation: Validation  # the last one
     seeds: list[Seed]
 
 
@@ -100,7 +98,7 @@ class Payroll:
 
 
 def moment_without_seeds(env: HostEnv) -> Moment:
-    return Moment(env.ended, env.objective, env.validated.accuracy, env.validated.loss[0], [])
+    return Moment(env.ended, env.objective, env.validated, [])
 
 
 def moment(env: HostEnv) -> Moment:
@@ -125,7 +123,8 @@ def as_tick(
     env: HostEnv, op: str, before: Moment, after_decision: Acted | None, diverged: bool, objective: float
 ) -> Tick:
     """A tick of one host that is over."""
-    accuracy, loss = env.validated.accuracy, env.validated.loss
+    validation_before, validation = before.validation, env.validated
+    whole_before, whole, committed = validation_before.all_seeds, validation.all_seeds, validation.committed
     return Tick(
         op=op,
         over=before.ended,
@@ -133,41 +132,36 @@ def as_tick(
         diverged=diverged,
         objective_before=before.objective,
         objective=objective,
-        kept_objective_before=kept_objective(before.objective, before.accuracy),
-        kept_objective=objective if env.tick >= env.horizon else kept_objective(objective, accuracy),
+        kept_objective_before=kept_objective(before.objective, validation_before),
+        kept_objective=objective if env.tick >= env.horizon else kept_objective(objective, validation),
         accuracy_at_start=env.history.accuracy[0],
-        accuracy_before=before.accuracy[0],
-        accuracy=accuracy[0],
-        kept_accuracy=accuracy[-1],
-        bare_before=bare(before.accuracy, len(env.slots)),
-        bare=bare(accuracy, len(env.slots)),
-        loss_before=before.loss,
-        loss=loss[0],
-        kept_loss=loss[-1],
+        accuracy_before=whole_before.accuracy,
+        accuracy=whole.accuracy,
+        kept_accuracy=committed.accuracy,
+        bare_before=bare(validation_before),
+        bare=bare(validation),
+        loss_before=whole_before.loss,
+        loss=whole.loss,
+        kept_loss=committed.loss,
         chance=env.habitat.chance,
         slots=() if after_decision is None else slot_ticks(env, before, after_decision),
     )
 
 
-def kept_objective(objective: float, accuracy: Sequence[float]) -> float:
-    """J of what is kept, from J with live seeds and accuracies per variant: rent is the same."""
-    return objective - accuracy[0] + accuracy[-1]
+def kept_objective(objective: float, validation: Validation) -> float:
+    """J with the fossilized seeds alone, from J with live seeds: rent is the same."""
+    return objective - validation.all_seeds.accuracy + validation.committed.accuracy
 
 
-def bare(accuracy: Sequence[float], slots: int) -> float:
-    """Accuracy with every seed switched off, if it was measured: see `HostEnv.variants`."""
-    return accuracy[-2] if len(accuracy) > slots + 2 else accuracy[0]
+def bare(validation: Validation) -> float:
+    """Accuracy with every seed switched off; with all of them where that was not asked for."""
+    return (validation.all_seeds if validation.host_only is None else validation.host_only).accuracy
 
 
 def slot_ticks(env: HostEnv, before: Moment, after_decision: Acted) -> tuple[SlotTick, ...]:
     """What happened in each slot."""
-    then, now = contributions(before.accuracy, len(env.slots)), contributions(env.validated.accuracy, len(env.slots))
+    then, now = before.validation.contributions, env.validated.contributions
     after = [as_seed(slot) for slot in env.slots]
     rows = zip(before.seeds, after_decision.seeds, after, after_decision.accounts, then, now, strict=True)
     sizes = zip(after_decision.growth, after_decision.alpha, strict=True)
     return tuple(SlotTick(*row, *size) for row, size in zip(rows, sizes, strict=True))
-
-
-def contributions(accuracy: Sequence[float], slots: int) -> list[float]:
-    """Accuracy points that depend on the seed in each slot, by accuracies per variant; 0 where none is blended."""
-    return [POINTS * (accuracy[0] - without) for without in accuracy[1 : 1 + slots]]

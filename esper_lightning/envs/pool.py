@@ -15,14 +15,14 @@ from esper_lightning.envs.execution.auto import Selection, select
 from esper_lightning.envs.execution.choice import Choice, candidates, go_on
 from esper_lightning.envs.failure import alone
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.measured import Measured, as_measured
+from esper_lightning.envs.measured import EpochResult
 from esper_lightning.envs.observation import Observation
 from esper_lightning.envs.oversight import conclude, refuse
 from esper_lightning.envs.paying import Payroll
 from esper_lightning.envs.places import Common
 from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
 from esper_lightning.envs.sight import Sight
-from esper_lightning.envs.transfer import download, send
+from esper_lightning.envs.transfer import download, pack_epochs, send, unpack_epochs, unpack_validations
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.restoring import check_count, check_parts
 from esper_lightning.growth.stages import Stage
@@ -151,9 +151,10 @@ class HostPool:
 
     def _record(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
         """Takes in the validation of hosts that have not trained since the last one."""
-        for env, row in zip(envs, download(validated).tolist(), strict=True):
+        validations = unpack_validations(download(validated), len(self.space.slot))
+        for env, validation in zip(envs, validations, strict=True):
             if env.failure is None:
-                env.record(as_measured(row, len(self.space.slot)))
+                env.record(validation)
             elif env.ended:  # then nothing follows from it: what was measured last holds
                 env.failure = None
 
@@ -235,15 +236,12 @@ class HostPool:
             self._record(restored, validated)
         return events, verdicts
 
-    def _train(self, envs: list[HostEnv]) -> list[Measured]:
+    def _train(self, envs: list[HostEnv]) -> list[EpochResult]:
         """A host epoch and its validation."""
         trained, validated = self.executor.tick(envs, self.data.train, self.data.validation, self.clock)
         with self.clock.measure("bookkeeping"):
             # One transfer for all that was measured: after it everything is Python numbers.
-            numbers = download(torch.cat([trained, validated.flatten(1)], 1))
-            trained, validated = numbers[:, : trained.shape[1]], numbers[:, trained.shape[1] :].view(validated.shape)
-            rows = zip(trained.tolist(), validated.tolist(), strict=True)
-            return [as_measured(validation, len(self.space.slot), training) for training, validation in rows]
+            return unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
 
     def _apply(self, decisions: list[tuple[int, ...]]) -> list[HostEvent]:
         events = []
@@ -272,11 +270,12 @@ class HostPool:
     def _metrics(self) -> PoolMetrics:
         """Of the last validation, not yet with a reward; at the horizon what is not fossilized is dropped, so accuracy
         and J are those of the rest."""
-        rows = []
-        for env in self.envs:
-            variant = -1 if env.tick >= self.config.horizon else 0
-            rows.append([env.validated.loss[variant], env.validated.accuracy[variant]])
-        loss, accuracy = torch.tensor(rows, dtype=self._dtype).unbind(1)
+        over = [env.tick >= self.config.horizon for env in self.envs]
+        scores = [
+            env.validated.committed if last else env.validated.all_seeds
+            for env, last in zip(self.envs, over, strict=True)
+        ]
+        loss, accuracy = torch.tensor(scores, dtype=self._dtype).unbind(1)
         return PoolMetrics(accuracy, loss, self.payroll.worth(accuracy), self.parameters, torch.zeros_like(accuracy))
 
     def _pay(self, diverged: Set[int]) -> tuple[PoolMetrics, dict[str, Tensor]]:
@@ -290,10 +289,20 @@ class HostPool:
             env.objective = value
 
     def test(self, committed: bool = True) -> Tensor:
-        """Accuracy [N] on the test split of each host with what it has fossilized, or else with all its seeds."""
+        """Accuracy [N] on the test split of each host with its fossilized seeds alone, or else with all its seeds."""
+        return self.test_scores(committed)[1]
+
+    def test_scores(self, committed: bool = True) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy [N] on the test split of each host with its fossilized seeds alone, or with all its seeds.
+
+        Raises MemoryError if a host could not be measured.
+        """
         validated = self.executor.validate(self.envs, self.data.test)
         self._insist()
-        return validated[:, 1, -1 if committed else 0].cpu()
+        validations = unpack_validations(download(validated), len(self.space.slot))
+        scores = [each.committed if committed else each.all_seeds for each in validations]
+        loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
+        return loss, accuracy
 
     def accuracy_of(self, host: int, variants: Sequence[Variant], data: Split) -> Tensor:
         """Accuracy [V] on `data`, a split of ours, of one host with each of these combinations of seeds."""

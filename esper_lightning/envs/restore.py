@@ -3,6 +3,7 @@
 from typing import Any
 
 from esper_lightning.envs.actions import Op
+from esper_lightning.envs.measured import Score, Validation
 from esper_lightning.governor import Watch
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
@@ -33,11 +34,7 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
             raise ValueError(f"a host's {name} is of more than {horizon} ticks")
     if not history["loss"] or not history["accuracy"]:
         raise ValueError("a host has never been validated")
-    if state["validated"] is not None:
-        loss, accuracy = _pair(state["validated"])
-        bare = len(loss) == 3 + slots  # without any seed, too
-        check_numbers("a host's validation", loss, 2 + slots + bare)
-        check_numbers("a host's validation", accuracy, 2 + slots + bare)
+    check_validation(state["validated"], slots)
     if state["host_gradient"] is not None:
         check_numbers("a host's gradient", state["host_gradient"], len(GradientStats._fields))
     if state["scaler"]:
@@ -79,7 +76,28 @@ def check_guard(state: Any, horizon: int, slots: int) -> None:
     check_host(state["snapshot"], horizon, slots)
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError("a host's validation is not one of losses and accuracies")
-    return value[0], value[1]
+def as_state(validation: Validation) -> dict[str, Any]:
+    """A validation as a checkpoint holds it: lists of loss and accuracy, by name."""
+    scores = {"all_seeds": validation.all_seeds, "committed": validation.committed, "host_only": validation.host_only}
+    named = {name: None if score is None else list(score) for name, score in scores.items()}
+    return named | {"without": [list(score) for score in validation.without]}
+
+
+def check_validation(state: Any, slots: int) -> Validation | None:
+    """The saved validation of a host of so many slots; None if there is none.
+
+    Raises ValueError if no host can have it.
+    """
+    if state is None:
+        return None
+    what = "a host's validation"
+    check_parts(what, state, Validation._fields)
+    if not isinstance(state["without"], list) or len(state["without"]) != slots:
+        raise ValueError(f"{what} is not one without the seed in each of {slots} slots")
+
+    def score(saved: Any) -> Score:
+        return Score(*check_numbers(what, saved, len(Score._fields)))
+
+    host_only = None if state["host_only"] is None else score(state["host_only"])
+    without = [score(saved) for saved in state["without"]]
+    return Validation(score(state["all_seeds"]), without, score(state["committed"]), host_only)

@@ -5,7 +5,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.transfer import download
@@ -74,7 +73,7 @@ def play(
         controller.reset(pool)
         trace, rollbacks = _episode(pool, controller, ticks)
     seconds = perf_counter() - started
-    loss, right = test_split(pool)
+    loss, right = pool.test_scores()
     kept = [
         tuple(Kept(s.name, s.blueprint, s.style) for s in env.slots if s.stage is Stage.FOSSILIZED) for env in pool.envs
     ]
@@ -114,12 +113,6 @@ def _episode(
         ops.append(download(step.action.op).numpy().copy())
         stages.append([[int(slot.stage) for slot in env.slots] for env in pool.envs])
     return Trace(np.array(accuracy), np.array(ops), np.array(stages)), rollbacks
-
-
-def test_split(pool: HostPool) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy [H] on the test split of each host with what it has fossilized."""
-    accuracy = pool.test()  # which raises MemoryError if a host could not be measured
-    return pool.executor.validate(pool.envs, pool.data.test)[:, 0, -1].cpu(), accuracy
 
 
 def paired_difference(ours: Outcome, other: Outcome) -> Interval:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Op, StepResult
-from esper_lightning.envs.measured import Validated
+from esper_lightning.envs.transfer import unpack_validations
 from esper_lightning.governor import Decision
 from esper_lightning.growth.network import slots_of
 from esper_lightning.rewards import objective
@@ -88,13 +88,13 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     env.load_state_dict(good)
     env.growing.cull_live("by hand")
     env.tick = tick
-    ((loss, accuracy),) = pool.executor.validate([env], pool.data.validation).tolist()
-    env.validated = Validated(loss, accuracy)
-    env.history.loss.append(loss[0])
-    env.history.accuracy.append(accuracy[0])
+    validated = pool.executor.validate([env], pool.data.validation)
+    (validation,) = unpack_validations(validated, len(env.slots))
+    env.record(validation)
+    accuracy = validation.all_seeds.accuracy
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
     price = pool.config.objective
-    env.objective = objective(torch.tensor([accuracy[0]]), torch.tensor([parameters]), 390, price).item()
+    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price).item()
     pool.load_state_dict(deepcopy(pool.state_dict()))  # brings observation and masks up to date
     return pool
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.host_env import HostEnv, Measured
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.measured import EpochResult, Score, TrainingStats, Validation
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradients import GradientStats
@@ -19,10 +20,10 @@ from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
 
-def nothing_new(env: HostEnv) -> Measured:
+def nothing_new(env: HostEnv) -> EpochResult:
     """What a host epoch may have shown: all seeds healthy and of no effect."""
-    variants = len(env.variants())
-    return Measured(1.0, 0.5, 0, CALM, [CALM] * len(env.slots), [1.0] * variants, [0.5] * variants)
+    slots, score = len(env.slots), Score(1.0, 0.5)
+    return EpochResult(TrainingStats(1.0, 0.5, 0, CALM, [CALM] * slots), Validation(score, [score] * slots, score))
 
 
 def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
@@ -197,8 +198,8 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     env.apply(germinate(1))
     known = []
     for without in (0.1, 0.4, 0.55):
-        accuracy = [0.5, 0.9, without, 0.9, 0.3]  # with all, without each slot in turn, with the fossilized alone
-        env.finish_tick(nothing_new(env)._replace(accuracy=accuracy))
+        whole, *rest, committed = (Score(1.0, accuracy) for accuracy in (0.5, 0.9, without, 0.9, 0.3))
+        env.finish_tick(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 
     assert known[0] == (None, None)  # the seed only learned
@@ -210,7 +211,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
 def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=True)).envs[0]
     env.reset(1)
-    env.record(nothing_new(env))
+    env.record(nothing_new(env).validation)
     env.apply(germinate(0))
     for _ in range(2):
         env.finish_tick(nothing_new(env))

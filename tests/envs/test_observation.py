@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.host_env import HostEnv, Measured
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.measured import EpochResult, Score, TrainingStats, Validation
 from esper_lightning.envs.observation import MISSING, features, plateau_length
 from esper_lightning.governor import GovernorConfig
 from esper_lightning.growth.gradients import GradientStats
@@ -29,9 +30,10 @@ def within_bounds(values: Sequence[float]) -> bool:
     return all(math.isfinite(value) and abs(value) <= BOUND for value in values)
 
 
-def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> Measured:
-    gradient, variants = gradient_of(norm), len(env.variants())
-    return Measured(loss, accuracy, 0, gradient, [gradient] * len(env.slots), [loss] * variants, [accuracy] * variants)
+def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> EpochResult:
+    gradient, score, slots = gradient_of(norm), Score(loss, accuracy), len(env.slots)
+    training = TrainingStats(loss, accuracy, 0, gradient, [gradient] * slots)
+    return EpochResult(training, Validation(score, [score] * slots, score))
 
 
 def seen(pool: HostPool) -> dict[str, float]:

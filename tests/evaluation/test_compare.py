@@ -116,7 +116,7 @@ def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
     assert not (trace.stages[:kept, :, 0] == Stage.FOSSILIZED).any()
     for i, env in enumerate(pool.envs):
         assert trace.accuracy[:-1, i] == pytest.approx(env.history.accuracy[1:-1])
-        assert trace.accuracy[-1, i] == pytest.approx(env.validated.accuracy[-1]), "of what is kept alone"
+        assert trace.accuracy[-1, i] == pytest.approx(env.validated.committed.accuracy), "of what is kept alone"
 
 
 def test_rollbacks_are_counted_host_by_host(pool: HostPool) -> None:

@@ -88,13 +88,13 @@ def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Call
     pools = [pool_of(mode, training=LEARNS, horizon=len(KEEP)) for mode in ("kept", "objective")]
     for pool in pools:
         pool.reset([1, 2, 3])
-    worth = [[env.validated.accuracy[-1] for env in pools[0].envs]]  # nothing is kept yet, so there is no rent
+    worth = [[env.validated.committed.accuracy for env in pools[0].envs]]  # nothing is kept yet, so there is no rent
     kept, change = [], []
     for rows in KEEP:
         ours, theirs = (pool.step(act(*rows)) for pool in pools)
         kept.append(ours.reward.clone())
         change.append(theirs.reward.clone())
-        accuracy = torch.tensor([env.validated.accuracy[-1] for env in pools[0].envs])
+        accuracy = torch.tensor([env.validated.committed.accuracy for env in pools[0].envs])
         worth.append(pools[0].payroll.worth(accuracy).tolist())
     torch.testing.assert_close(torch.stack(kept), torch.tensor(worth).diff(dim=0), rtol=0.0, atol=1e-6)
     torch.testing.assert_close(torch.stack(kept).sum(0), torch.stack(change).sum(0), rtol=0.0, atol=1e-6)
@@ -160,7 +160,7 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
     for row in (germinate(0, 2), WAIT, WAIT, WAIT, fossilize(0), germinate(1, 2), *[WAIT] * 5):
         pool.step(act(row))
     (env,) = pool.envs
-    whole, *_, bare, kept = env.validated.accuracy
+    whole, bare, kept = (getattr(env.validated, name).accuracy for name in ("all_seeds", "host_only", "committed"))
     for empty, known in ((set(Stage), bare), (set(Stage) - {Stage.FOSSILIZED}, kept), (set(), whole)):
         network = deepcopy(env.network).eval()
         for slot in slots_of(network).values():

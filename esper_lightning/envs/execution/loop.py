@@ -59,11 +59,11 @@ class LoopExecutor:
         return trained, validated
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        """One host epoch of every environment: [N, 3 + 4·(1 + K)], a HostEpoch's result each."""
+        """One host epoch of every environment: a HostEpoch's result each, [N, …]."""
         with convolutions(self.training.onednn):
             return stack_rows([self._train(env, data) for env in envs])
 
-    def _train(self, env: HostEnv, data: Split) -> Tensor:  # [3 + 4·(1 + K)]
+    def _train(self, env: HostEnv, data: Split) -> Tensor:  # a row as `pack_training` makes it
         with alone(env):
             epoch = HostEpoch(env, self.task, data.to(env.device))
             for i in range(len(epoch)):

@@ -4,16 +4,17 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.transfer import pack_training
 from esper_lightning.growth.gradients import NO_GRADIENT
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
 
-def nothing_learned(env: HostEnv) -> Tensor:  # [3 + 4·(1 + K)]
+def nothing_learned(env: HostEnv) -> Tensor:  # a row as `pack_training` makes it
     """In place of a HostEpoch's result, where there was none."""
-    dtype = next(env.network.parameters()).dtype
-    result = torch.full((3 + len(NO_GRADIENT) * (1 + len(env.slots)),), torch.nan, device=env.device, dtype=dtype)
-    result[2] = 0.0  # no step was skipped: none was taken
-    return result
+    like = next(env.network.parameters())
+    skipped_steps = like.new_zeros(())  # none was taken
+    unknown = like.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
+    return pack_training(like.new_full((2,), torch.nan), skipped_steps, unknown)
 
 
 class HostEpoch:
@@ -35,8 +36,8 @@ class HostEpoch:
         self.batches = env.draw_batches(data.samples).in_parts(self.parts)  # [batches · parts, B / parts]
         env.laps.lap(data=1.0)
         dtype = next(env.network.parameters()).dtype
-        # Loss, accuracy, steps skipped for gradients out of range.
-        self.totals = torch.zeros(3, device=env.device, dtype=dtype)
+        self.totals = torch.zeros(2, device=env.device, dtype=dtype)  # loss, accuracy
+        self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # for gradients out of range
         env.network.train()
         if env.scaler.is_enabled():
             env.training.begin_momenta(env.optimizer)
@@ -56,10 +57,10 @@ class HostEpoch:
                 parameter.grad.zero_()
         env.scaler.unscale_(env.optimizer)
         if i == len(self) - 1:
-            self.gradients = env.growing.gradient_tensors().flatten()
+            self.gradients = env.growing.gradient_tensors()
         if env.scaler.is_enabled():
             gradients = [p.grad for group in env.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.totals[2] += ~torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite()
+            self.skipped_steps += ~torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite()
         if env.training.max_grad_norm is not None:
             for group in env.optimizer.param_groups:
                 torch.nn.utils.clip_grad_norm_(group["params"], env.training.max_grad_norm)
@@ -77,9 +78,8 @@ class HostEpoch:
             loss = measures.loss.mean() / self.parts
         env.scaler.scale(loss).backward()
         with torch.no_grad():
-            self.totals[:2] += torch.stack([loss, measures.correct.mean() / self.parts])
+            self.totals += torch.stack([loss, measures.correct.mean() / self.parts])
 
-    def result(self) -> Tensor:  # [3 + 4·(1 + K)]
-        """Mean loss, mean accuracy, skipped steps; then the GradientStats, before clipping, of the host and each slot's
-        seed in the last minibatch."""
-        return torch.cat([self.totals[:2] / len(self), self.totals[2:], self.gradients])
+    def result(self) -> Tensor:  # a row as `pack_training` makes it
+        """TrainingStats of the epoch, on the host's device."""
+        return pack_training(self.totals / len(self), self.skipped_steps, self.gradients)

@@ -13,7 +13,7 @@ from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
 from esper_lightning.envs.failure import together
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
-from esper_lightning.envs.transfer import upload
+from esper_lightning.envs.transfer import pack_training, upload
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.gradients import NO_GRADIENT, stats_of_norms
 from esper_lightning.growth.optimizer import HOST_GROUP, group_of
@@ -134,7 +134,8 @@ class FusedEpoch:
         self.laps.lap(data=1.0)
         # In the hosts' own precision, at least float32.
         dtype = torch.promote_types(self.arena.values.dtype, torch.float32)
-        self.totals = torch.zeros(3, len(envs), device=envs[0].device, dtype=dtype)
+        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
+        self.skipped_steps = torch.zeros_like(self.totals[0])
 
     def __len__(self) -> int:
         """Minibatches."""
@@ -151,9 +152,9 @@ class FusedEpoch:
         healthy = None
         if self.scaler is not None:
             healthy = self.scaler.unscale(self.optimizer)
-            self.totals[2] += ~healthy
+            self.skipped_steps += ~healthy
         if i == len(self) - 1:
-            self.gradients = self._gradient_tensors().flatten(1)
+            self.gradients = self._gradient_tensors()
         self.optimizer.step(healthy)
         if self.scaler is not None:
             self.scaler.update(healthy)
@@ -169,17 +170,16 @@ class FusedEpoch:
         (losses if self.scaler is None else losses * self.scaler.scales).sum().backward()
         with torch.no_grad():
             correct = measures.correct.view(len(self.envs), -1).mean(1) / self.parts
-            self.totals[:2] += torch.stack([losses, correct])
+            self.totals += torch.stack([losses, correct])
 
-    def result(self) -> Tensor:  # [N, 3 + 4·(1 + K)]
+    def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
         """Hands everything back to the environments. Returns what HostEpoch.result does, for all hosts."""
         self.arena.take_back()
         self.optimizer.take_back()
         if self.scaler is not None:
             self.scaler.take_back()
         self.stack.release()
-        means = self.totals[:2] / len(self)
-        return torch.cat([means.T, self.totals[2:].T, self.gradients], 1)
+        return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 
     def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
         """As GrowingNetwork.gradient_tensors, for all hosts."""
