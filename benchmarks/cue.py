@@ -72,7 +72,7 @@ class CueMemory:
         self.masks = self.space.free(n_envs, self.device)
         self.observation = Seen(torch.zeros(n_envs, CUE + 1))
         self.privileged: Tensor | None = torch.zeros(n_envs, CUE)
-        self.terminated = torch.zeros(n_envs, dtype=torch.bool)
+        self.episode_starts = torch.zeros(n_envs, dtype=torch.bool)
         self.recent: list[float] = []  # was the answer right, game by game
         self.cue = np.zeros((n_envs, 2), dtype=np.int64)
         self.wrong = np.zeros((n_envs, 2), dtype=np.int64)  # a choice of each head that will be masked
@@ -85,7 +85,7 @@ class CueMemory:
         self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
         for i in range(self.n_envs):
             self._begin(i)
-        self.terminated.zero_()
+        self.episode_starts.zero_()
         self._look()
         return self.observation
 
@@ -111,7 +111,7 @@ class CueMemory:
         for i in np.flatnonzero(answered | cut):
             self._begin(i)
         self._look()
-        self.terminated.copy_(torch.from_numpy(answered | cut))
+        self.episode_starts.copy_(torch.from_numpy(answered | cut))
         reward = torch.from_numpy((right & answered).astype(np.float32))
         score = float(np.mean(self.recent[-200:])) if self.recent else 0.0
         return VectorStep(action, reward, torch.from_numpy(answered), torch.from_numpy(cut), ended, {"right": score})

@@ -92,7 +92,6 @@ class Telemetry(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        self._follow()  # a callback before this one may save the tick
         return {
             "anomalies": self.detector.state_dict(),
             "detail": self.detail.state_dict(),
@@ -110,7 +109,7 @@ class Telemetry(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         loop = pl_module.loop
-        self._followed = self._written = loop.ticks
+        self._written = loop.ticks
         self._since = (time.perf_counter(), loop.ticks)
         self._in_rollout: Counter[str] = Counter()  # seconds by phase
         self._unwritten: Counter[str] = Counter()
@@ -121,6 +120,8 @@ class Telemetry(Callback):
         if self._restored is not None:
             self.observer.load_state_dict(self._restored)
             self._restored = None
+        # At once, for a callback before this one may save the tick.
+        loop.watchers.append(self._follow)
         self._forget_what_is_void(trainer, loop.ticks)
         if self.detail.level != "off":
             self._begin(trainer, loop.ticks)
@@ -177,12 +178,13 @@ class Telemetry(Callback):
         self.events, self.boards = None, []
 
     def _follow(self) -> None:
-        """Takes in the last tick, once."""
+        """Takes in the step that was just taken."""
         loop = self._module.loop
-        if self.detail.level != "off" and loop.ticks > self._followed:
+        if self.detail.level == "off":
+            return
+        with loop.pool.clock.measure("telemetry"):
             everything = self.detail.includes("normal", loop.ticks)
             self._tell(self.observer.tick(loop.last, loop.pool.envs, loop.ticks, everything))
-            self._followed = loop.ticks
             alive = sum(not env.ended for env in loop.pool.envs)
             self._host_epochs += alive
             # Before the first tick of an episode fresh hosts are validated.
@@ -196,7 +198,6 @@ class Telemetry(Callback):
         self._in_rollout.update(seconds)
         self._unwritten.update(seconds)
         with loop.pool.clock.measure("telemetry"):
-            self._follow()
             written: dict[str, float] = {}
             if self.detail.includes("normal", loop.ticks) and loop.ticks % self.every_n_ticks == 0:
                 written |= self._tick_metrics()
@@ -275,8 +276,8 @@ class Telemetry(Callback):
 
     def _details(self, trainer: Trainer) -> dict[str, float]:
         """Of the rollout: what the blueprints are worth, how decisions were made, histograms and figures."""
-        loop, report, debug = self._module.loop, self._module.report, self.detail.includes("debug", self._followed)
-        pool, buffer = loop.pool, loop.buffer
+        loop, report = self._module.loop, self._module.report
+        pool, buffer, debug = loop.pool, loop.buffer, self.detail.includes("debug", loop.ticks)
         found = self.observer.scoreboard.metrics() | numbers.lstm_metrics(loop.state)
         found |= numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevance(pool.device))
         found |= self._credit(pool.n_envs if debug and self.credit_hosts else self.credit_hosts)

@@ -83,8 +83,10 @@ class TamiyoModule(LightningModule):
         self.ppo.check_heads(data.heads)
 
     def setup(self, stage: str) -> None:
+        self.build_for(self.trainer.datamodule)
+
+    def build_for(self, data: PolicyData) -> None:
         """Builds the policy to the environments' measure; they stay outside, for hosts are not ours to train."""
-        data: PolicyData = self.trainer.datamodule
         self.check(data)
         self.build(shape_of(data.pool))
 

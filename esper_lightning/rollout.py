@@ -1,5 +1,6 @@
 """RolloutLoop: acts in the environments tick by tick and records what PPO learns from."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.vector import Ended, VectorEnv
 from esper_lightning.growth.restoring import check_below, check_count, check_finite, check_like, check_parts
-from esper_lightning.ppo.buffer import Rollout, RolloutBuffer
+from esper_lightning.ppo.buffer import Experience, Rollout, RolloutBuffer
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
@@ -21,6 +22,11 @@ def episode_seeds(run_seed: int, purpose: int, episode: int, n_envs: int) -> lis
     """Seeds of `n_envs` hosts: even for training, odd for evaluation, so that no evaluated host was ever trained on."""
     drawn = np.random.SeedSequence([run_seed, purpose, episode]).generate_state(n_envs, np.uint64)
     return [int(seed) >> 2 << 1 | purpose for seed in drawn]
+
+
+def copied(record: Any) -> Any:
+    """A record of tensors that does not change when the original does."""
+    return type(record)(*(part.clone() for part in record))
 
 
 class RolloutSummary(NamedTuple):
@@ -76,6 +82,7 @@ class RolloutLoop:
         self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
         self.begun = False  # in this process: environments that go on are reset once
         self.last: Any = None  # step of this process: for whoever watches
+        self.watchers: list[Callable[[], None]] = []  # called after every step
 
     def begin_rollout(self) -> None:
         """New hosts, and a recurrent state that knows nothing of them; environments that go on are left alone."""
@@ -92,29 +99,44 @@ class RolloutLoop:
         """One decision per environment, one step (a host epoch), and what came of it."""
         with self.pool.clock.measure("policy"):
             length = self.buffer.length
-            seen, privileged = self._see(self.pool.observation), self._see_privileged(self.pool.privileged)
-            now = (seen, self.state, self.pool.masks, self.starts)
-            distribution, values, self.state = self.policy.step(*now, *([] if privileged is None else [privileged]))
+            # Copies: the step overwrites what the environments show.
+            masks, privileged = copied(self.pool.masks), self._see_privileged(self.pool.privileged)
+            seen, state = self._see(copied(self.pool.observation)), self.state
+            privileged = None if privileged is None else privileged.clone()
+            distribution, values, self.state = self.policy.step(seen, state, masks, self.starts, privileged)
             action = distribution.sample(self.generator)
             self.raw[length].copy_(self.pool.observation.features)
             if self.raw_privileged is not None:
                 self.raw_privileged[length].copy_(self.pool.privileged)
-            self.buffer.keep_state(now[1])
-            self.buffer.add_sight(seen, self.pool.masks, values, self.starts, privileged)
         with torch.enable_grad():
             step = self.pool.step(action)
         with self.pool.clock.measure("policy"):
-            # What counts is what was done: the Governor may have refused a part of it.
-            self.buffer.add_decision(step.action, distribution.log_prob(step.action))
+            self.buffer.add(
+                Experience(
+                    observation=seen,
+                    masks=masks,
+                    # What counts is what was done: the Governor may have refused a part of it.
+                    action=step.action,
+                    log_prob=distribution.log_prob(step.action),
+                    values=values,
+                    starts=self.starts,
+                    state=state,
+                    rewards=step.reward,
+                    terminated=step.terminated,
+                    truncated=step.truncated,
+                    privileged=privileged,
+                )
+            )
             # Where an episode was cut the recurrent state must not leak into what follows.
             self.starts.copy_(step.terminated)
             if self.beyond is not None:
                 self.starts.logical_or_(step.truncated)
                 if step.ended is not None:
                     self.beyond[length].copy_(self._worth(step.ended))
-            self.buffer.add_outcome(step.reward, step.terminated, step.truncated)
         self.ticks += 1
         self.last = step
+        for watch in self.watchers:
+            watch()
         return step
 
     def _worth(self, ended: Ended) -> Tensor:  # [N]

@@ -111,7 +111,7 @@ class EsperTrainer(Trainer):
         paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
         usual = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
         folder = Path(out) if out is not None else run_folder(paths[0]) / usual
-        self.datamodule, model.trainer = datamodule, self  # where the module looks for the hosts
+        self.datamodule = datamodule
         if stand_ins and not transfer:
             fail("stand_ins are for hosts that she was not trained on; set --transfer true")
         try:

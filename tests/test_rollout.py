@@ -55,7 +55,7 @@ def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
     done: list[list[Tensor]] = []
     decide, act = loop.policy.step, loop.pool.step
 
-    def watched_step(observation: Observation, state: RecurrentState, masks: Any, starts: Tensor) -> Any:
+    def watched_step(observation: Observation, state: RecurrentState, masks: Any, starts: Tensor, _: None) -> Any:
         result = decide(observation, state, masks, starts)
         seen.append([part.clone() for part in (*observation, *masks, starts, result[1])])
         return result

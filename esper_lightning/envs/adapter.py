@@ -70,7 +70,7 @@ class GymVector:
         self.observation = Seen(self._rows(seen).clone())
         self.masks = self.space.free(self.n_envs, device)
         self.privileged = None if privileged is None else self._rows(info[privileged]).clone()
-        self.terminated = torch.zeros(self.n_envs, dtype=torch.bool, device=device)
+        self.episode_starts = torch.zeros(self.n_envs, dtype=torch.bool, device=device)
         self._begin(seen, info)
 
     def reset(self, seeds: Sequence[int]) -> Seen:
@@ -82,7 +82,7 @@ class GymVector:
         self.returns, self.lengths = np.zeros(self.n_envs), np.zeros(self.n_envs, dtype=np.int64)
         self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return and length of an episode
         self._shown = {"episode_return": float("nan"), "episode_length": float("nan")}
-        self.terminated.zero_()
+        self.episode_starts.zero_()
         self._look(seen, info)
 
     def step(self, action: Choices) -> VectorStep:
@@ -93,7 +93,7 @@ class GymVector:
         self._count(reward, terminated | truncated)
         self._look(seen, info)
         over, cut = self._flags(terminated), self._flags(truncated & ~terminated)
-        torch.logical_or(over, cut, out=self.terminated)
+        torch.logical_or(over, cut, out=self.episode_starts)
         rewards = torch.as_tensor(reward, dtype=torch.float32, device=self.device)
         return VectorStep(action, rewards, over, cut, ended, self._shown)
 

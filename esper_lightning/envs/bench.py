@@ -138,6 +138,7 @@ class Bench:
             habitat,
             config.lifecycle,
             config.actions,
+            config.objective,
             config.horizon,
             on,
             Laps(make_timer(on)),

@@ -1,6 +1,6 @@
 """One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from esper_lightning.envs.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.compute import Compute
 from esper_lightning.envs.guard import Guard
 from esper_lightning.envs.habitat import Habitat
-from esper_lightning.envs.measured import EpochResult, History, Validation
+from esper_lightning.envs.measured import EpochResult, History, Score, Validation
 from esper_lightning.envs.restore import as_state, check_accounts, check_guard, check_host, check_validation
 from esper_lightning.envs.transfer import variants_to_validate
 from esper_lightning.governor import Reading, Verdict
@@ -24,7 +24,7 @@ from esper_lightning.growth.network import SeedEvent, count_parameters
 from esper_lightning.growth.restoring import check_parts
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import Account, ObjectiveConfig, Prices
+from esper_lightning.rewards import Account, ObjectiveConfig, Prices, compute_rent, objective
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class HostEnv:
         network: A host with empty slots, on its device.
         space: The choices that actions index.
         habitat: What it lives in, until it joins another one.
-        lifecycle, actions: Settings.
+        lifecycle, actions, objective: Settings.
         horizon: Ticks T in an episode.
         device: Where the network is.
         laps: Of the time that is spent on this host.
@@ -55,6 +55,7 @@ class HostEnv:
         habitat: Habitat,
         lifecycle: LifecycleConfig,
         actions: ActionConfig,
+        objective: ObjectiveConfig,
         horizon: int,
         device: torch.device,
         laps: "Laps",
@@ -74,6 +75,7 @@ class HostEnv:
         self.bare = bare
         self.compute = compute
         self.kind = kind
+        self.objective_config = objective
         self.join(habitat)
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
@@ -87,6 +89,8 @@ class HostEnv:
             carry_over=self.training.carry_over,
             generator=self.generator,
         )
+        self.data_order: Callable[[int, int], int] | None = None
+        self.on_batches: Callable[[Batches], None] | None = None
         self.seed = 0
         self._begin()
 
@@ -183,11 +187,35 @@ class HostEnv:
 
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
         """The next tick's minibatches, with so many samples in each variant of the data."""
-        return self.habitat.draw_batches(self.training, samples, self.seed, self.generator)
+        if self.data_order is not None:
+            self.generator.manual_seed(self.data_order(self.seed, self.tick))
+        batches = self.habitat.draw_batches(self.training, samples, self.seed, self.generator)
+        if self.on_batches is not None:
+            self.on_batches(batches)
+        return batches
 
-    def prices(self, objective: ObjectiveConfig) -> Prices:
-        """What growth costs in this episode."""
-        return self.habitat.prices(objective, self.seed)
+    def follow_batches(
+        self,
+        data_order: Callable[[int, int], int] | None = None,
+        on_batches: Callable[[Batches], None] | None = None,
+    ) -> None:
+        """Fixes and watches the minibatches of the host epochs to come; without arguments: no longer.
+
+        Args:
+            data_order: RNG seed of a host epoch's minibatches, from the episode's RNG seed and the tick. None: they
+                depend on all that was drawn before, as the weights of seeds.
+            on_batches: Called with the minibatches of each host epoch, after the action and before training.
+        """
+        self.data_order, self.on_batches = data_order, on_batches
+
+    def end(self) -> None:
+        """Ends the episode before the horizon: nothing happens to this host until it is reset."""
+        self.ended = True
+
+    @property
+    def prices(self) -> Prices:
+        """Prices of growth in this episode."""
+        return self.habitat.prices(self.objective_config, self.seed)
 
     @property
     def failing(self) -> list[SeedSlot]:
@@ -203,6 +231,30 @@ class HostEnv:
         self.validated = validation
         self.history.loss.append(validation.all_seeds.loss)
         self.history.accuracy.append(validation.all_seeds.accuracy)
+
+    def measure(self) -> Score:
+        """Updates the objective J from the last validation.
+
+        Returns the score that J was computed from: with all seeds, or at the horizon with the fossilized ones alone.
+        """
+        score = self.validated.committed if self.tick >= self.horizon else self.validated.all_seeds
+        self.objective = self.objective_with(score.accuracy)
+        return score
+
+    def objective_with(self, accuracy: float) -> float:
+        """Objective J of the host and its fossilized seeds if they had this accuracy.
+
+        Computed in the network's precision, at least float32.
+        """
+        config, prices = self.objective_config, self.prices
+        dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
+        charge: torch.Tensor | float = 0.0
+        if config.prices_compute:
+            flops = torch.tensor([[self.committed_flops], [self.compute.host]])
+            charge = compute_rent(*flops, torch.tensor([prices.compute]))
+        parameters = torch.tensor([[self.committed_parameters], [self.host_parameters]])
+        measured, price = torch.tensor([accuracy], dtype=dtype), torch.tensor([prices.parameters])
+        return objective(measured, *parameters, config, price, charge).item()
 
     def judge(self, result: EpochResult | None) -> Verdict:
         """The Governor's word on a host epoch, before anything else is made of it; None: it did not take place."""

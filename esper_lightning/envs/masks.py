@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.actions import ActionConfig, ActionSpace, Op
-from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.growing import GrowingNetwork, Refusals
 from esper_lightning.growth.slot import ABSENT
 from esper_lightning.growth.stages import Stage
 
@@ -53,17 +53,31 @@ class Legal(NamedTuple):
     ended: bool
 
 
-def legal(growing: GrowingNetwork, space: ActionSpace, config: ActionConfig, ended: bool = False) -> Legal:
-    """What may be done to each slot of one environment; nothing if its episode has `ended`."""
+def legal(
+    growing: GrowingNetwork,
+    refusals: Sequence[Refusals],
+    space: ActionSpace,
+    config: ActionConfig,
+    ended: bool = False,
+) -> Legal:
+    """What may be done to each slot of one environment; nothing if its episode has `ended`.
+
+    Args:
+        growing: The host and its slots.
+        refusals: What the gates have against changes of the seed in each slot, [K].
+        space: The choices that the masks are of.
+        config: Which ops are offered, and how many seeds may grow at a time.
+        ended: The episode was over before the horizon.
+    """
     slots = growing.slots
     room = config.max_seeds is None or sum(slot.occupied for slot in slots.values()) < config.max_seeds
     target = [[choice != slot.ramp.target for choice in space.target] for slot in slots.values()]
     possible = {
         Op.WAIT: [True for _ in slots],
         Op.GERMINATE: [room and slot.stage is Stage.DORMANT and slot.layout != ABSENT for slot in slots.values()],
-        Op.CULL: [not growing.against_culling(name) for name in slots],
-        Op.FOSSILIZE: [not growing.against_fossilizing(name) for name in slots],
-        Op.ADVANCE: [config.advance and not growing.against_advancing(name) for name in slots],
+        Op.CULL: [not reasons.culling for reasons in refusals],
+        Op.FOSSILIZE: [not reasons.fossilizing for reasons in refusals],
+        Op.ADVANCE: [config.advance and not reasons.advancing for reasons in refusals],
         Op.SET_ALPHA: [slot.ramping and any(row) for slot, row in zip(slots.values(), target, strict=True)],
     }
     if ended:

@@ -45,7 +45,7 @@ class MixedPool:
         self.observation = Observation(*self._join(lambda pool: pool.observation))
         self.masks = Masks(*self._join(lambda pool: pool.masks))
         self.masks_on_cpu = Masks(*self._join(lambda pool: pool.masks_on_cpu))
-        self.terminated = torch.cat([pool.terminated for pool in self.pools.values()])
+        self.episode_starts = torch.cat([pool.episode_starts for pool in self.pools.values()])
 
     def _join(self, part: Any) -> Iterator[Tensor]:
         """Fields of a record, those of all pools one behind the other: storage of our own."""
@@ -65,7 +65,7 @@ class MixedPool:
                 (self.observation, pool.observation),
                 (self.masks, pool.masks),
                 (self.masks_on_cpu, pool.masks_on_cpu),
-                ((self.terminated,), (pool.terminated,)),
+                ((self.episode_starts,), (pool.episode_starts,)),
             ):
                 for mine, its in zip(ours, theirs, strict=True):
                     mine[span].copy_(its)
@@ -130,6 +130,7 @@ class MixedPool:
                 *(torch.cat(parts) for parts in zip(*(result.metrics for result in results), strict=True))
             ),
             terms={name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms},
+            refusals=[host for result in results for host in result.refusals],
         )
 
     def state_dict(self) -> dict[str, Any]:

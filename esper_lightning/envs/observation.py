@@ -17,7 +17,6 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.gradients import GradientStats
 from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
-from esper_lightning.rewards import ObjectiveConfig
 
 WINDOW = 5
 """Host epochs of history that are shown: enough to see a trend, and a plateau as `plateau`."""
@@ -112,7 +111,7 @@ def plateau_length(accuracy: list[float]) -> int:
     return max(since, 0)
 
 
-def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
+def features(env: HostEnv) -> dict[str, float]:
     """Every feature of one environment by name."""
     history = env.history
     seen = {"progress": env.tick / env.horizon}
@@ -121,9 +120,9 @@ def features(env: HostEnv, objective: ObjectiveConfig) -> dict[str, float]:
     seen |= last(history.accuracy, "accuracy")
     seen["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     seen["plateau"] = plateau_length(history.accuracy) / env.horizon
-    prices = env.prices(objective)
+    prices = env.prices
     seen["price"] = min(1.0, prices.parameters)
-    if objective.prices_compute:
+    if env.objective_config.prices_compute:
         seen["price.compute"] = min(1.0, prices.compute)
         seen["compute.committed"] = clip(math.log(env.committed_flops / env.compute.host) / LOG_SIZE_SCALE)
     seen["parameters.committed"] = log_size(env.committed_parameters - env.host_parameters, env)

@@ -1,6 +1,6 @@
 """HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from esper_lightning.envs.execution.auto import Selection, select
 from esper_lightning.envs.execution.choice import Choice, candidates, go_on
 from esper_lightning.envs.failure import alone
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.measured import EpochResult
 from esper_lightning.envs.observation import Observation
-from esper_lightning.envs.oversight import conclude, refuse
-from esper_lightning.envs.paying import Payroll
+from esper_lightning.envs.oversight import finish_epoch, veto_of
+from esper_lightning.envs.paying import after_action, as_tick, reward_terms, status_of
 from esper_lightning.envs.places import Common
-from esper_lightning.envs.result import HostEvent, HostVerdict, PoolMetrics, StepResult
+from esper_lightning.envs.result import HostEvent, PoolMetrics, StepResult, Transition
 from esper_lightning.envs.sight import Sight
 from esper_lightning.envs.transfer import download, pack_epochs, send, unpack_epochs, unpack_validations
 from esper_lightning.growth.counterfactual import Variant
 from esper_lightning.growth.restoring import check_count, check_parts
 from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import settled
 from esper_lightning.tasks import Split, Task, TaskData
 
 WAIT = (0,) * len(HEADS)
@@ -74,7 +74,6 @@ class HostPool:
         self.bench = Bench(task, data.spread(devices), host, config, devices, held_out, common)
         self.data, self.space, growable = self.bench.data, self.bench.space, self.bench.growable
         self.envs = [self.bench.seat(i, i) for i in range(n_envs)]
-        self.payroll = Payroll(self.envs, config)
         if config.training.compile is not None:
             trials = [self.bench.seat(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
@@ -86,7 +85,7 @@ class HostPool:
         self.masks, self.masks_on_cpu = self.sight.masks, self.sight.masks_on_cpu
         self.observation, self.feature_names = self.sight.observation, self.sight.names
         self.privileged = self.sight.privileged
-        self.terminated = torch.zeros(n_envs, dtype=torch.bool, device=device)  # in the last step
+        self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # after a rollback
         self.reset(range(n_envs))
 
     def _choose(self, growable: Tensor) -> None:
@@ -132,13 +131,14 @@ class HostPool:
                 self.envs[i] = self.bench.seat(i, seed)
                 self.envs[i].reset(seed)
             self.sight.tell()
-            self.terminated.zero_()
+            self.episode_starts.zero_()
         with self.clock.measure("validate", [env.laps for env in self.envs]):
             validated = self.executor.validate(self.envs, self.data.validation)
         self._insist()  # there is nothing yet that a host could go back to
         with self.clock.measure("bookkeeping"):
             self._record(self.envs, validated)
-            self._remember_objective(self._metrics())
+            for env in self.envs:
+                env.measure()
             self.sight.look()
         self._keep(self.envs)
         return self.observation
@@ -176,79 +176,129 @@ class HostPool:
         Raises ValueError if an action is not allowed by the masks.
         """
         with self.clock.measure("bookkeeping"):
-            chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-            decisions = self.sight.possible(chosen, WAIT)
-            self._check(decisions)  # all of them first: a refused step leaves every host as it was
-            vetoes = refuse(self.envs, decisions)
-            if vetoes:
-                refused = {veto.host for veto in vetoes}
-                decisions, chosen = (
-                    [WAIT if i in refused else decision for i, decision in enumerate(of)] for of in (decisions, chosen)
-                )
-                action = to_action(chosen, self.device)
-            self.payroll.begin()
-            events = self._apply(decisions)
-            self.payroll.decided(decisions)
+            action, transitions = self._decode(action)
+            for transition in transitions:
+                self._apply(transition)
         # What is kept for good must survive a rollback; the host was healthy, or it could not have been kept.
-        self._keep(self.envs[event.host] for event in events if event.seed.after is Stage.FOSSILIZED)
-        happened, verdicts = self._tick(watched=self.config.governor.enabled)
+        self._keep(each.env for each in transitions if fossilized(each))
+        self._train(transitions)
+        self._judge(transitions, watched=self.config.governor.enabled)
         with self.clock.measure("bookkeeping"):
-            gone = {word.host for word in verdicts if word.verdict.diverged}
-            diverged = torch.tensor([i in gone for i in range(self.n_envs)])
-            metrics, terms = self._pay(gone)
-            self._remember_objective(metrics)
-            self.sight.look()
-            self.terminated.copy_(send(diverged, self.device))
-            truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
-            result = StepResult(
-                action=action,
-                observation=self.observation,
-                reward=send(metrics.reward, self.device),
-                terminated=send(diverged, self.device),
-                truncated=send(truncated, self.device),
-                masks=self.masks,
-                events=events + happened,
-                verdicts=verdicts,
-                vetoes=vetoes,
-                metrics=metrics,
-                terms=terms,
-            )
+            result = self._conclude(action, transitions)
         self._keep(env for env in self.envs if env.guard is not None and env.guard.due and not env.ended)
         return result
+
+    def _decode(self, action: Action) -> tuple[Action, list[Transition]]:
+        """Reads the actions. Where the Governor refuses one, or it is impossible and was offered all the same, WAIT.
+
+        Returns the actions as the policy shall learn from them, and as they are carried out. Raises ValueError if one
+        is not allowed: then no host has changed.
+        """
+        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        possible = self.sight.possible(chosen, WAIT)
+        for i, row in enumerate(possible):
+            self._check(i, row)
+        vetoes = [veto_of(i, env, row) for i, (env, row) in enumerate(zip(self.envs, possible, strict=True))]
+        if any(vetoes):
+            action = to_action([WAIT if veto else row for row, veto in zip(chosen, vetoes, strict=True)], self.device)
+        rows = zip(self.envs, possible, vetoes, strict=True)
+        return action, [Transition(i, env, WAIT if veto else row, veto) for i, (env, row, veto) in enumerate(rows)]
+
+    def _check(self, host: int, action: tuple[int, ...]) -> None:
+        env, sizes = self.envs[host], tuple(self.space.sizes.values())
+        if env.tick >= self.config.horizon:
+            raise ValueError(f"host {host}: the episode is over after {env.tick} ticks; reset the pool")
+        if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
+            raise ValueError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
+        if not self.masks_on_cpu.allow(host, action):
+            raise ValueError(f"host {host}: {self.space.describe(action)} is masked; choose within the masks")
+
+    def _apply(self, transition: Transition) -> None:
+        """Carries out one host's action, and records the host before and after it."""
+        env, with_seeds = transition.env, self.config.reward.looks_at_seeds
+        transition.before = status_of(env, with_seeds)
+        with alone(env):
+            changes = env.apply(transition.action)
+            transition.events_of_action = [HostEvent(transition.host, env.tick + 1, change) for change in changes]
+        transition.after_action = after_action(env) if with_seeds else None
+
+    def _train(self, transitions: Sequence[Transition]) -> None:
+        """A host epoch and its validation, in every host that can go on."""
+        learning = [each for each in transitions if not each.env.ended and each.env.failure is None]
+        if not learning:
+            return
+        envs = [each.env for each in learning]
+        trained, validated = self.executor.tick(envs, self.data.train, self.data.validation, self.clock)
+        with self.clock.measure("bookkeeping"):
+            # One transfer for all that was measured: after it everything is Python numbers.
+            results = unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
+            for transition, result in zip(learning, results, strict=True):
+                transition.result = result
+
+    def _judge(self, transitions: Sequence[Transition], watched: bool) -> None:
+        """Ends the epoch of every host: see `finish_epoch`. Hosts that were rolled back are validated again."""
+        with self.clock.measure("bookkeeping"):
+            for transition in transitions:
+                finish_epoch(transition, watched)
+        restored = [each.env for each in transitions if each.diverged]
+        if restored:
+            with self.clock.measure("validate"):
+                validated = self.executor.validate(restored, self.data.validation)
+            self._record(restored, validated)
+
+    def _conclude(self, action: Action, transitions: Sequence[Transition]) -> StepResult:
+        """Rewards of the step, and the observation after it."""
+        scores = [env.measure() for env in self.envs]
+        terms = self._pay(transitions)
+        loss, accuracy = torch.tensor(scores, dtype=self._dtype).unbind(1)
+        metrics = PoolMetrics(
+            accuracy=accuracy,
+            loss=loss,
+            objective=torch.tensor([env.objective for env in self.envs], dtype=self._dtype),
+            parameters=self.parameters,
+            reward=torch.stack(list(terms.values())).sum(0).to(self._dtype),
+        )
+        self.sight.look()
+        diverged = torch.tensor([each.diverged for each in transitions])
+        self.episode_starts.copy_(send(diverged, self.device))
+        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        return StepResult(
+            action=action,
+            observation=self.observation,
+            reward=send(metrics.reward, self.device),
+            terminated=send(diverged, self.device),
+            truncated=send(truncated, self.device),
+            masks=self.masks,
+            events=[
+                *(event for each in transitions for event in each.events_of_action),
+                *(event for each in transitions for event in each.events_of_epoch),
+            ],
+            verdicts=[each.verdict for each in transitions if each.verdict is not None],
+            vetoes=[each.veto for each in transitions if each.veto is not None],
+            metrics=metrics,
+            terms=terms,
+            refusals=self.sight.refusals,
+        )
+
+    def _pay(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
+        """The terms of every host's reward; seeds' accounts are settled by them."""
+        paid = []
+        for each in transitions:
+            after = status_of(each.env, self.config.reward.looks_at_seeds)
+            tick = as_tick(each.op, each.before, each.after_action, after, each.diverged)
+            paid.append(reward_terms(tick, self.config))
+            if tick.slots and not tick.over:
+                each.env.accounts = [settled(slot, tick) for slot in tick.slots]
+        return {name: torch.tensor([row[name] for row in paid], dtype=torch.float64) for name in paid[0]}
 
     def carry_on(self, ticks: int) -> None:
         """Host epochs without a decision, beyond the horizon too: seeds advance and are culled by themselves alone, and
         nobody watches over the hosts."""
         for _ in range(ticks):
-            self._tick(watched=False)
+            transitions = [Transition(i, env, WAIT) for i, env in enumerate(self.envs)]
+            self._train(transitions)
+            self._judge(transitions, watched=False)
         self.sight.look()
-
-    def _tick(self, watched: bool) -> tuple[list[HostEvent], list[HostVerdict]]:
-        """Trains and validates every host, judges it, and lets time pass for its seeds."""
-        hosts = {i: env for i, env in enumerate(self.envs) if not env.ended and env.failure is None}
-        rows = self._train(list(hosts.values())) if hosts else []
-        with self.clock.measure("bookkeeping"):
-            events, verdicts = conclude(self.envs, dict(zip(hosts, rows, strict=True)), watched)
-        restored = [self.envs[word.host] for word in verdicts if word.verdict.diverged]
-        if restored:
-            with self.clock.measure("validate"):
-                validated = self.executor.validate(restored, self.data.validation)
-            self._record(restored, validated)
-        return events, verdicts
-
-    def _train(self, envs: list[HostEnv]) -> list[EpochResult]:
-        """A host epoch and its validation."""
-        trained, validated = self.executor.tick(envs, self.data.train, self.data.validation, self.clock)
-        with self.clock.measure("bookkeeping"):
-            # One transfer for all that was measured: after it everything is Python numbers.
-            return unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
-
-    def _apply(self, decisions: list[tuple[int, ...]]) -> list[HostEvent]:
-        events = []
-        for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
-            with alone(env):
-                events += [HostEvent(i, env.tick + 1, event) for event in env.apply(decision)]
-        return events
 
     def _keep(self, envs: Iterable[HostEnv]) -> None:
         """Takes snapshots, if there is a Governor who may want them back."""
@@ -256,37 +306,6 @@ class HostPool:
             with self.clock.measure("governor"):
                 for env in envs:
                     env.keep()
-
-    def _check(self, decisions: list[tuple[int, ...]]) -> None:
-        sizes = tuple(self.space.sizes.values())
-        for i, (env, decision) in enumerate(zip(self.envs, decisions, strict=True)):
-            if env.tick >= self.config.horizon:
-                raise ValueError(f"host {i}: the episode is over after {env.tick} ticks; reset the pool")
-            if not all(0 <= choice < size for choice, size in zip(decision, sizes, strict=True)):
-                raise ValueError(f"host {i}: {decision} is no action; the heads {HEADS} have {sizes} choices")
-            if not self.masks_on_cpu.allow(i, decision):
-                raise ValueError(f"host {i}: {self.space.describe(decision)} is masked; choose within the masks")
-
-    def _metrics(self) -> PoolMetrics:
-        """Of the last validation, not yet with a reward; at the horizon what is not fossilized is dropped, so accuracy
-        and J are those of the rest."""
-        over = [env.tick >= self.config.horizon for env in self.envs]
-        scores = [
-            env.validated.committed if last else env.validated.all_seeds
-            for env, last in zip(self.envs, over, strict=True)
-        ]
-        loss, accuracy = torch.tensor(scores, dtype=self._dtype).unbind(1)
-        return PoolMetrics(accuracy, loss, self.payroll.worth(accuracy), self.parameters, torch.zeros_like(accuracy))
-
-    def _pay(self, diverged: Set[int]) -> tuple[PoolMetrics, dict[str, Tensor]]:
-        """Metrics with the reward of the tick, and the terms that it is the sum of."""
-        metrics = self._metrics()
-        terms = self.payroll.pay(diverged, metrics.objective.tolist())
-        return metrics._replace(reward=torch.stack(list(terms.values())).sum(0).to(self._dtype)), terms
-
-    def _remember_objective(self, metrics: PoolMetrics) -> None:
-        for env, value in zip(self.envs, metrics.objective.tolist(), strict=True):
-            env.objective = value
 
     def test(self, committed: bool = True) -> Tensor:
         """Accuracy [N] on the test split of each host with its fossilized seeds alone, or else with all its seeds."""
@@ -306,9 +325,9 @@ class HostPool:
 
     def accuracy_of(self, host: int, variants: Sequence[Variant], data: Split) -> Tensor:
         """Accuracy [V] on `data`, a split of ours, of one host with each of these combinations of seeds."""
-        measured = self.executor.measure(self.envs[host], data, variants)
+        _, accuracy = self.executor.measure(self.envs[host], data, variants)
         self._insist()
-        return measured[1].cpu()
+        return accuracy.cpu()
 
     def home_of(self, host: int) -> "tuple[HostPool, int]":
         """The pool of one task that a host is in, and its place there."""
@@ -347,6 +366,11 @@ class HostPool:
         for i, saved in enumerate(state["envs"]):
             self.load_host(i, saved)
         self.sight.tell()
-        self.terminated.zero_()
+        self.episode_starts.zero_()
         self.sight.look()
         return note
+
+
+def fossilized(transition: Transition) -> bool:
+    """Was a seed fossilized by the action of this step?"""
+    return any(event.seed.after is Stage.FOSSILIZED for event in transition.events_of_action)

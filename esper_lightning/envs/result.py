@@ -1,13 +1,18 @@
 """What a step of the pool gives: what was measured, and everything that happened."""
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from esper_lightning.envs.actions import Action
+from esper_lightning.envs.actions import Action, Op
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.masks import Masks
+from esper_lightning.envs.measured import EpochResult
 from esper_lightning.envs.observation import Observation
+from esper_lightning.envs.paying import AfterAction, HostStatus
 from esper_lightning.governor import Verdict
+from esper_lightning.growth.growing import Refusals
 from esper_lightning.growth.network import SeedEvent
 
 
@@ -50,6 +55,38 @@ class HostVeto(NamedTuple):
         return f"host {self.host}: {self.action} vetoed at tick {self.tick}: {'; '.join(self.reasons)}"
 
 
+@dataclass(slots=True)
+class Transition:
+    """One host's way through one step, from the action to its result; each stage of the step fills in its part."""
+
+    host: int
+    """Index of the host in its pool."""
+    env: HostEnv
+    action: tuple[int, ...]
+    """The choice of each head as it is carried out: WAIT where the Governor refused."""
+    veto: HostVeto | None = None
+    before: HostStatus | None = None
+    """The host before the action. None: nothing is decided in this step."""
+    after_action: AfterAction | None = None
+    """The host right after the action. None: rewards do not depend on seeds."""
+    events_of_action: list[HostEvent] = field(default_factory=list)
+    result: EpochResult | None = None
+    """What the host epoch showed. None: the host did not train."""
+    verdict: HostVerdict | None = None
+    """None: the host was healthy, or nobody judged."""
+    events_of_epoch: list[HostEvent] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        """Name of the op that is carried out."""
+        return Op(self.action[0]).name
+
+    @property
+    def diverged(self) -> bool:
+        """The host was rolled back."""
+        return self.verdict is not None and self.verdict.verdict.diverged
+
+
 class PoolMetrics(NamedTuple):
     """What was measured in a tick, [N] each, on the CPU."""
 
@@ -74,6 +111,7 @@ class StepResult(NamedTuple):
     vetoes: list[HostVeto]
     metrics: PoolMetrics
     terms: dict[str, Tensor]  # [N] each, on the CPU: the parts that the reward is the sum of
+    refusals: list[list[Refusals]]  # [N][K]: what the gates have against changes of each seed, from now on
 
     @property
     def shown(self) -> dict[str, Tensor]:

@@ -25,14 +25,15 @@ class Sight:
         masks: What a policy is offered.
         masks_on_cpu: What is possible.
         privileged: What each episode hides, [N, facts]; None: nothing.
+        refusals: What the gates have against changes of each seed, [N][K].
     """
 
     def __init__(self, envs: Sequence[HostEnv], bench: Bench, device: torch.device) -> None:
         self.envs = envs
         self.bench = bench
         self.device = device
-        self.config, self.objective = bench.config.sight, bench.config.objective
-        names = list(features(envs[0], self.objective))
+        self.config = bench.config.sight
+        names = list(features(envs[0]))
         *chosen, self.shows_blueprints = self.config.select([*names, BLUEPRINTS])
         self.columns = [i for i, shown in enumerate(chosen) if shown]
         self.names = [names[i] for i in self.columns]
@@ -50,13 +51,20 @@ class Sight:
     def look(self) -> None:
         """Brings observation and masks up to date."""
         envs, config = self.envs, self.bench.config
-        rows = zip(*(legal(env.growing, self.bench.space, config.actions, env.ended) for env in envs), strict=True)
+        self.refusals = [env.growing.refusals() for env in envs]
+        rows = zip(
+            *(
+                legal(env.growing, refusals, self.bench.space, config.actions, env.ended)
+                for env, refusals in zip(envs, self.refusals, strict=True)
+            ),
+            strict=True,
+        )
         for name, row in zip(Legal._fields, rows, strict=True):
             known = getattr(self.masks_on_cpu, name)
             known.copy_(torch.tensor(row))
             if self.config.masks or name == "ended":
                 getattr(self.masks, name).copy_(send(known, self.device))
-        seen = [list(features(env, self.objective).values()) for env in envs]
+        seen = [list(features(env).values()) for env in envs]
         table = torch.tensor([[row[i] for i in self.columns] for row in seen])
         self.observation.features.copy_(send(table, self.device))
         if self.shows_blueprints:

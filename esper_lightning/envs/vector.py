@@ -72,8 +72,8 @@ class VectorEnv(Protocol):
     masks: Any
     """A record of tensors [N, …] with `forced` and `ended` [N]: was there nothing to decide; is it over, so that
     nothing follows?"""
-    terminated: Tensor
-    """[N] bool: the last step ended a trajectory, and what is observed now begins another."""
+    episode_starts: Tensor
+    """[N] bool: the last step ended a trajectory, and the present observation is the first of another."""
     clock: PhaseClock
 
     def reset(self, seeds: Sequence[int]) -> Any:

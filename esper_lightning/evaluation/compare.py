@@ -82,7 +82,7 @@ def play(
         accuracy=right.double().numpy(),
         loss=loss.double().numpy(),
         parameters=pool.parameters.numpy(),
-        objective=pool.payroll.worth(right).double().numpy(),
+        objective=np.array([env.objective_with(share) for env, share in zip(pool.envs, right.tolist(), strict=True)]),
         flops=np.array(meter.flops),
         ticks=np.array(meter.ticks),
         fossils=np.array([len(topology) for topology in kept]),
@@ -102,7 +102,8 @@ def _episode(
     rollbacks = np.zeros(pool.n_envs, dtype=np.int64)
     for tick in range(horizon if ticks is None else max(horizon, *ticks)):
         for env, last in zip(pool.envs, ticks or (), strict=ticks is not None):
-            env.ended = env.ended or tick >= last
+            if tick >= last:
+                env.end()
         if tick >= horizon:
             pool.carry_on(1)
             continue

@@ -59,14 +59,14 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
     """Of these checkpoints, which must be of different training seeds of the same kind of run.
 
     Args:
-        model: Its trainer knows `data`; it is set up here, and its weights are used up.
+        model: Is built for `data` here, and its weights are used up.
         data: Its pool is built.
         paths: Of the checkpoints.
 
     Raises ValueError, naming the checkpoint, if it is not whole, not ours, or of another kind of run.
     """
 
-    model.setup("evaluate")
+    model.build_for(data)
     model.to(data.pool.device)
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> Tamiyo:

@@ -1,6 +1,5 @@
 """What a comparison needs beside the pool: the same data order for every controller, and training compute counted."""
 
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
@@ -47,23 +46,20 @@ class Meter:
         self.compute = [compute_of(env, example) for env in self.pool.envs]  # hosts may differ
         # All executors ask each host for its batches once a tick, after the actions and before it trains.
         for i, env in enumerate(self.pool.envs):
-            env.draw_batches = partial(self._draw, i, env, env.draw_batches)
+            env.follow_batches(data_seed, partial(self._count, i, env))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for env in self.pool.envs:
-            del env.draw_batches  # the method is there again
+            env.follow_batches()
 
-    def _draw(self, i: int, env: HostEnv, draw: Callable[..., Batches], *args: int) -> Batches:
-        env.generator.manual_seed(data_seed(env.seed, env.tick))
-        batches = draw(*args)
+    def _count(self, i: int, env: HostEnv, batches: Batches) -> None:
         compute = self.compute[i]
         forward = compute.host + sum(compute.of(slot) for slot in env.slots)
         self.flops[i] += PASSES * forward * batches.indices.numel()
         self.ticks[i] += 1
-        return batches
 
 
 def data_seed(seed: int, tick: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,14 @@ class SeedRecord:
     contribution: float | None = None  # accuracy points of 100
     previous_contribution: float | None = None
     gradient: GradientStats | None = None
+
+
+class Refusals(NamedTuple):
+    """Reasons why the seed in a slot cannot be changed now; an empty list: it can."""
+
+    advancing: list[str]
+    fossilizing: list[str]
+    culling: list[str]
 
 
 class GrowingNetwork:
@@ -255,6 +263,13 @@ class GrowingNetwork:
         if not place.live:
             return [f"no live seed in {place.stage.name}"]
         return gates.against_culling(self.evidence(slot), self.lifecycle)
+
+    def refusals(self) -> list[Refusals]:
+        """What the gates have against every change of the seed in each slot, [K]."""
+        return [
+            Refusals(self.against_advancing(name), self.against_fossilizing(name), self.against_culling(name))
+            for name in self.slots
+        ]
 
     def gradient_tensors(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Statistics of the gradients at hand; nothing is read back. An empty slot has NO_GRADIENT."""

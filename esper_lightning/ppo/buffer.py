@@ -65,6 +65,22 @@ class Rollout(NamedTuple):
                 yield self.of(envs)
 
 
+class Experience(NamedTuple):
+    """One step of N environments, as PPO learns from it."""
+
+    observation: Any  # [N, …] features normalised: exactly what the policy saw
+    masks: Any  # [N, …]
+    action: Any  # [N, …] as it was carried out
+    log_prob: Tensor  # [N] of that action, by the policy that acted
+    values: Tensor  # [N] normalised, before the action
+    starts: Tensor  # [N] bool: the recurrent state was reset before this step
+    state: RecurrentState  # [N, width] before this step
+    rewards: Tensor  # [N]
+    terminated: Tensor  # [N] bool
+    truncated: Tensor  # [N] bool
+    privileged: Tensor | None = None  # [N, P] normalised: what the critic saw beside
+
+
 class RolloutBuffer:
     """Storage for one rollout, filled tick by tick.
 
@@ -111,39 +127,24 @@ class RolloutBuffer:
         for mine, given in zip(self.state, state, strict=True):
             mine.copy_(given)
 
-    def keep_state(self, state: RecurrentState) -> None:
-        """Stores the recurrent state before the tick that begins, where a sequence begins with it."""
-        if self.later is not None and self.length and self.length % self.sequence == 0:
-            for mine, given in zip(self.later, state, strict=True):
-                mine[self.length // self.sequence - 1].copy_(given)
-
-    def add_sight(
-        self, observation: Any, masks: Any, values: Tensor, starts: Tensor, privileged: Tensor | None = None
-    ) -> None:
-        """Stores what the policy saw in the tick that begins, and thought of it; values are the normalised ones."""
+    def add(self, step: Experience) -> None:
+        """Stores a copy of one step, and of the recurrent state before it if a sequence begins there."""
         assert self.length < self.ticks, "the rollout is full"
-        extra = () if self.privileged is None else (privileged,)
-        self._write(0, (*observation, *masks, values, starts, *extra))
-
-    def add_decision(self, action: Any, log_prob: Tensor) -> None:
-        """Stores what was done."""
-        self._write(len(self._sight()), (*action, log_prob))
-
-    def add_outcome(self, rewards: Tensor, terminated: Tensor, truncated: Tensor) -> None:
-        """Stores what followed, and ends the tick."""
-        self._write(-3, (rewards, terminated, truncated))
+        if self.later is not None and self.length and self.length % self.sequence == 0:
+            for mine, given in zip(self.later, step.state, strict=True):
+                mine[self.length // self.sequence - 1].copy_(given)
+        for rows, value in zip(self._rows, self._tensors_of(step), strict=True):
+            rows[self.length].copy_(value)
         self.length += 1
 
-    def _write(self, first: int, values: tuple[Tensor, ...]) -> None:
-        for i, value in enumerate(values, first):
-            self._rows[i][self.length].copy_(value)
-
-    def _sight(self) -> tuple[Tensor, ...]:
-        extra = () if self.privileged is None else (self.privileged,)
-        return (*self.observation, *self.masks, self.values, self.starts, *extra)
-
     def _all(self) -> tuple[Tensor, ...]:
-        return (*self._sight(), *self.action, self.log_prob, self.rewards, self.terminated, self.truncated)
+        return self._tensors_of(self)
+
+    def _tensors_of(self, of: "Experience | RolloutBuffer") -> tuple[Tensor, ...]:
+        """The tensors of one step or of all steps, in the order of a checkpoint."""
+        seen = (*of.observation, *of.masks, of.values, of.starts)
+        extra = () if self.privileged is None else (of.privileged,)
+        return (*seen, *extra, *of.action, of.log_prob, of.rewards, of.terminated, of.truncated)
 
     def state_dict(self) -> dict[str, Any]:
         """The ticks filled so far."""

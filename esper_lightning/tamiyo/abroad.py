@@ -100,8 +100,8 @@ class Guise:
         return columns
 
     @property
-    def terminated(self) -> Tensor:  # [N] bool
-        return self.pool.terminated
+    def episode_starts(self) -> Tensor:  # [N] bool
+        return self.pool.episode_starts
 
     @property
     def observation(self) -> Observation:

@@ -158,7 +158,7 @@ def dead(gradient: GradientStats) -> bool:
 def gain(env: HostEnv, k: int, config: ObjectiveConfig) -> float:
     """What the seed in slot k adds to the objective: accuracy that it contributes minus rent that keeping it costs."""
     slot = env.slots[k]
-    prices = env.prices(config)
+    prices = env.prices
     parameters = torch.tensor([env.committed_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
     compute: Tensor | float = 0.0
     if config.prices_compute:

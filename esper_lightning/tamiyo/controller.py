@@ -39,5 +39,5 @@ class LearnedController:
     def act(self, pool: HostPool) -> Action:
         seen = pool.observation._replace(features=self.normalise(pool.observation.features))
         # As in training: a rollback begins a new trajectory.
-        distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.terminated)
+        distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.episode_starts)
         return distribution.mode()

@@ -58,7 +58,7 @@ class FixedSchedule:
 
 def prices_in(pool: HostPool) -> list[float]:
     """What parameters cost in each environment's episode."""
-    return [env.prices(pool.config.objective).parameters for env in pool.envs]
+    return [env.prices.parameters for env in pool.envs]
 
 
 class FixedPerPrice(FixedSchedule):

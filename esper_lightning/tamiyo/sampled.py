@@ -26,5 +26,5 @@ class SampledController(LearnedController):
     @torch.no_grad()
     def act(self, pool: HostPool) -> Action:
         seen = pool.observation._replace(features=self.normalise(pool.observation.features))
-        distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.terminated)
+        distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.episode_starts)
         return distribution.sample(self.generator)

@@ -10,6 +10,7 @@ from esper_lightning.telemetry.events import Contributed, Event, GateRefused, Ro
 if TYPE_CHECKING:
     from esper_lightning.envs import StepResult
     from esper_lightning.envs.host_env import HostEnv
+    from esper_lightning.growth.growing import Refusals
 
 NEXT = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.FOSSILIZED}
 """Where a gate may keep a seed from going on although its time has come, and what it is kept from."""
@@ -58,13 +59,13 @@ class GateWatch:
     def __init__(self) -> None:
         self.refused: dict[tuple[int, str], str] = {}  # host, slot -> the stage that its seed is kept from
 
-    def tick(self, envs: Sequence["HostEnv"], tick: int) -> list[Event]:
-        """Takes in a tick."""
+    def tick(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int) -> list[Event]:
+        """Takes in what followed from a step of `envs`; `tick` counts since the run began."""
         now = {
             (host, slot.name): (slot.blueprint, NEXT[slot.stage].name, reasons)
-            for host, env in enumerate(envs)
+            for host, (env, refusals) in enumerate(zip(envs, step.refusals, strict=True))
             if not env.ended
-            for slot, reasons in against(env)
+            for slot, reasons in against(env, refusals)
         }
         news: list[Event] = [
             GateRefused(tick, *place, *what)
@@ -85,14 +86,14 @@ class GateWatch:
         self.refused = {(check_count(what, host), str(slot)): str(stage) for host, slot, stage in state}
 
 
-def against(env: "HostEnv") -> Iterator[tuple[Any, list[str]]]:
+def against(env: "HostEnv", refusals: Sequence["Refusals"]) -> Iterator[tuple[Any, list[str]]]:
     """Slots whose seed a gate refuses although it has been long enough where it is, with the reasons."""
-    growing, least = env.growing, env.lifecycle.training_ticks
-    for slot in env.slots:
+    least = env.lifecycle.training_ticks
+    for slot, refused in zip(env.slots, refusals, strict=True):
         if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= least:
-            reasons = growing.against_advancing(slot.name)
+            reasons = refused.advancing
         elif slot.stage is Stage.PROBATIONARY and not slot.fading and slot.alpha_before == slot.ramp.target:
-            reasons = growing.against_fossilizing(slot.name)
+            reasons = refused.fossilizing
         else:
             continue
         if reasons:

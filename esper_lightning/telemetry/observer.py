@@ -54,7 +54,7 @@ class Observer:
         self.trace.tick(step, envs)
         told = [*rollbacks(step, tick), *vetoes(step, tick)]
         if everything:
-            told = [*seed_changes(step, tick), *self.gates.tick(envs, tick), *contributions(envs, tick), *told]
+            told = [*seed_changes(step, tick), *self.gates.tick(step, envs, tick), *contributions(envs, tick), *told]
         return told
 
     def figures(self, step: "StepResult") -> dict[str, Figure]:

@@ -87,7 +87,7 @@ def test_a_time_limit_shows_the_last_state_although_the_next_episode_has_begun()
     first, second = play(pool, 2)
 
     assert first.ended is None and not first.truncated.any()
-    assert second.truncated.all() and not second.terminated.any() and pool.terminated.all()
+    assert second.truncated.all() and not second.terminated.any() and pool.episode_starts.all()
     assert second.ended.observation.features.tolist() == [[2.0, begun[0].item()], [2.0, begun[1].item()]]
     torch.testing.assert_close(second.ended.privileged[:, 0], begun)
     assert second.ended.privileged[:, 1].tolist() == [2.0, 2.0]

@@ -19,7 +19,6 @@ from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 
 BOUND = 1.0001
-PRICE = ObjectiveConfig()
 
 
 def gradient_of(norm: float, vanished: float = 0.0) -> GradientStats:
@@ -50,7 +49,7 @@ def test_every_feature_stays_finite_and_bounded_wherever_a_walk_leads(make_pool:
             pool.step(wanderer.act(pool))
             assert within_bounds(pool.observation.features.flatten().tolist())
             for env in pool.envs:
-                assert list(features(env, pool.config.objective)) == pool.feature_names
+                assert list(features(env)) == pool.feature_names
 
 
 def every_slot(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -82,7 +81,7 @@ def test_the_newest_value_comes_first(make_pool: Callable[..., HostPool]) -> Non
     for accuracy in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
         env.finish_tick(measured(env, accuracy=accuracy))
 
-    shown = features(env, PRICE)
+    shown = features(env)
     assert [shown[f"accuracy.{age}"] for age in range(5)] == [0.6, 0.5, 0.4, 0.3, 0.2]
     assert shown["gap"] == pytest.approx(0.0)
 
@@ -102,14 +101,14 @@ def test_a_host_that_diverges_is_still_observed_within_bounds(spare: HostEnv, lo
     spare.apply(germinate(0))
     spare.finish_tick(measured(spare, loss=loss, norm=norm))
 
-    assert within_bounds(list(features(spare, PRICE).values()))
+    assert within_bounds(list(features(spare).values()))
 
 
 def test_a_loss_that_is_not_a_number_looks_no_better_than_any_other(spare: HostEnv) -> None:
     def shown(loss: float) -> float:
         spare.reset(0)
         spare.finish_tick(measured(spare, loss=loss))
-        return features(spare, PRICE)["loss.0"]
+        return features(spare)["loss.0"]
 
     rising = [shown(loss) for loss in (0.1, 2.3, 50.0, 1e4, 1e9, math.inf)]
     assert rising == sorted(rising)
@@ -184,21 +183,21 @@ def test_a_contribution_is_shown_with_its_change_and_clipped(spare: HostEnv) -> 
     spare.reset(0)
     record = spare.records[1]
     record.previous_contribution, record.contribution = 2.0, -1.0
-    shown = features(spare, PRICE)
+    shown = features(spare)
     assert shown["block2.pool.contribution"] == pytest.approx(-0.1)
     assert shown["block2.pool.contribution.velocity"] == pytest.approx(-0.3)
 
     record.contribution = 60.0
-    shown = features(spare, PRICE)
+    shown = features(spare)
     assert shown["block2.pool.contribution"] == shown["block2.pool.contribution.velocity"] == 1.0
 
 
 def test_a_seeds_gradient_is_compared_with_the_hosts(spare: HostEnv) -> None:
     spare.reset(0)
     spare.host_gradient, spare.records[0].gradient = gradient_of(2.0), gradient_of(2.0 * math.e, vanished=1.0)
-    shown = features(spare, PRICE)
+    shown = features(spare)
     assert shown["block1.pool.gradient.ratio"] == pytest.approx(1 / 5)
     assert shown["block1.pool.gradient.health"] == 0.5
 
     spare.host_gradient = gradient_of(0.0)
-    assert features(spare, PRICE)["block1.pool.gradient.ratio"] == 0.0
+    assert features(spare)["block1.pool.gradient.ratio"] == 0.0

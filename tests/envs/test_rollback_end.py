@@ -32,7 +32,7 @@ def test_a_host_that_diverges_once_too_often_is_restored_and_left_alone(
     assert episode.verdicts == [[], [], [(1, Decision.ROLL_BACK)], [], [(1, Decision.END)]]
     assert env.ended and pool.masks.ended.tolist() == [False, True, False]
     assert pool.masks.slot[1].any(-1).nonzero().tolist() == [[Op.WAIT]]
-    assert pool.terminated.tolist() == [False, True, False]
+    assert pool.episode_starts.tolist() == [False, True, False]
     good = kept[env]["growing"]["network"]
     left = {name: value for name, value in env.network.state_dict().items() if name in good}
     assert differences({name: good[name] for name in left}, left) == [], "it is the host of the last snapshot"

@@ -86,7 +86,7 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rare: HostPo
     step = fossil(rare)
 
     assert step.reward.tolist()[0] == step.metrics.reward.tolist()[0] == -0.75
-    assert step.terminated.tolist() == rare.terminated.tolist() == [True, False]
+    assert step.terminated.tolist() == rare.episode_starts.tolist() == [True, False]
     assert step.truncated.tolist() == [False, False]
     assert step.metrics.objective[0].item() == pytest.approx(worth(rare, 0))
     (word,) = step.verdicts
@@ -168,4 +168,4 @@ def test_a_rollback_at_the_horizon_ends_the_episode_as_ever(make_pool: MakePool)
     with pytest.raises(ValueError, match="the episode is over after 4 ticks"):
         pool.step(act(WAIT, WAIT))
     pool.reset([1, 2])
-    assert not pool.terminated.any()
+    assert not pool.episode_starts.any()

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from esper_lightning.envs.actions import relevance
-from esper_lightning.envs.transfer import download, send, upload
+from esper_lightning.envs.measured import Score, Validation
+from esper_lightning.envs.transfer import (
+    download,
+    pack_epochs,
+    pack_training,
+    send,
+    unpack_epochs,
+    unpack_validations,
+    upload,
+    variants_to_validate,
+)
+from esper_lightning.growth.gradients import GradientStats
 from tests.decisions import CPU
 
 GPU = torch.device("cuda", 0)
@@ -47,3 +58,24 @@ def test_the_table_of_relevance_is_made_once_and_serves_training_wherever_it_was
         table = relevance(CPU)
 
     assert relevance(CPU) is table and not table.is_inference()
+
+
+@pytest.mark.parametrize("host_only", [False, True])
+def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> None:
+    slots = ["a", "b"]
+    variants = variants_to_validate(slots, frozenset("a"), host_only)
+    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
+    # Loss and accuracy of two hosts, told apart by what is active.
+    validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
+    gradients = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)
+
+    first, second = unpack_epochs(pack_epochs(trained, validated), slots=2)
+
+    assert (second.training.loss, second.training.accuracy, second.training.skipped_steps) == (1.5, 0.75, 3)
+    assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
+    assert second.training.seed_gradients == [GradientStats(*range(16, 20)), GradientStats(*range(20, 24))]
+    whole, without_a, without_b, none = (Score(float(i), 10.0 + i) for i in range(4))
+    expected = Validation(whole, [without_a, without_b], without_b, none if host_only else None)
+    assert first.validation == second.validation == expected
+    assert unpack_validations(validated, slots=2) == [expected] * 2

@@ -204,4 +204,4 @@ def test_where_nobody_watches_a_broken_host_goes_on_broken(make_pool: MakePool, 
 
     assert not any(episode.verdicts)
     assert all(row[-1].isnan().any() or any(t.isnan().any() for t in row) for row in episode.of(0)[2:])
-    assert pool.observation.features.isfinite().all() and not pool.terminated.any()
+    assert pool.observation.features.isfinite().all() and not pool.episode_starts.any()

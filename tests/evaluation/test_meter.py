@@ -140,4 +140,4 @@ def test_nothing_of_a_comparison_is_left_in_the_pool(make_pool: MakePool) -> Non
     pool = make_pool(2)
     play(pool, "wait", WaitOnly(), SEEDS)
 
-    assert not [env for env in pool.envs if "draw_batches" in vars(env)]
+    assert not [env for env in pool.envs if env.data_order is not None or env.on_batches is not None]

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import Tensor
 
 from esper_lightning.envs import Masks, Op
 from esper_lightning.envs.masks import op_frequency
-from esper_lightning.ppo.buffer import Rollout, RolloutBuffer
+from esper_lightning.ppo.buffer import Experience, Rollout, RolloutBuffer
 from esper_lightning.rollout import RolloutLoop
 
 
@@ -38,16 +39,21 @@ def tensors(buffer: RolloutBuffer) -> list[Tensor]:
     return [t[:n] for t in stored] + list(b.state)
 
 
+def step_of(source: RolloutBuffer, t: int) -> Experience:
+    """One step of what is stored."""
+
+    def row(field: Any) -> Any:
+        return field[t] if isinstance(field, Tensor) else type(field)(*(part[t] for part in field))
+
+    stored = set(Experience._fields) - {"state", "privileged"}
+    return Experience(**{name: row(getattr(source, name)) for name in stored}, state=source.state)
+
+
 def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
     """Stores the first `ticks` of `source` once more."""
     buffer.clear(source.state)
     for t in range(ticks):
-        seen = type(source.observation)(*(part[t] for part in source.observation))
-        masks = type(source.masks)(*(part[t] for part in source.masks))
-        action = type(source.action)(*(part[t] for part in source.action))
-        buffer.add_sight(seen, masks, source.values[t], source.starts[t])
-        buffer.add_decision(action, source.log_prob[t])
-        buffer.add_outcome(source.rewards[t], source.terminated[t], source.truncated[t])
+        buffer.add(step_of(source, t))
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 4, 6])
@@ -81,7 +87,7 @@ def test_more_ticks_than_there_is_room_for_are_our_own_mistake(loop: RolloutLoop
     refill(buffer, full, full.ticks)
 
     with pytest.raises(AssertionError, match="the rollout is full"):
-        buffer.add_sight(loop.pool.observation, loop.pool.masks, full.values[0], full.starts[0])
+        buffer.add(step_of(full, 0))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])

@@ -103,4 +103,4 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
         torch.testing.assert_close(now[[0, 2]], after_all[[0, 2]])
         assert not torch.allclose(after_nothing, after_all)
     watched.reset([1, 2, 3])
-    assert not watched.terminated.any(), "and the next episode begins for all alike"
+    assert not watched.episode_starts.any(), "and the next episode begins for all alike"
