@@ -23,7 +23,7 @@ def test_observations_and_actions_are_laid_out_as_their_names_say(
     for _ in range(pool.config.horizon):
         pool.step(wanderer.act(pool))
         for env, row in zip(pool.envs, pool.observation.features, strict=True):
-            expected = features(env, pool.config.objective)
+            expected = features(env)
             assert list(expected) == names
             torch.testing.assert_close(row, torch.tensor([expected[name] for name in names]), rtol=0, atol=0)
 

@@ -118,7 +118,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A step that a stacked host skips is not counted",
         "esper_lightning/envs/execution/fused/executor.py",
-        "self.totals[2] += ~healthy",
+        "self.skipped_steps += ~healthy",
         "pass",
         "tests/envs/execution/fused/test_scaling.py::test_a_host_out_of_range_is_skipped_alone_with_all_its_seeds",
     ),
@@ -174,7 +174,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An action that the masks forbid is carried out",
         "esper_lightning/envs/pool.py",
-        "if not self.masks_on_cpu.allow(i, decision)",
+        "if not self.masks_on_cpu.allow(host, action)",
         "if False",
         "tests/envs/test_masks.py::test_a_blueprint_that_is_masked_for_a_slot_cannot_be_germinated_there",
     ),
@@ -187,9 +187,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "At the horizon the accuracy of seeds that are dropped still counts",
-        "esper_lightning/envs/pool.py",
-        "-1 if env.tick >= self.config.horizon else 0",
-        "0",
+        "esper_lightning/envs/host_env.py",
+        "self.validated.committed if self.tick >= self.horizon else self.validated.all_seeds",
+        "self.validated.all_seeds",
         "tests/envs/test_pool.py::test_rewards_sum_to_what_the_episode_made_of_the_objective",
     ),
     Defect(
@@ -201,9 +201,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A seed is paid for the accuracy that the host would have without it",
-        "esper_lightning/envs/paying.py",
-        "(accuracy[0] - without)",
-        "without",
+        "esper_lightning/envs/measured.py",
+        "(self.all_seeds.accuracy - rest.accuracy)",
+        "rest.accuracy",
         "tests/rewards/test_pools.py::test_a_seed_is_paid_for_what_the_host_would_be_without_it",
     ),
 )

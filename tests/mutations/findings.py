@@ -35,8 +35,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F3: the raw observation is stored, and the normalised one acted upon",
         "esper_lightning/rollout.py",
-        "self.buffer.add_sight(seen,",
-        "self.buffer.add_sight(self.pool.observation,",
+        "observation=seen,",
+        "observation=seen._replace(features=self.raw[length]),",
         "tests/ppo/test_rollout_storage.py::test_what_is_stored_is_what_was_seen",
     ),
     Defect(
@@ -49,7 +49,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F4: skipped steps are not counted",
         "esper_lightning/envs/host_env.py",
-        "self.skipped_steps += measured.skipped_steps",
+        "self.skipped_steps += training.skipped_steps",
         "pass",
         "tests/envs/test_skipped_steps.py::test_host_and_seeds_skip_a_step_together",
     ),
@@ -303,8 +303,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F22: the vetoed action is stored as if it had been carried out",
         "esper_lightning/rollout.py",
-        "self.buffer.add_decision(step.action, distribution.log_prob(step.action))",
-        "self.buffer.add_decision(action, distribution.log_prob(action))",
+        "action=step.action,\n                    log_prob=distribution.log_prob(step.action)",
+        "action=action,\n                    log_prob=distribution.log_prob(action)",
         "tests/envs/test_rollback_isolation.py::test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done",
     ),
     Defect(
@@ -432,8 +432,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "S16: a host whose episode has ended is trained on",
         "esper_lightning/envs/pool.py",
-        "if not env.ended and env.failure is None}",
-        "if env.failure is None}",
+        "if not each.env.ended and each.env.failure is None]",
+        "if each.env.failure is None]",
         "tests/envs/test_rollback_isolation.py::test_an_episode_ends_early_for_a_host_that_diverges_again_and_again",
     ),
     Defect(

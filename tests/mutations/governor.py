@@ -13,8 +13,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Nobody looks at the gradients of seeds that learn behind the host's back",
         "esper_lightning/envs/host_env.py",
-        "(measured.host_gradient, *measured.seed_gradients)",
-        "(measured.host_gradient,)",
+        "(training.host_gradient, *training.seed_gradients)",
+        "(training.host_gradient,)",
         "tests/faults/test_hosts.py::test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back",
     ),
     Defect(
@@ -139,29 +139,29 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A rollback is rewarded",
         "esper_lightning/envs/paying.py",
-        "-self.config.governor.penalty",
-        "self.config.governor.penalty",
+        "-config.governor.penalty",
+        "config.governor.penalty",
         "tests/envs/test_rollback_price.py::test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there",
     ),
     Defect(
         "A rollback takes away what was fossilized since the last snapshot",
         "esper_lightning/envs/pool.py",
-        "for event in events if event.seed.after is Stage.FOSSILIZED)",
-        "for event in [])",
+        "for each in transitions if fossilized(each))",
+        "for each in [])",
         "tests/envs/test_rollback_price.py::test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick",
     ),
     Defect(
         "A host whose episode is over trains on",
         "esper_lightning/envs/pool.py",
-        "if not env.ended and env.failure is None",
-        "if env.failure is None",
+        "if not each.env.ended and each.env.failure is None",
+        "if each.env.failure is None",
         "tests/envs/test_rollback_end.py::test_a_host_that_diverges_once_too_often_is_restored_and_left_alone",
     ),
     Defect(
         "A rollback is no end of the trajectory",
         "esper_lightning/envs/pool.py",
         "terminated=send(diverged, self.device)",
-        "terminated=torch.zeros_like(self.terminated)",
+        "terminated=torch.zeros_like(self.episode_starts)",
         "tests/test_rollout.py::test_a_rollback_cuts_the_environment_concerned_alone",
     ),
     Defect(
@@ -174,15 +174,15 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An action that was vetoed is stored as if it had been carried out",
         "esper_lightning/envs/pool.py",
-        "action = to_action(chosen, self.device)",
+        "action = to_action([WAIT if veto else row for row, veto in zip(chosen, vetoes, strict=True)], self.device)",
         "pass",
         "tests/test_rollout.py::test_a_vetoed_action_is_stored_as_the_wait_that_was_done",
     ),
     Defect(
         "Every host is judged by the numbers of the first",
-        "esper_lightning/envs/oversight.py",
-        "measured.get(i)",
-        "measured.get(0)",
+        "esper_lightning/envs/pool.py",
+        "transition.result = result\n",
+        "transition.result = results[0]\n",
         "tests/envs/test_rollback_price.py::test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there",
     ),
     Defect(

@@ -198,8 +198,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An action that the Governor refused is what is learned from",
         ROLLOUT,
-        "add_decision(step.action, distribution.log_prob(step.action))",
-        "add_decision(action, distribution.log_prob(action))",
+        "action=step.action,\n                    log_prob=distribution.log_prob(step.action)",
+        "action=action,\n                    log_prob=distribution.log_prob(action)",
         "tests/test_rollout.py::test_a_vetoed_action_is_stored_as_the_wait_that_was_done",
     ),
     Defect(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.paying import slot_ticks
+from esper_lightning.envs.paying import after_action, slot_ticks, status_of
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
@@ -185,9 +185,10 @@ def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[
         return 100.0 * right_answers(network, pool.data.validation)
 
     then = [points() - points(without=slot.name) for slot in env.slots]
+    before, acted = status_of(env, with_seeds=True), after_action(env)  # waiting changes nothing
     pool.step(act(WAIT))
     now = [points() - points(without=slot.name) for slot in env.slots]
-    ticks = slot_ticks(env, pool.payroll.before[0], pool.payroll.acted[0])
+    ticks = slot_ticks(before, acted, status_of(env, with_seeds=True))
     assert [tick.contribution_before for tick in ticks] == pytest.approx(then, abs=1e-3)
     assert [tick.contribution for tick in ticks] == pytest.approx(now, abs=1e-3)
     assert then != now and all(now[:2]) and now[2] == 0.0
