@@ -36,6 +36,7 @@ TINY = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--trainer.max_epochs", str(EPOCHS), "--data.env.horizon", str(HORIZON)),
     *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
     *("--data.env.executor", "loop"),  # a stack is compared with a loop before a run, which takes a third of this one
+    *("--telemetry.figures_every", "0"),
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches a tick: a second in a process that has imported torch."""
 

@@ -15,6 +15,7 @@ import yaml
 from benchmarks.ablations import ABLATIONS, COLUMNS, table
 from esper_lightning.__main__ import main
 from tests.runs import ROOT
+from tests.tiers import rest_is_slow
 
 
 @cache
@@ -34,7 +35,12 @@ def flat(prefix: str, tree: Any) -> list[tuple[str, Any]]:
     return [leaf for name, below in tree.items() for leaf in flat(f"{prefix}{name}.", below)]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, changes) in ABLATIONS.items() if changes])
+CHANGED = [name for name, (_, changes) in ABLATIONS.items() if changes]
+
+
+@pytest.mark.parametrize(
+    "name", rest_is_slow(CHANGED, {"no memory", "no masks", "reward sparse", "family, no counterfactuals"})
+)
 def test_an_ablation_changes_what_it_says(name: str) -> None:
     config, changes = ABLATIONS[name]
     before, after = settings(config), settings(config, *changes)

@@ -193,6 +193,7 @@ def test_every_level_of_telemetry_is_timed_in_one_run(
     assert rows[-3:] == list(benchmark.LEVELS) == ["off", "normal", "debug"]
 
 
+@pytest.mark.slow
 def test_pictures_are_taken_of_a_tensorboard_that_answers(tmp_path: Path) -> None:
     SummaryWriter(str(tmp_path / "version_0")).close()
 
@@ -292,6 +293,7 @@ def test_the_pages_table_of_failing_grafts_is_that_of_the_kept_results() -> None
     assert len(lines) > 7 and "\n".join(lines) in (ROOT / "docs" / "families.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from tests.runs import (
     process,
 )
 from tests.tasks.stored import write_cifar10
+from tests.tiers import rest_is_slow
 
 ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
 RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
@@ -64,6 +65,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return only_run(root)
 
 
+@pytest.mark.slow
 def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None:
     names = sorted(path.name for path in smoke.checkpoints.iterdir())
 
@@ -71,6 +73,7 @@ def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None
     assert all(load(smoke.checkpoints / name)["esper_schema"] == SCHEMA for name in names)
 
 
+@pytest.mark.slow
 def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> None:
     with (smoke.folder / "evaluation" / "evaluation.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -88,6 +91,7 @@ def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> No
     assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of herself
 
 
+@pytest.mark.slow
 def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
     scalars = smoke.scalars()
 
@@ -113,7 +117,11 @@ def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
     assert again == first
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    rest_is_slow(sorted(CONFIGS.glob("*.yaml")), lambda path: path.stem in ("digits", "text", "cifar10")),
+    ids=lambda path: path.stem,
+)
 def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = ("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.accelerator=cpu")
     tiny = ("--data.n_envs=2", "--model.ppo.minibatches=2", "--data.env.training.batches=1")
@@ -140,6 +148,7 @@ def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
     assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
 
 
+@pytest.mark.slow
 def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
     built = fit(tmp_path, *FREE_CHOICE, "--evaluation.hosts=2")
 
@@ -294,6 +303,7 @@ def test_a_config_that_is_no_text_ends_in_one_line(tmp_path: Path, capsys: pytes
     assert_one_line(capsys.readouterr().err, "decode")
 
 
+@pytest.mark.slow
 def test_latest_is_the_checkpoint_that_was_written_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "--trainer.max_epochs=2")
     fit(tmp_path, "--trainer.max_epochs=1")

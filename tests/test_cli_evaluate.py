@@ -98,6 +98,7 @@ def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: 
     assert [row["parameters"] for row in by_name["static tamiyo"]] == [row["parameters"] for row in by_name["tamiyo"]]
 
 
+@pytest.mark.slow
 def test_a_config_comes_before_that_of_the_run(
     trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

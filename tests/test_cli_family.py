@@ -49,6 +49,7 @@ def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) ->
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.slow
 def test_another_family_cannot_continue_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_on_her_own_hosts_transfer_changes_nothing(trained: Run, tmp_path: Path)
         assert without_time(list(csv.DictReader(file))) == without_time(rows)
 
 
+@pytest.mark.slow
 def test_on_hosts_of_another_task_she_is_compared_with_rules_that_know_everything_there(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

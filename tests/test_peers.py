@@ -23,6 +23,7 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_measured_on_the_cart_that_hides_its_velocities() -> None:
     pool = peers.cartpoles(3, 4)
     assert pool.observation.features.shape == (3, 2) and pool.space.sizes == {"action": 2}
@@ -35,6 +36,7 @@ def test_what_is_learned_is_measured_on_the_cart_that_hides_its_velocities() -> 
     assert 8.0 <= learned.mean_return <= 500.0 and 8.0 <= learned.exploring <= 500.0
 
 
+@pytest.mark.slow
 def test_the_policy_that_did_best_is_kept_and_games_that_judge_it_do_not_choose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

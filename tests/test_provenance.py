@@ -30,6 +30,7 @@ def test_a_run_leaves_how_it_was_made(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any("s3cr3t" in path.read_bytes().decode(errors="ignore") for path in run.folder.rglob("*.*"))
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_is_kept(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)

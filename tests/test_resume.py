@@ -133,6 +133,7 @@ def test_a_run_killed_in_mid_rollout_goes_on_from_its_last_rollout(uninterrupted
     assert measured(run) == measured(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_sigterm_goes_on_from_that_tick(uninterrupted: Run, tmp_path: Path) -> None:
     root = ("--trainer.default_root_dir", str(tmp_path))
     stopped = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGTERM)))

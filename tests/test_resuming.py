@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
+from tests.tiers import rest_is_slow
 
 MORE, FEWER = 3, 1
 
@@ -19,7 +20,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("envs", [FEWER, MORE])
-@pytest.mark.parametrize("tick", [1, HORIZON, HORIZON + 1, 2 * HORIZON - 1])
+@pytest.mark.parametrize("tick", rest_is_slow([1, HORIZON, HORIZON + 1, 2 * HORIZON - 1], {HORIZON, HORIZON + 1}))
 def test_it_goes_on_from_the_beginning_of_the_rollout(
     tick: int, envs: int, saved: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_the_policy_and_its_normalisers_are_those_of_the_checkpoint(saved: Run, 
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_what_went_on_can_be_stopped_and_resumed_again(saved: Run, tmp_path: Path) -> None:
     middle = saved.checkpoints / f"tick{HORIZON + 2}.ckpt"

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.runs import CONFIGS, ROOT, cli
@@ -26,6 +27,7 @@ def test_the_pages_tables_are_those_of_the_kept_results() -> None:
     assert set(rows) <= kept
 
 
+@pytest.mark.slow
 def test_the_pages_settings_make_a_run(tmp_path: Path) -> None:
     config = tmp_path / "page.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(SETTINGS)))

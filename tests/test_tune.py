@@ -56,6 +56,7 @@ def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_memb
     assert len(set(met)) == 4 * (1 + tune.ROUNDS), "finalists meet others"
 
 
+@pytest.mark.slow
 def test_the_file_is_one_that_the_command_line_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
         "periodic": [PeriodicConfig(every=2, blueprints=["norm"])],

@@ -66,6 +66,7 @@ def test_the_page_s_config_grows_a_resnet_on_a_folder_of_images(place: Path) -> 
     assert only_run(place / "runs" / "leaves").latest.is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host["init_args"]["network"])
 def test_the_page_s_other_networks_grow(place: Path, host: dict[str, Any]) -> None:
     built = cli("--config", config_with(place, host=host), *SHORT)

@@ -81,6 +81,7 @@ def test_bars_fit_a_narrow_terminal_and_say_how_long_it_takes() -> None:
     assert max(map(len, lines)) <= 60
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, *with_callback(SaveEveryTick))
     capsys.readouterr()

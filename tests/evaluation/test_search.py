@@ -28,6 +28,7 @@ from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.rollout import EVALUATION, episode_seeds
 from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -129,6 +130,7 @@ def found(pool: HostPool) -> Found:
     return search(pool, SearchConfig(steps=8 * EPISODE, decisive=4))
 
 
+@pytest.mark.slow
 def test_a_search_depends_on_its_seed_alone(pool: HostPool, found: Found) -> None:
     again = search(pool, SearchConfig(steps=8 * EPISODE, decisive=4))
 
@@ -256,7 +258,7 @@ def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_
 
 
 @pytest.mark.parametrize("hosts", ["pool", "varied"])
-@pytest.mark.parametrize("episodes", [1, 2, 3, 4, 5, 8, 13, 30])
+@pytest.mark.parametrize("episodes", rest_is_slow([1, 2, 3, 4, 5, 8, 13, 30], {1, 4, 13}))
 def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
     request: pytest.FixtureRequest, hosts: str, episodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

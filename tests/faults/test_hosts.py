@@ -184,8 +184,7 @@ def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureReques
     return made
 
 
-@pytest.mark.parametrize("fail", SHORTAGES)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("fail", "training"), pairs_of(SHORTAGES, [True, False]))
 def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     pool: HostPool, fail: Callable[[], None], training: bool
 ) -> None:

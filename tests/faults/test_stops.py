@@ -89,7 +89,7 @@ def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
 
 @pytest.mark.parametrize(
     ("number", "tick"),
-    rest_is_slow([(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)], {(SIGTERM, MID_ROLLOUT), (SIGINT, 1)}),
+    rest_is_slow([(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)], {(SIGTERM, MID_ROLLOUT)}),
 )
 def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: Ending, tmp_path: Path) -> None:
     stopped_at(tick, number, tmp_path)
@@ -167,7 +167,7 @@ def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
     assert len(said.splitlines()) == 1 if number == SIGINT else len(said.splitlines()) <= 1, said
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGTERM}))
 def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path
 ) -> None:
@@ -189,6 +189,7 @@ def test_a_signal_right_before_training_ends_the_program_in_a_line(
     assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
 def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path

@@ -21,6 +21,7 @@ from esper_lightning.growth import load as load_network
 from esper_lightning.growth import save as save_network
 from esper_lightning.growth.reading import read_tensors
 from tests.runs import Run, fit, load, only_run, tiny_host
+from tests.tiers import rest_is_slow
 
 GOOD = {
     "a": torch.arange(1000.0),
@@ -181,7 +182,13 @@ def checkpointing(checkpoint: dict[str, Any], monitor: object) -> dict[str, Any]
     )
 
 
-@pytest.mark.parametrize("form", ["local://{}", "{}", "{run}/checkpoints/../../victim", "file://{}", "memory://x"])
+@pytest.mark.parametrize(
+    "form",
+    rest_is_slow(
+        ["local://{}", "{}", "{run}/checkpoints/../../victim", "file://{}", "memory://x"],
+        {"local://{}", "{run}/checkpoints/../../victim"},
+    ),
+)
 def test_a_checkpoint_cannot_have_files_removed(form: str, finished: Run, tmp_path: Path) -> None:
     """Lightning removes what a checkpoint names as the one of before, a folder with all that is in it too."""
     run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))

@@ -23,6 +23,7 @@ from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import grow, seeded, stir
+from tests.tiers import rest_is_slow
 
 BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
 
@@ -323,7 +324,9 @@ def classify(network: nn.Module, x: Tensor) -> Tensor:  # -> [B, 2]
     return outputs if outputs.ndim == 2 else outputs.mean(1)[:, :2]
 
 
-@pytest.mark.parametrize(("name", "place"), chosen_places())
+@pytest.mark.parametrize(
+    ("name", "place"), rest_is_slow(chosen_places(), lambda case: not case[0].startswith(("resnet", "densenet")))
+)
 def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from esper_lightning.tasks import Split
 from tests.conftest import FREE
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.envs.breaking import CALM, UNWATCHED, breaking
+from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
 LEARNS = HostTraining(batches=8)
@@ -42,7 +43,7 @@ def loaded(pool: HostPool) -> dict[str, Any]:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
 def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of(mode, **FREE), RandomValid(5)
     config = pool.config.reward
@@ -58,7 +59,7 @@ def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, po
             assert step.reward.abs().max() <= bound(config, 3)
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
 def test_the_reward_depends_on_the_state_and_the_action_alone(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     """A pool with another past that is given the state is paid the same: nothing else is remembered."""
     pool, other, wanderer, past = pool_of(mode), pool_of(mode), RandomValid(7), RandomValid(8)
@@ -194,7 +195,7 @@ def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[
     assert then != now and all(now[:2]) and now[2] == 0.0
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
 def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
     mode: ModeName, pool_of: Callable[..., HostPool]
 ) -> None:

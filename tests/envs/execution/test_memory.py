@@ -25,6 +25,7 @@ def tensors_alive() -> tuple[int, int]:
     return len(tensors), sum(memory.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", rest_is_slow(HERE, {"fused"}))
 def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[..., HostPool], executor: str) -> None:
     unwatched = GovernorConfig(enabled=False)  # snapshots have room for the largest network so far

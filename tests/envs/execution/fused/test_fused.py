@@ -8,6 +8,7 @@ import torch
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.stages import Stage
 from tests.envs.execution.fused.hosts import HOSTS, LIVELY, Seen, distance, make, play
+from tests.tiers import rest_is_slow
 
 EXACT = 1e-9
 """In float64, relative."""
@@ -22,7 +23,7 @@ def assert_same(ours: Seen, theirs: Seen, tolerance: float) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn", "gpt", "residual"}))
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     fused, loop = make("fused", host), make("loop", host)
     ours, theirs = play(fused), play(loop)

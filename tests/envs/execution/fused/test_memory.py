@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ def owned(pool: HostPool) -> list[Tensor]:
     return [*modules, *(value for state in states for value in state.values())]
 
 
+@pytest.mark.slow
 def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() -> None:
     pool, wanderer = make("fused", "cnn", 4), RandomValid(1)
     unrelated = set(map(id, alive(torch.Tensor)))
