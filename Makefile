@@ -37,10 +37,18 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 
+.PHONY: docs
+docs: $(BIN)/.docs  ## the documentation as a site; a link that leads nowhere is an error
+	$(BIN)/mkdocs build --strict
+
+$(BIN)/.docs: $(BIN)/.installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

@@ -1,6 +1,6 @@
 """Writes the table of all blueprints: parameters, floating-point operations, and the time of one forward pass.
 
-    python benchmarks/blueprints.py --output docs/blueprints.md
+    python benchmarks/blueprints.py --output docs/reference/blueprints.md
 
 One thread of the CPU. Times are medians over rounds; a round runs every blueprint of a layout once, so that whatever
 else keeps the machine busy slows all of them alike.
@@ -91,17 +91,23 @@ def table(setting: Setting, times: dict[str, float]) -> list[str]:
 def preface(batch: int, repeats: int) -> list[str]:
     """How the table is made."""
     return [
-        "# What each blueprint costs",
+        "# Blueprints",
         "",
-        f"Made by `python benchmarks/blueprints.py --batch {batch} --repeats {repeats} --output docs/blueprints.md` "
-        f"with PyTorch {version('torch')} on one thread of a shared {os.cpu_count()}-core virtual machine, whose "
-        f"load average was {os.getloadavg()[0]:.1f} when it began: other work on it disturbs the times. A time is that "
-        f"of one forward pass of {batch} samples under `torch.inference_mode`, median of {repeats} rounds; –: does not "
-        "run on a CPU.",
+        "A blueprint is a kind of seed. These tables list all blueprints by the layout of the feature they grow on, "
+        "with the cost of each; [extending](../guides/extending.md#a-blueprint) adds one of your own.",
         "",
-        "FLOPs are those of the forward pass of one sample, two per multiply-add of matrix products, convolutions and "
-        "attention. Normalisation and elementwise work are not counted, though they take time; a causal mask or a "
-        "window saves nothing by this count.",
+        "```sh",
+        f"python benchmarks/blueprints.py --batch {batch} --repeats {repeats} --output docs/reference/blueprints.md",
+        "```",
+        "",
+        f"The command made this page with PyTorch {version('torch')} on one thread of a shared {os.cpu_count()}-core "
+        f"virtual machine. Its load average was {os.getloadavg()[0]:.1f} at the start, and other work on it disturbs "
+        f"the times. A time is that of one forward pass of {batch} samples under `torch.inference_mode`, median of "
+        f"{repeats} rounds; – means that the blueprint does not run on a CPU.",
+        "",
+        "FLOPs are those of the forward pass of one sample: two per multiply-add of matrix products, convolutions and "
+        "attention. Normalisation and elementwise work take time, but do not count. A causal mask or a window saves "
+        "nothing by this count.",
         "",
     ]
 

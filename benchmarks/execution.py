@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="what hosts compute in")
     parser.add_argument("--memory", action="store_true", help="on the CPU: measure memory too, a process each")
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
-    parser.add_argument("--markdown", action="store_true", help="in the end print the table for the README")
+    parser.add_argument("--markdown", action="store_true", help="in the end print the table as Markdown")
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

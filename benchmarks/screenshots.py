@@ -1,6 +1,6 @@
-"""Pictures of TensorBoard's tabs for docs/telemetry.md, taken by a headless Chromium from runs that there are.
+"""Pictures of TensorBoard's tabs, taken by a headless Chromium from finished runs.
 
-    python -m benchmarks.screenshots --logdir runs/digits --out docs/tensorboard
+    python -m benchmarks.screenshots --logdir runs/digits --out runs/pictures
 
 Needs Chromium on the machine (Debian: `apt-get install chromium`), and `pip install playwright` to drive it.
 """

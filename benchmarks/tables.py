@@ -1,4 +1,4 @@
-"""The tables of the README, from committed results of `evaluate`.
+"""The tables of the README and of docs/results, from committed results of `evaluate`.
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv

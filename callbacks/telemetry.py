@@ -45,7 +45,7 @@ EVENTS = "events.jsonl"
 
 class Telemetry(Callback):
     """Writes what happens to the trainer's loggers and to the run's events.jsonl, and says when something is not as it
-    should be. docs/telemetry.md explains every plot, docs/events.md every event, docs/anomalies.md what is looked for.
+    should be. docs/reference explains every plot (telemetry.md), every event (events.md) and every rule (anomalies.md).
 
     Args:
         level: off: nothing. minimal: numbers of each rollout, anomalies, rollbacks. normal: hosts tick by tick, every

@@ -15,7 +15,7 @@ class GovernorConfig:
 
     window: int = 3
     """The last healthy host epochs, whose mean loss is what is normal; with fewer, it is the loss of guessing. Losses
-    fall steeply at first, and a longer window knows only what was normal long ago: see docs/governor.md."""
+    fall steeply at first, and a longer window knows only what was normal long ago: see docs/concepts/governor.md."""
 
     max_loss: float = 12.0
     """A loss above this is out of range whatever is normal: a sure mistake among 160,000 classes costs no more."""

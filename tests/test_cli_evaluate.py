@@ -264,7 +264,7 @@ def test_a_run_with_a_schedule_for_other_hosts_is_refused_before_it_trains(
 
 
 def test_the_page_names_every_column_and_file() -> None:
-    page = (ROOT / "docs" / "evaluation.md").read_text()
+    page = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
 
     for name in [*FILES, "host_seed", "training_seed", "flops", "ticks", "fossils", "rollbacks", "pool_seconds", "d_z"]:
         assert f"`{name}`" in page, name

@@ -1,5 +1,6 @@
 """The Governor finds what goes wrong in a host's training and leaves healthy hosts alone: on fresh traces of real
-hosts, and whatever the losses are. A short version of benchmarks/governor, whose figures are in docs/governor.md."""
+hosts, and whatever the losses are. A short version of benchmarks/governor; docs/results/governor.md has its
+figures."""
 
 import math
 import random

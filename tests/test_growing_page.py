@@ -1,4 +1,4 @@
-"""docs/growing.md: what it shows is what happens."""
+"""docs/guides/growing.md: what it shows is what happens."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from esper_lightning.blueprints import registry
 from tests.runs import ROOT
 
-PAGE = (ROOT / "docs" / "growing.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "growing.md").read_text()
 
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""docs/your_own.md: with its files, and images in folders, the program runs."""
+"""docs/guides/your_own.md: with its files, and images in folders, the program runs."""
 
 import re
 import sys
@@ -14,11 +14,11 @@ from torchvision.utils import save_image
 from esper_lightning.growth.network import slots_of
 from tests.runs import ROOT, cli, only_run
 
-PAGE = (ROOT / "docs" / "your_own.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "your_own.md").read_text()
 FENCED = re.findall(r"^```([^\n]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-FILES = {tag.partition("file=")[2]: text for tag, text in FENCED if "file=" in tag}
-HOSTS = [yaml.safe_load(text) for tag, text in FENCED if tag == "yaml host"]
-(TASK,) = (yaml.safe_load(text) for tag, text in FENCED if tag == "yaml task")
+FILES = {tag.split('"')[1]: text for tag, text in FENCED if ".py" in tag or ".yaml" in tag}
+HOSTS = [yaml.safe_load(text) for tag, text in FENCED if tag == 'yaml title="host"']
+(TASK,) = (yaml.safe_load(text) for tag, text in FENCED if tag == 'yaml title="task"')
 
 SHORT = (
     *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=2", "--data.env.training.batches=1"),

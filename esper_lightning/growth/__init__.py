@@ -1,4 +1,4 @@
-"""The growing network: useful alone, with any training loop. See docs/growing.md."""
+"""The growing network: useful alone, with any training loop. See docs/guides/growing.md."""
 
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_slots, detach_slots

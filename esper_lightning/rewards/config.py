@@ -22,7 +22,8 @@ class RewardConfig:
     seeds, shaping, rent, warnings, costs of ops. basic: shaping, rent, a bonus for keeping a good seed, and at the end
     5 times the gain in accuracy. basic_plus: basic, with most of that bonus dripped over the rest of the episode.
     escrow: credit for progress that depends on a seed, taken back unless the seed is kept. loss: the fall of the
-    validation loss minus rent, and at the end how much of the loss of guessing is gone. See docs/rewards.md."""
+    validation loss minus rent, and at the end how much of the loss of guessing is gone. See
+    docs/concepts/rewards.md."""
 
     shaping: float = 0.3
     """Weight of the shaping by stages (simplified, shaped, basic, basic_plus)."""

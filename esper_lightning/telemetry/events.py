@@ -1,6 +1,6 @@
 """What happened in a run, as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/events.md describes every record. A number that is not finite is null, for JSON has none.
+docs/reference/events.md describes every record. A number that is not finite is null, for JSON has none.
 """
 
 import json

@@ -29,7 +29,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """When the course of a run counts as abnormal. What each rule means: docs/anomalies.md."""
+    """When the course of a run counts as abnormal. What each rule means: docs/reference/anomalies.md."""
 
     enabled: bool = True
     """Look for anomalies after every PPO update."""

@@ -23,7 +23,7 @@ from tests.runs import (
 from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
-PAGE = (ROOT / "docs" / "rewards.md").read_text()
+PAGE = (ROOT / "docs" / "concepts" / "rewards.md").read_text()
 
 
 @pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "loss"}))

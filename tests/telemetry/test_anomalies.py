@@ -15,7 +15,7 @@ from esper_lightning.telemetry.anomalies import AnomalyDetector, Watch, looked_a
 from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds, Limits, Rule, while_it_matters
 from tests.runs import ROOT, load
 
-PAGE = (ROOT / "docs" / "anomalies.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "anomalies.md").read_text()
 CONFIG = AnomalyConfig()
 ABOVE = Rule(name="kl", metric="kl", side="above", cause="why", settings=("a.b",))
 BELOW = replace(ABOVE, side="below")

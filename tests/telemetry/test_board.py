@@ -204,11 +204,7 @@ def test_nobody_learns_otherwise_for_being_looked_at(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_guide() -> None:
-    page = (ROOT / "docs" / "telemetry.md").read_text()
-
-    assert guide() in page
-    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
-    assert len(shown) == 4 and all((ROOT / "docs" / picture).is_file() for picture in shown)
+    assert guide() in (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
 
 def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> None:

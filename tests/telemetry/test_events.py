@@ -24,7 +24,7 @@ from tests.tiers import rest_is_slow
 
 START = Started(0, SCHEMA, 2, 12, ["block1"], ["norm"], "normal")
 BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate", 0, None)
-PAGE = (ROOT / "docs" / "events.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "events.md").read_text()
 
 
 def written(path: Path, *events: Event) -> EventLog:

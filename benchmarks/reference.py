@@ -1,0 +1,168 @@
+"""Writes the generated parts of the reference pages: settings, the plots of TensorBoard, and the rules for anomalies.
+
+python -m benchmarks.reference          # writes docs/reference/{cli,telemetry,anomalies}.md
+python -m benchmarks.reference --check  # names the pages that are not up to date, and exits with 1
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from esper_lightning import cli
+from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Rule
+from esper_lightning.telemetry.tags import guide
+
+PAGES = Path(__file__).parent.parent / "docs" / "reference"
+
+GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+"""The part of a page that this program writes."""
+
+OUTSIDE = ("trainer", "best", "latest", "optimizer", "lr_scheduler")
+"""Groups of settings that are Lightning's own; its documentation explains them."""
+
+SKIPPED = ("help", "config", "print_config", "print_shtab")
+
+TOP = "command line"
+"""Title of the settings that are in no group."""
+
+Setting = tuple[str, str, str]
+"""Name, default and meaning."""
+
+
+class ParserFound(Exception):
+    """Carries the parser of the command line out of its constructor."""
+
+
+class ParserOnly(cli.EsperCLI):
+    """The command line, up to the moment in which it parses its arguments."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        raise ParserFound(parser)
+
+
+def parser_of(command: str) -> LightningArgumentParser:
+    """The parser of one command."""
+    with patch.object(cli, "EsperCLI", ParserOnly):
+        try:
+            cli.run([command])
+        except ParserFound as found:
+            (commands,) = (action for action in found.args[0]._actions if hasattr(action, "_name_parser_map"))
+            return commands._name_parser_map[command]
+    raise AssertionError("the command line has parsed its arguments")
+
+
+def settings(command: str) -> Iterator[Setting]:
+    """Every setting of a command that is not Lightning's own."""
+    parser = parser_of(command)
+    defaults = parser.get_defaults()
+    for action in parser._actions:
+        name = action.dest
+        known = name in defaults and not isinstance(defaults[name], Namespace)
+        if known and action.option_strings and name.split(".")[0] not in (*OUTSIDE, *SKIPPED):
+            yield name, shown(defaults[name]), " ".join((action.help or "").split())
+            for kind in filter(dataclasses.is_dataclass, get_args(getattr(action, "_typehint", None))):
+                yield from fields_of(kind, name)  # a group that is left out by default
+
+
+def fields_of(config: type, prefix: str) -> Iterator[Setting]:
+    """Settings of a dataclass: the docstring under a field is its meaning."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
+    docs = {a.target.id: inspect.cleandoc(b.value.value) for a, b in pairwise(body) if isinstance(a, ast.AnnAssign)}
+    for field in dataclasses.fields(config):
+        yield f"{prefix}.{field.name}", shown(field.default), " ".join(docs[field.name].split())
+
+
+def shown(value: Any) -> str:
+    """A default as a user writes it."""
+    if value is dataclasses.MISSING:
+        return "required"
+    if value is None or isinstance(value, bool):
+        value = json.dumps(value)
+    return f"`{value}`".replace("|", "\\|")
+
+
+def table(rows: list[Setting]) -> str:
+    """Settings as Markdown."""
+    cells = [(f"`{name}`", default, escaped(meaning)) for name, default, meaning in rows]
+    lines = ["| setting | default | meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def all_settings() -> str:
+    """Every setting of `fit`, then those that other commands add, in a section for each group."""
+    fit = list(settings("fit"))
+    groups: dict[str, list[Setting]] = {}
+    for name, default, meaning in fit:
+        groups.setdefault(name.rpartition(".")[0] or TOP, []).append((name, default, meaning))
+    order = list(dict.fromkeys(group.split(".")[0] for group in groups))
+    by_place = sorted(groups, key=lambda group: (order.index(group.split(".")[0]), group))
+    parts = [f"## {group}\n\n{table(groups[group])}" for group in by_place]
+    known = {name for name, *_ in fit}
+    for command in ("evaluate", "information"):
+        rows = [row for row in settings(command) if row[0] not in known]
+        parts.append(f"## Only in {command}\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def rule_row(rule: Rule, config: AnomalyConfig) -> str:
+    """A rule for an anomaly as a row of the table."""
+    bounds = config.bounds(rule)
+    sign = "> " if rule.side == "above" else "< "
+    limits = ["–" if limit is None else f"{sign}{limit:g}" for limit in (bounds.warning, bounds.critical)]
+    cause = rule.cause.format(what="`…`")
+    named = ", ".join(f"`{name}`" for name in rule.settings)
+    cells = [f"`{rule.name}`", f"`{rule.metric}`", *limits, f"{bounds.updates} / {bounds.clear}", cause, named]
+    return f"| {' | '.join(cells)} |"
+
+
+def all_rules() -> str:
+    """The table of rules for anomalies."""
+    head = "| anomaly | metric | warning | critical | updates | likely cause | look at |\n|---|---|---|---|---|---|---|"
+    config = AnomalyConfig()
+    return "\n".join([head, *(rule_row(rule, config) for rule in RULES)])
+
+
+MAKERS = {"settings": all_settings, "plots": guide, "rules": all_rules}
+
+
+def updated(text: str) -> str:
+    """A page with its generated parts as they are now."""
+    return GENERATED.sub(lambda part: part[1] + MAKERS[part[2]]() + part[3], text)
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is not up to date")
+    check = parser.parse_args(args).check
+    late = []
+    for page in sorted(PAGES.glob("*.md")):
+        before = page.read_text()
+        after = updated(before)
+        if after != before:
+            late.append(page.name)
+            if not check:
+                page.write_text(after)
+    print(f"{'not up to date' if check else 'written'}: {', '.join(late) or 'none'}")
+    if check and late:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
