@@ -1,8 +1,9 @@
-"""README.md: its tables are those of the kept results."""
+"""README.md: its example runs, its links lead somewhere; it and docs/results show the kept results."""
 
 import re
 
 import pytest
+import torch
 
 from esper_lightning.evaluation.intervals import mean_interval
 from tests.runs import ROOT
@@ -10,16 +11,54 @@ from tests.test_benchmarks import script
 
 README = (ROOT / "README.md").read_text()
 
+RESULTS = ROOT / "docs" / "results"
 
-@pytest.mark.slow
-def test_the_tables_are_those_of_the_kept_results() -> None:
+
+def kept(name: str) -> list[str]:
+    """The table of kept results in Markdown, a line for each controller."""
     tables = script("tables")
-    shown = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
-    kept = ("digits", "family", "family_held_out")
-    for name, rows in zip(kept, shown, strict=True):
-        there = tables.markdown(tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv"))
+    return tables.markdown(tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv"))
+
+
+def test_the_example_grows_a_network_and_keeps_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+
+    exec(code, {})
+
+    assert "PROBATIONARY → FOSSILIZED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_leads_to_a_file(page: str) -> None:
+    """Links inside docs are checked by `mkdocs build --strict`."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert links or page == "CHANGELOG.md"
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a row of a table."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_its_rows_are_those_of_the_kept_results() -> None:
+    (rows,) = re.findall(r"^\| controller \| hosts of one kind .*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    digits, family = ({row[0]: row for row in map(cells, kept(name))} for name in ("digits", "family"))
+
+    assert len(rows.splitlines()) == 5
+    for name, *numbers in map(cells, rows.splitlines()):
+        assert numbers == [digits[name][1], digits[name][-1], family[name][1], family[name][-1]], name
+
+
+@pytest.mark.parametrize(("page", "names"), [("digits", ["digits"]), ("family", ["family", "family_held_out"])])
+def test_the_tables_are_those_of_the_kept_results(page: str, names: list[str]) -> None:
+    text = (RESULTS / f"{page}.md").read_text()
+    shown = re.findall(r"^\| controller \| objective .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    for name, rows in zip(names, shown, strict=True):
         assert len(rows.splitlines()) > 7
-        assert set(rows.splitlines()) <= set(there)
+        assert set(rows.splitlines()) <= set(kept(name))
 
 
 RULES = ("random", "small static", "heuristic", "periodic", "climbing")
@@ -38,3 +77,15 @@ def test_where_hosts_differ_a_learned_controller_is_ahead_of_every_rule_and_sche
             leads = [mean_interval(ours - theirs) for other in rivals for theirs in results[other].values()]
             assert len(ours) == 224 and min(lead.low for lead in leads) > 0.0
             assert min(lead.mean for lead in leads) >= asked
+
+
+@pytest.mark.parametrize("name", ["family", "family_held_out"])
+def test_the_page_says_the_lead_over_the_best_schedule_that_is_known(name: str) -> None:
+    tables = script("tables")
+    results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
+    schedules = [theirs for other in SCHEDULES for theirs in results[other].values()]
+    best = max(schedules, key=lambda theirs: theirs.mean())
+    first, second, third = (
+        tables.shown(mean_interval(ours - best), signed=True) for ours in results["tamiyo"].values()
+    )
+    assert f"{first}, {second} and {third}" in (RESULTS / "family.md").read_text()
