@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -52,20 +53,21 @@ class ParserOnly(cli.EsperCLI):
         raise ParserFound(parser)
 
 
-def parser_of(command: str) -> LightningArgumentParser:
-    """The parser of one command."""
+@cache
+def parsers() -> dict[str, LightningArgumentParser]:
+    """The parser of each command."""
     with patch.object(cli, "EsperCLI", ParserOnly):
         try:
-            cli.run([command])
+            cli.run(["fit"])
         except ParserFound as found:
             (commands,) = (action for action in found.args[0]._actions if hasattr(action, "_name_parser_map"))
-            return commands._name_parser_map[command]
+            return dict(commands._name_parser_map)
     raise AssertionError("the command line has parsed its arguments")
 
 
 def settings(command: str) -> Iterator[Setting]:
     """Every setting of a command that is not Lightning's own."""
-    parser = parser_of(command)
+    parser = parsers()[command]
     defaults = parser.get_defaults()
     for action in parser._actions:
         name = action.dest
