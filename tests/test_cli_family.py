@@ -60,6 +60,7 @@ def test_another_family_cannot_continue_a_run(
     assert "; family " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp_path: Path) -> None:
     asked = ("--evaluation.hosts", "4", "--evaluation.against", "[climbing]", "--evaluation.held_out", "true")
     call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path))

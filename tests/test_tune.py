@@ -32,6 +32,7 @@ def test_all_settings_differ_and_can_be_played(make_pool: MakePool) -> None:
             tune.controller_of(rule).reset(pool)
 
 
+@pytest.mark.slow
 def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_member(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

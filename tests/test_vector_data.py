@@ -63,6 +63,7 @@ def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
     return sum(pool.recent) / games
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asymmetric", rest_is_slow([False, True], {True}))
 def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: bool) -> None:
     module, _ = train(40, PolicyConfig(width=32, asymmetric=asymmetric))

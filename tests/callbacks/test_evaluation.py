@@ -26,6 +26,7 @@ def test_too_few_hosts_for_an_interval_are_refused(hosts: int) -> None:
         Evaluation(hosts=hosts)
 
 
+@pytest.mark.slow
 def test_no_hosts_means_no_evaluation(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=0")
 

@@ -97,6 +97,7 @@ def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: Endin
     assert_it_goes_on_to_the_same_end(tmp_path, untouched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     rest_is_slow(

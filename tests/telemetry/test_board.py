@@ -129,6 +129,7 @@ def test_settings_are_shown_as_what_they_are(text: str, value: object) -> None:
     assert as_number(text) == value and type(as_number(text)) is type(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tick", rest_is_slow([4, 5, 8], {8}))
 def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
     """In the folder of the whole run, whose later points are void."""
@@ -157,7 +158,7 @@ LEVELS = ("minimal", "normal", "debug")
 
 @pytest.mark.parametrize("level", ["off", *LEVELS])
 def test_a_level_writes_what_is_documented_from_it_on(tmp_path: Path, level: str) -> None:
-    fit(tmp_path, f"--telemetry.level={level}", "--trainer.max_epochs=1")
+    fit(tmp_path, f"--telemetry.level={level}", "--trainer.max_epochs=1", "--telemetry.figures_every=1")
     folder = only_run(tmp_path).folder
 
     if level == "off":
@@ -212,7 +213,13 @@ def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> 
     fit(tmp_path, *with_callback(SaveEveryTick), "--telemetry.level=off", "--trainer.max_epochs=1")
     run = only_run(tmp_path)
 
-    fit(tmp_path, "--ckpt_path", str(run.checkpoints / "tick3.ckpt"), "--trainer.max_epochs=1")
+    fit(
+        tmp_path,
+        "--ckpt_path",
+        str(run.checkpoints / "tick3.ckpt"),
+        "--trainer.max_epochs=1",
+        "--telemetry.figures_every=1",
+    )
 
     tags = reader(run.folder).Tags()
     assert "custom_scalars__config__" in tags["tensors"] and "guide/text_summary" in tags["tensors"]
