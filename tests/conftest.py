@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from torch import nn
+from jsonargparse import _core, _subcommands
+from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs.execution.fused.proof import check_stack
+from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.network import slots_of
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.normalize import RunningMeanStd
@@ -19,7 +23,7 @@ from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
 from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
-from tests.runs import SharedParserCLI
+from tests.runs import SharedParserCLI, remembered
 
 # Reproducible, and no examples left behind in the checkout.
 settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)
@@ -68,9 +72,36 @@ def one_thread_per_operator() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_parser_per_process() -> Iterator[None]:
-    """Every start of the command line in this process shares one parser."""
+    """Every start of the command line in this process shares one parser, which looks up each key once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
+        find = remembered(_subcommands.find_action_and_subcommand)
+        for module in (_subcommands, _core):
+            patch.setattr(module, "find_action_and_subcommand", find)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
+    """A pool with executor fused compares a stack with its hosts before it begins, which takes most of a short test.
+
+    Hosts of one structure on which the same can grow are compared once per process; those of tests, always.
+    """
+    proven: set[str] = set()
+
+    def check(env: HostEnv, inputs: Tensor) -> None:
+        network, slots = env.network, slots_of(env.network)
+        ours = type(network).__module__.startswith("esper_lightning.hosts")
+        settings = [value for value in vars(network).values() if isinstance(value, bool | int | float | str)]
+        grown_in = [(name, slot.isolate, slot.trunk) for name, slot in slots.items()]
+        dtype, shape = next(network.parameters()).dtype, inputs.shape[1:]
+        case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape))
+        if not ours or case not in proven:
+            check_stack(env, inputs)
+            proven.add(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("esper_lightning.envs.execution.fused.executor.check_stack", check)
         yield
 
 

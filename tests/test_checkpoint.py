@@ -22,6 +22,7 @@ from esper_lightning.checkpoint import (
 )
 from esper_lightning.disk import AtomicCheckpointIO
 from tests.runs import Run, fit, load, only_run
+from tests.tiers import rest_is_slow
 
 Checkpoint = dict[str, Any]
 
@@ -259,7 +260,11 @@ MISFITS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize(("flag", "named"), MISFITS.values(), ids=list(MISFITS))
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    rest_is_slow(MISFITS.values(), [MISFITS[name] for name in ("other width", "other slots", "other horizon")]),
+    ids=list(MISFITS),
+)
 def test_a_checkpoint_of_other_settings_ends_in_one_line_and_leaves_its_run_alone(
     flag: str, named: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,11 +124,11 @@ def test_the_saved_config_repeats_the_run(smoke: Run, tmp_path: Path) -> None:
 )
 def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = ("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.accelerator=cpu")
-    tiny = ("--data.n_envs=2", "--model.ppo.minibatches=2", "--data.env.training.batches=1")
+    tiny = ("--data.n_envs=2", "--model.ppo.minibatches=2", "--data.env.training.batches=1", "--data.env.horizon=2")
     if config.stem.startswith("cifar10"):
         stored = write_cifar10(tmp_path, monkeypatch, each=40)
         tiny += (f"--data.task.init_args.root={stored}", "--data.task.init_args.validation=20")
-        tiny += ("--data.env.executor=loop", "--data.env.training.batch_size=8", "--data.env.horizon=2")
+        tiny += ("--data.env.executor=loop", "--data.env.training.batch_size=8")
 
     built = cli("--config", str(config), *root, *ONE_ROLLOUT, *tiny)
 

@@ -10,6 +10,7 @@ import torch
 from tests.runs import CONFIGS, Run, fit, only_run
 from tests.tasks.stored import write_cifar10
 from tests.test_cli_evaluate import evaluate, rows_of, without_time
+from tests.tiers import rest_is_slow
 
 ELSEWHERE = (
     *("--config", str(CONFIGS / "tabular.yaml"), "--data.n_envs=2", "--model.ppo.minibatches=2"),
@@ -20,13 +21,14 @@ ELSEWHERE = (
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("trained")
-    fit(root, "--evaluation.hosts=3", "--model.policy.width=32", "--model.normalize.clip=5")
+    fit(root, "--model.policy.width=32", "--model.normalize.clip=5")
     return only_run(root)
 
 
 @pytest.mark.slow
 def test_on_her_own_hosts_transfer_changes_nothing(trained: Run, tmp_path: Path) -> None:
-    evaluate("--ckpt_path", str(trained.latest), "--transfer=true")
+    evaluate("--ckpt_path", str(trained.latest), "--evaluation.hosts=3")
+    evaluate("--ckpt_path", str(trained.latest), "--evaluation.hosts=3", "--transfer=true")
 
     rows = rows_of(trained.folder / "evaluation")
     with (trained.folder / "transfer" / "evaluation.csv").open(newline="") as file:
@@ -86,7 +88,12 @@ def test_what_does_not_fit_ends_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "damage", [{"observed features": 3}, {"model.policy.width": "wide"}, {"choices of the slot head": ["a"]}], ids=str
+    "damage",
+    rest_is_slow(
+        [{"observed features": 3}, {"model.policy.width": "wide"}, {"choices of the slot head": ["a"]}],
+        lambda damage: "model.policy.width" in damage,
+    ),
+    ids=str,
 )
 def test_a_damaged_checkpoint_ends_in_one_line(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: dict[str, Any]

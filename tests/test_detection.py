@@ -27,12 +27,17 @@ DIGITS_CNN = "CNN 1×1, 390 parameters, Adam .02"
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    """60 episodes of 12 ticks that nobody watched over."""
+    """28 episodes of 12 ticks that nobody watched over."""
+    return episodes(7)
+
+
+def episodes(of_each: int) -> list[Trace]:
+    """So many of each kind of host under each controller."""
     return [
-        *record(DIGITS_CNN, "random, born at random", 12, 15),
-        *record(CALM_MLP, "random", 12, 15),
-        *record(CALM_MLP, "heuristic", 12, 15),
-        *record(CALM_CNN, "wait", 12, 15),
+        *record(DIGITS_CNN, "random, born at random", 12, of_each),
+        *record(CALM_MLP, "random", 12, of_each),
+        *record(CALM_MLP, "heuristic", 12, of_each),
+        *record(CALM_CNN, "wait", 12, of_each),
     ]
 
 
@@ -42,7 +47,9 @@ def healthy(traces: list[Trace]) -> list[Trace]:
 
 
 @pytest.mark.slow
-def test_healthy_hosts_are_left_alone(traces: list[Trace], healthy: list[Trace]) -> None:
+def test_healthy_hosts_are_left_alone() -> None:
+    traces = episodes(15)
+    healthy = [trace for trace in traces if trace.healthy]
     assert len(traces) == 60 and len(healthy) >= 55
     assert sum(any(trace.weight_lost) for trace in traces) > 10, "seeds come and go"
     assert [first_rollback(trace, trace.ticks, CONFIG) for trace in healthy] == [None] * len(healthy)
@@ -53,7 +60,7 @@ def test_what_goes_wrong_is_found_in_time(fault: Fault, healthy: list[Trace]) ->
     counts = inject(fault, healthy, CONFIG, random.Random(1))
 
     calm = counts[12, False]
-    assert calm.of > 20
+    assert calm.of > 10
     assert calm.found == calm.of
     if fault.within == 1:  # what is no number is seen wherever it is
         assert counts[12, True].found == counts[12, True].of > 0
@@ -65,7 +72,7 @@ def test_spikes_that_mend_themselves_are_left_alone(length: str, healthy: list[T
     counts = [inject(fault, healthy, CONFIG, random.Random(1))[12, False] for fault in faults]
 
     total = Found(*map(sum, zip(*counts, strict=True)))
-    assert total.of > 150
+    assert total.of > 70
     # One or two in a thousand meet a spike of the host's own and are one of three ticks.
     assert total.found <= 0.01 * total.of
 

@@ -75,7 +75,7 @@ def test_saving_in_mid_rollout_leaves_no_trace_in_the_run(saved: Run, uninterrup
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
-@pytest.mark.parametrize("tick", rest_is_slow(range(1, END), {1, MID_ROLLOUT, 2 * HORIZON, END - 1}))
+@pytest.mark.parametrize("tick", rest_is_slow(range(1, END), {MID_ROLLOUT, 2 * HORIZON}))
 def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
     tick: int, saved: Run, uninterrupted: Run, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_that_chooses_in_all_heads_resumes_too(tmp_path: Path) -> None:
-    flags = (*FREE_CHOICE, "--seed_everything=1")  # under which seeds are alive by then
+    flags = (*FREE_CHOICE, "--trainer.max_epochs=2", "--seed_everything=1")  # under which seeds are alive by then
     fit(tmp_path / "whole", *flags, *with_callback(SaveEveryTick))
     whole, run = only_run(tmp_path / "whole"), Run(tmp_path / "part" / "version_0")
     run.checkpoints.mkdir(parents=True)

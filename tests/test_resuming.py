@@ -1,6 +1,7 @@
 """A run that goes on with another number of environments begins the rollout anew, and says so."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("envs", [FEWER, MORE])
-@pytest.mark.parametrize("tick", rest_is_slow([1, HORIZON, HORIZON + 1, 2 * HORIZON - 1], {HORIZON, HORIZON + 1}))
+@pytest.mark.parametrize(
+    ("tick", "envs"),
+    rest_is_slow(
+        product([1, HORIZON, HORIZON + 1, 2 * HORIZON - 1], [FEWER, MORE]), {(HORIZON, FEWER), (HORIZON + 1, MORE)}
+    ),
+)
 def test_it_goes_on_from_the_beginning_of_the_rollout(
     tick: int, envs: int, saved: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

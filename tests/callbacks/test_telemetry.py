@@ -8,6 +8,8 @@ from callbacks import Telemetry
 from esper_lightning.envs.execution import PHASES
 from tests.runs import HORIZON, fit, only_run
 
+Scalars = dict[str, list[tuple[int, float]]]
+
 ROLLOUT_ENDS = [HORIZON, 2 * HORIZON]
 
 
@@ -22,19 +24,21 @@ def test_hosts_are_written_as_often_as_asked_and_rollouts_always(tmp_path: Path)
     assert steps(tmp_path, "rollout/objective") == steps(tmp_path, "train/kl") == ROLLOUT_ENDS
 
 
-def test_stages_of_a_slot_are_shares_of_all_hosts(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1")
+@pytest.fixture(scope="module")
+def scalars(tmp_path_factory: pytest.TempPathFactory) -> Scalars:
+    """What a run of two rollouts has written, every tick."""
+    root = tmp_path_factory.mktemp("run")
+    fit(root, "--trainer.max_epochs=2")
+    return only_run(root).scalars()
 
-    scalars = only_run(tmp_path).scalars()
+
+def test_stages_of_a_slot_are_shares_of_all_hosts(scalars: Scalars) -> None:
     stages = [points for tag, points in scalars.items() if tag.startswith("growth/block3/")]
     for at_tick in zip(*stages, strict=True):
         assert sum(share for _, share in at_tick) == 1.0
 
 
-def test_where_time_goes_adds_up_to_all_of_it(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=1")
-
-    scalars = only_run(tmp_path).scalars()
+def test_where_time_goes_adds_up_to_all_of_it(scalars: Scalars) -> None:
     shares = [points[0][1] for tag, points in scalars.items() if tag.startswith("time/share.")]
     assert all(share > 0.0 for share in shares)
     assert sum(shares) == pytest.approx(1.0)
@@ -53,10 +57,7 @@ def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(tmp_path: Path) -> 
     assert not [tag for tag in scalars if "cuda_events" in tag]
 
 
-def test_seconds_and_shares_are_of_the_same_time(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=2")
-
-    scalars = only_run(tmp_path).scalars()
+def test_seconds_and_shares_are_of_the_same_time(scalars: Scalars) -> None:
     for phase in ("train", "update"):
         of_ticks = [value for _, value in scalars[f"time/perf_counter.{phase}"]]
         for rollout, (_, share) in enumerate(scalars[f"time/share.{phase}"]):

@@ -166,7 +166,7 @@ def expected_ops(env: HostEnv, slot: SeedSlot, alpha_before: float) -> set[str]:
 
 def test_in_every_random_life_whatever_can_be_chosen_can_be_done(make_pool: MakePool) -> None:
     pool, done = make_pool(4, **FREE), set()
-    for seed in range(6):
+    for seed in range(3):
         wanderer = RandomValid(seed)
         pool.reset([10 * seed + i for i in range(4)])
         for _ in range(pool.config.horizon):

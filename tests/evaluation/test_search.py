@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def dear_and_free(pool: HostPool) -> list[Schedule]:
     return [dear, Schedule(SLOTS, ())]
 
 
-@pytest.mark.parametrize("episodes", [1, 2, 5])
+@pytest.mark.parametrize("episodes", rest_is_slow([1, 2, 5], {1, 2}))
 def test_of_two_schedules_whose_difference_is_known_the_better_one_wins(
     pool: HostPool, dear_and_free: list[Schedule], episodes: int
 ) -> None:
@@ -105,7 +106,12 @@ def test_what_there_is_no_budget_for_is_left_out(pool: HostPool, dear_and_free: 
     assert racer.left == 0
 
 
-@pytest.mark.parametrize("steps", [EPISODE, 2 * EPISODE + 5, 3 * EPISODE, 7 * EPISODE, 12 * EPISODE - 1])
+@pytest.mark.parametrize(
+    "steps",
+    rest_is_slow(
+        [EPISODE, 2 * EPISODE + 5, 3 * EPISODE, 7 * EPISODE, 12 * EPISODE - 1], {2 * EPISODE + 5, 7 * EPISODE}
+    ),
+)
 def test_no_more_is_spent_than_the_budget_and_all_of_it_is_counted(
     pool: HostPool, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,8 +263,10 @@ def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_
         check_budget(SearchConfig(steps=least - 1, per_price=per_price), varied, n_envs=2)
 
 
-@pytest.mark.parametrize("hosts", ["pool", "varied"])
-@pytest.mark.parametrize("episodes", rest_is_slow([1, 2, 3, 4, 5, 8, 13, 30], {1, 4, 13}))
+@pytest.mark.parametrize(
+    ("episodes", "hosts"),
+    rest_is_slow(product([1, 2, 3, 4, 5, 8, 13, 30], ["pool", "varied"]), {(1, "pool"), (4, "varied"), (13, "pool")}),
+)
 def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
     request: pytest.FixtureRequest, hosts: str, episodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

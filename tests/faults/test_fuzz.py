@@ -7,7 +7,7 @@ import pytest
 from tests.faults.fuzz import KINDS, failures, fuzz, table
 from tests.tiers import rest_is_slow
 
-FEW = {"config_file": 12, "command_line": 12, "manifest": 56, "damaged": 36, "checkpoint_content": 8}
+FEW = {"config_file": 6, "command_line": 7, "manifest": 64, "damaged": 40, "checkpoint_content": 7}
 """Cases of the fast tier: 124, mostly of the kinds that start no run."""
 
 MANY = {kind: round(510 * share) for kind, share in KINDS.items()}

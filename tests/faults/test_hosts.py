@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.decisions import WAIT, act, germinate
 from tests.envs.breaking import CALM, UNWATCHED
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import differences
-from tests.tiers import pairs_of
+from tests.tiers import pairs_of, rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -100,7 +101,7 @@ def others(pool: HostPool, step: StepResult) -> list[Any]:
     ("executor", "precision", "fault"),
     [
         *pairs_of(["loop", "fused"], ["fp32", "bf16", "fp16"], list(FAULTS)),
-        *pairs_of(["threads"], ["fp32"], list(FAULTS)),
+        *rest_is_slow([("threads", "fp32", fault) for fault in FAULTS], lambda case: "weights" in case[2]),
     ],
 )
 def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
@@ -176,7 +177,7 @@ def short_of_memory(env: HostEnv, fail: Callable[[], None], training: bool) -> I
     handle.remove()
 
 
-@pytest.fixture(params=["loop", "threads", "streams"])
+@pytest.fixture
 def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> HostPool:
     made = pool_of(make_pool, "threads" if request.param == "threads" else "loop")
     if request.param == "streams":
@@ -184,7 +185,11 @@ def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureReques
     return made
 
 
-@pytest.mark.parametrize(("fail", "training"), pairs_of(SHORTAGES, [True, False]))
+@pytest.mark.parametrize(
+    ("pool", "fail", "training"),
+    pairs_of(["loop", "threads", "streams"], SHORTAGES, [True, False]),
+    indirect=["pool"],
+)
 def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     pool: HostPool, fail: Callable[[], None], training: bool
 ) -> None:
@@ -213,8 +218,13 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     assert step.verdicts == [], "the next episode is as any other"
 
 
-@pytest.mark.parametrize("fail", SHORTAGES)
-@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+@pytest.mark.parametrize(
+    ("executor", "fail"),
+    rest_is_slow(
+        product(["loop", "threads", "fused"], SHORTAGES),
+        set(zip(["loop", "threads", "fused"], SHORTAGES, strict=True)),
+    ),
+)
 def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str, fail: Callable[[], None]
 ) -> None:

@@ -146,9 +146,8 @@ def apart(a: Any, b: Any) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), rest_is_slow([("loop", "threads"), ("threads", "loop")], {("loop", "threads")})
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("loop", "threads"), ("threads", "loop")])
 def test_loop_and_threads_go_on_from_each_other_bit_for_bit(
     before: str, after: str, whole: Callable[[Kind], Whole], tmp_path: Path
 ) -> None:

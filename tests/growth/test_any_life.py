@@ -23,6 +23,7 @@ from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, batch_of, loss_on, seeded, stir
+from tests.tiers import rest_is_slow
 
 FOLLOWERS = {
     "DORMANT": {"GERMINATED"},
@@ -274,14 +275,18 @@ def check_nothing_at_alpha_0(life: Life) -> None:
         slot.alpha.fill_(alpha)
 
 
-@settings(max_examples=150)
-@given(
-    host=hosts(),
-    make=st.sampled_from(BUILDERS),
-    lifecycle=lifecycles,
-    wished=st.lists(wishes, min_size=15, max_size=45),
-)
-def test_no_sequence_of_operations_leaves_the_table_or_loses_the_structure(
+@pytest.mark.parametrize("lives", rest_is_slow([50, 500], {50}))
+def test_no_sequence_of_operations_leaves_the_table_or_loses_the_structure(lives: int) -> None:
+    any_life = given(
+        host=hosts(),
+        make=st.sampled_from(BUILDERS),
+        lifecycle=lifecycles,
+        wished=st.lists(wishes, min_size=15, max_size=45),
+    )
+    settings(max_examples=lives)(any_life(stays_in_the_table))()
+
+
+def stays_in_the_table(
     host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig, wished: list[Wish]
 ) -> None:
     life = Life(host, make, lifecycle)

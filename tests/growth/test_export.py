@@ -1,6 +1,7 @@
 """A grown network leaves for other programs as any network does: torch.export, for batches of any size."""
 
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import CPU, STYLES, grow, seeded, slot_named, small_batch, small_cnn
+from tests.tiers import rest_is_slow
 
 HALF = Ramp(0.0, 0.5, 1, "linear")
 
@@ -75,12 +77,7 @@ def exported(network: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
 
 @pytest.mark.parametrize(
     ("build", "inputs"),
-    [
-        (cnn, digits),
-        (gpt, tokens),
-        (mlp, vectors),
-        (resnet, images),
-    ],
+    rest_is_slow([(cnn, digits), (gpt, tokens), (mlp, vectors), (resnet, images)], lambda case: case[0] is not cnn),
 )
 def test_an_exported_network_says_the_same_on_batches_of_any_size(
     build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
@@ -102,8 +99,13 @@ def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
     assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
 
 
-@pytest.mark.parametrize("blueprint", names("image", CPU))
-@pytest.mark.parametrize("style", STYLES)
+IMAGE_SEEDS = list(zip(names("image", CPU), cycle(STYLES), strict=False))
+"""Each of them in a style, and each style with some of them."""
+
+
+@pytest.mark.parametrize(
+    ("blueprint", "style"), rest_is_slow(product(names("image", CPU), STYLES), lambda case: case in IMAGE_SEEDS)
+)
 def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: Style) -> None:
     network = small_cnn(["block1"]).eval()
     grow(slot_named(network, "block1"), Stage.FOSSILIZED, blueprint, HALF, style=style)
@@ -129,7 +131,10 @@ def test_every_vector_seed_is_exported(blueprint: str) -> None:
     torch.testing.assert_close(program.module()(vectors(5)), network(vectors(5)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY])
+@pytest.mark.parametrize(
+    "stage",
+    rest_is_slow([Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY], {Stage.TRAINING, Stage.BLENDING}),
+)
 def test_a_network_may_be_exported_in_the_middle_of_growth(stage: Stage) -> None:
     network = small_cnn(["block1"]).eval()
     if stage is not Stage.DORMANT:

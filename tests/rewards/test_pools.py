@@ -43,7 +43,7 @@ def loaded(pool: HostPool) -> dict[str, Any]:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"shaped", "escrow", "sparse"}))
 def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of(mode, **FREE), RandomValid(5)
     config = pool.config.reward
@@ -59,7 +59,7 @@ def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, po
             assert step.reward.abs().max() <= bound(config, 3)
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "sparse"}))
 def test_the_reward_depends_on_the_state_and_the_action_alone(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     """A pool with another past that is given the state is paid the same: nothing else is remembered."""
     pool, other, wanderer, past = pool_of(mode), pool_of(mode), RandomValid(7), RandomValid(8)

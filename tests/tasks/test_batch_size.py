@@ -12,6 +12,7 @@ from esper_lightning.tasks import Measures, Task
 from tests.decisions import WAIT, act
 from tests.runs import CONFIGS, cli
 from tests.tasks.stored import write_cifar10
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -52,7 +53,9 @@ def test_the_configured_batch_size_runs(make_pool: MakePool, learned_from: list[
     assert learned_from == minibatches(executor, size=7, number=3)
 
 
-@pytest.mark.parametrize(("executor", "size"), [("loop", 60), ("fused", 60), ("fused", 128)])
+@pytest.mark.parametrize(
+    ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("loop", 60), ("fused", 128)})
+)
 def test_the_configured_batch_size_runs_on_cifar10(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned_from: list[int], executor: str, size: int
 ) -> None:

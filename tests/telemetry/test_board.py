@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path
 LEVELS = ("minimal", "normal", "debug")
 
 
-@pytest.mark.parametrize("level", ["off", *LEVELS])
+@pytest.mark.parametrize("level", rest_is_slow(["off", *LEVELS], {"off", "minimal", "normal"}))
 def test_a_level_writes_what_is_documented_from_it_on(tmp_path: Path, level: str) -> None:
     fit(tmp_path, f"--telemetry.level={level}", "--trainer.max_epochs=1", "--telemetry.figures_every=1")
     folder = only_run(tmp_path).folder
@@ -243,7 +243,7 @@ def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
 
 def test_a_second_run_in_this_process_writes_to_its_own_folder_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        fit(tmp_path / name, "--trainer.max_epochs=1")
+        fit(tmp_path / name, "--trainer.max_epochs=1", "--data.env.horizon=2")
 
     for name in ("a", "b"):
         told = (only_run(tmp_path / name).folder / "events.jsonl").read_text()

@@ -215,7 +215,7 @@ def test_a_pool_that_is_gone_leaves_no_host_behind(make_pool: MakePool) -> None:
     assert len(hosts) == 0
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", rest_is_slow([False, True], {True}))
 def test_what_is_computed_twice_can_be_compiled(checkpointed: bool) -> None:
     tokens = torch.randint(12, (4, 8), generator=seeded())
     results = []
@@ -271,7 +271,7 @@ def test_executors_that_cannot_run_compiled_hosts_say_so(make_pool: MakePool, ex
 
 def test_all_of_it_can_be_set_from_the_command_line(tmp_path: Path) -> None:
     flags = (f"--data.env.training.compile.{name}={value}" for name, value in asdict(ODD).items())
-    built = fit(tmp_path, "--trainer.max_epochs=1", "--data.env.executor=loop", *flags)
+    built = fit(tmp_path, "--trainer.max_epochs=1", "--data.env.horizon=1", *flags)
 
     assert built.datamodule.env.training.compile == ODD
     saved = yaml.safe_load((only_run(tmp_path).folder / "config.yaml").read_text())

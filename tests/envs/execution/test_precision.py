@@ -22,6 +22,7 @@ from tests.envs.execution.episodes import episode, same
 from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
 from tests.growth.test_every_seed import newborn
 from tests.runs import differences
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -105,7 +106,7 @@ def test_what_is_measured_is_not_rounded(make_pool: MakePool, precision: str) ->
     assert not torch.equal(metrics.loss, metrics.loss.to(HALVES[precision]).float())
 
 
-@in_half
+@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
 def test_a_host_learns(make_pool: MakePool, precision: str) -> None:
     host = partial(CNN, base=8, pools=2)
     losses = {}
@@ -281,7 +282,7 @@ def test_a_life_does_not_depend_on_the_number_of_hosts(make_pool: MakePool, prec
     assert differences(*states) == []
 
 
-@in_half
+@pytest.mark.parametrize("precision", rest_is_slow(HALVES, {"fp16"}))
 def test_workers_do_what_the_loop_does_bit_for_bit(
     make_pool: MakePool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_an_error_in_a_worker_is_not_swallowed(
 
 
 def test_workers_end_with_their_pool(make_pool: MakePool, cores: Callable[[int], None]) -> None:
-    for _ in range(3):
+    for _ in range(2):
         before = set(threading.enumerate())
         pool = make_pool(4, executor="threads")
         pool.step(RandomValid(0).act(pool))

@@ -35,16 +35,19 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"optimizer": "adamw", "weight_decay": 0.1},
-        {"weight_decay": 0.1},
-        {"optimizer": "sgd", "weight_decay": 0.01},
-        {"optimizer": "sgd", "momentum": 0.0},
-        {"max_grad_norm": 0.05},
-        {"max_grad_norm": None, "seed_lr_factor": 3.0},
-        {"micro_batches": 4},
-        {"carry_over": False},
-    ],
+    rest_is_slow(
+        [
+            {"optimizer": "adamw", "weight_decay": 0.1},
+            {"weight_decay": 0.1},
+            {"optimizer": "sgd", "weight_decay": 0.01},
+            {"optimizer": "sgd", "momentum": 0.0},
+            {"max_grad_norm": 0.05},
+            {"max_grad_norm": None, "seed_lr_factor": 3.0},
+            {"micro_batches": 4},
+            {"carry_over": False},
+        ],
+        lambda changes: changes not in ({"weight_decay": 0.1}, {"optimizer": "sgd", "momentum": 0.0}),
+    ),
     ids=str,
 )
 def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> None:
@@ -55,7 +58,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
     assert distance(fused, loop) < EXACT
 
 
-@pytest.mark.parametrize("host", ["cnn", "gpt", "mlp"])
+@pytest.mark.parametrize("host", rest_is_slow(["cnn", "gpt", "mlp"], {"cnn", "gpt"}))
 def test_in_float32_it_equals_the_loop_to_a_tolerance(host: str) -> None:
     fused, loop = (make(name, host, dtype=torch.float32) for name in ("fused", "loop"))
 

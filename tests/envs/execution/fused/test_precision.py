@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.fused.layers import StackedConv2d, StackedLinear
 from tests.envs.execution.fused.hosts import LIVELY, make, play
+from tests.tiers import rest_is_slow
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,21 +20,23 @@ CLOSE = {"bf16": 2e-2, "fp16": 5e-3}
 
 in_half = pytest.mark.parametrize("precision", HALVES)
 
+each_host_in_half = pytest.mark.parametrize(
+    ("host", "precision"), rest_is_slow(product(["cnn", "gpt"], HALVES), {("cnn", "fp16"), ("gpt", "bf16")})
+)
+
 
 def half(executor: str, host: str, precision: str) -> HostPool:
     return make(executor, host, 3, torch.float32, training=replace(LIVELY.training, precision=precision))
 
 
-@in_half
-@pytest.mark.parametrize("host", ["cnn", "gpt"])
+@each_host_in_half
 def test_it_is_as_near_to_the_loop_as_the_precision_allows(host: str, precision: str) -> None:
     ours, theirs = (play(half(name, host, precision), 3) for name in ("fused", "loop"))
 
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=CLOSE[precision], atol=0.0)
 
 
-@in_half
-@pytest.mark.parametrize("host", ["cnn", "gpt"])
+@each_host_in_half
 def test_all_layers_of_hosts_and_seeds_compute_in_it(host: str, precision: str) -> None:
     pool = half("fused", host, precision)
     pool.reset(range(3))
