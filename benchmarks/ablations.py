@@ -1,8 +1,8 @@
-"""What each part of Tamiyo is good for: the same training with one thing changed, three seeds each.
+"""Ablations: trainings with one change each, with three RNG seeds.
 
-    python -m benchmarks.ablations --csv benchmarks/results/ablations.csv [--only memoryless masks] [--seeds 0 1 2]
+    python -m benchmarks.ablations --csv benchmarks/results/ablations.csv [--only "no masks"] [--seeds 0 1 2]
 
-Every run is a `fit` of its own, and rows that the CSV has already are not run again.
+Every run is a separate `fit`. Runs whose row is already in the CSV are skipped.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from rich.table import Table
 from esper_lightning.evaluation.publish import wide_console
 
 ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
+"""Configs with one kind of host, and with a family of hosts."""
 
 SHORT = ("--trainer.max_epochs", "60")
-"""A quarter of the family's training, ahead of fixed schedules by then: so many whole ones would take most of a day on
-one core."""
+"""A quarter of the family's training, after which the policy is better than fixed schedules. Full trainings of all
+ablations would take most of a day on one core."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "one kind of host, as configured": (ONE, ()),
@@ -54,23 +55,24 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "family, no counterfactuals": (FAMILY, (*SHORT, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']")),
     "family, parameters are seen": (FAMILY, (*SHORT, "--data.env.sight.hidden", "[]")),
 }
-"""By name: the config, and what is changed."""
+"""Config and changed options of each ablation, by name."""
 
 HOSTS = 96
-"""Evaluated after each run, the same in all runs of a config; on their test images."""
+"""Number of hosts for the evaluation after each run, on test images; the same hosts in all runs of a config."""
 
 COLUMNS = ("ablation", "seed", "objective", "accuracy", "parameters", "fossils")
+"""Columns of the CSV."""
 
 
 class Run(NamedTuple):
-    """A training to be done."""
+    """Name and RNG seed of one training."""
 
     name: str
     seed: int
 
 
 def train(run: Run) -> dict[str, str]:
-    """A row of the table: how Tamiyo's hosts ended, greedily, after the changed training."""
+    """Train with the changed options and return a row of the table: mean results of the greedy policy."""
     config, changes = ABLATIONS[run.name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "esper_lightning", "fit", "--config", config, *changes]
@@ -88,7 +90,7 @@ def train(run: Run) -> dict[str, str]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> Table:
-    """Means over seeds, with every seed's objective, as Markdown."""
+    """Return a Markdown table of means over RNG seeds, with the objective of each."""
     result = Table(box=box.MARKDOWN)
     for heading in (f"objective, {HOSTS} hosts", "mean", "each seed", "seeds kept"):
         result.add_column(heading)
@@ -102,7 +104,7 @@ def table(rows: Sequence[dict[str, str]]) -> Table:
 
 
 def main() -> None:
-    """Runs what is missing, row by row into the CSV, and prints the table."""
+    """Run the missing trainings, write each row to the CSV, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, required=True, help="rows are added here")
     parser.add_argument("--only", nargs="*", choices=list(ABLATIONS), default=list(ABLATIONS), metavar="NAME")
@@ -121,7 +123,7 @@ def main() -> None:
                 writer.writeheader()
                 writer.writerows(rows)
             Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
-    wide_console().print(table(rows))  # a wrapped row is no row of Markdown
+    wide_console().print(table(rows))  # Markdown rows must not be wrapped
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Writes the table of all blueprints: parameters, floating-point operations, and the time of one forward pass.
+"""Write the table of all blueprints: parameters, floating-point operations, and the time of one forward pass.
 
     python benchmarks/blueprints.py --output docs/reference/blueprints.md
 
-One thread of the CPU. Times are medians over rounds; a round runs every blueprint of a layout once, so that whatever
-else keeps the machine busy slows all of them alike.
+Times are for one CPU thread, medians over rounds. A round runs every blueprint of a layout once, so that other load on
+the machine affects all of them equally.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from esper_lightning.blueprints import build_seed, get, names
 
 CPU = torch.device("cpu")
 WARM_UP = 3
-"""Rounds that are run but not counted."""
+"""Number of initial rounds that are not counted."""
 
 
 class Setting(NamedTuple):
@@ -60,8 +60,8 @@ def seconds(seed: nn.Module, x: Tensor) -> float:
 
 
 def forward_times(setting: Setting, batch: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of a forward pass by blueprint, of those that run on a CPU."""
-    # Born at random: so much arithmetic on zeros would not be typical.
+    """Return the median milliseconds of a forward pass of each blueprint that runs on a CPU."""
+    # Random initial weights, because seeds that start as the identity compute with many zeros.
     seeds = {
         name: build_seed(name, setting.layout, setting.width, CPU, torch.Generator().manual_seed(0), "random").eval()
         for name in names(setting.layout, CPU)
@@ -89,7 +89,7 @@ def table(setting: Setting, times: dict[str, float]) -> list[str]:
 
 
 def preface(batch: int, repeats: int) -> list[str]:
-    """How the table is made."""
+    """Return the text above the tables, which says how they are made."""
     return [
         "# Blueprints",
         "",

@@ -1,12 +1,13 @@
-"""What prefix sharing saves: counterfactual passes in one forward pass against one plain pass for each combination.
+"""Measure the speed-up by prefix sharing: one shared counterfactual pass against one plain pass per combination.
 
     make bench
 
-For each host with three blended seeds, and for leave-one-out (4 combinations) and the full family (8): the time of the
-plain passes over that of the shared one, next to the ratio that the host's own segments predict. A segment is what runs
-between two slots; it is timed in plain passes, and the prediction counts how often each family runs it. The three are
-timed in turns, so that whatever else the machine does meets all of them; the numbers are medians and quartiles. `make`
-keeps freed memory in the process: without that, page faults of the longer batches cost up to a quarter of the saving.
+For each host with three blended seeds, and for leave-one-out (4 combinations) and the full family (8), the benchmark
+prints the time of the plain passes divided by that of the shared pass, next to the ratio predicted from the host's
+segments. A segment is the part of a host between two slots; it is timed in plain passes, and the prediction counts how
+often each family runs it. The three measurements alternate, so that other load on the machine affects all of them; the
+numbers are medians and quartiles. `make` keeps freed memory in the process: without that, page faults of the longer
+batches cost up to a quarter of the speed-up.
 """
 
 import argparse
@@ -30,13 +31,13 @@ CPU = torch.device("cpu")
 
 
 def cnn(generator: torch.Generator) -> tuple[nn.Module, Tensor, str]:
-    """Host, batch and blueprint."""
+    """Return a convolutional host, a batch and the name of a blueprint."""
     host = build_on(CPU, lambda: CNN((3, 32, 32), 10, base=16), generator)
     return host, torch.randn(64, 3, 32, 32, generator=generator), "conv_light"
 
 
 def gpt(generator: torch.Generator) -> tuple[nn.Module, Tensor, str]:
-    """Host, batch and blueprint."""
+    """Return a transformer host, a batch and the name of a blueprint."""
     host = build_on(CPU, lambda: GPT((64,), 128, width=192), generator)
     return host, torch.randint(128, (8, 64), generator=generator), "mlp_small"
 
@@ -49,7 +50,7 @@ FAMILIES: dict[str, Callable[[Sequence[str]], list[Variant]]] = {
 
 
 def grow_everywhere(host: nn.Module, blueprint: str, generator: torch.Generator) -> None:
-    """A blended seed in every slot, not the identity."""
+    """Grow a blended seed with random weights in every slot."""
     for slot in slots_of(host).values():
         germinate(slot, blueprint, FULL, generator, birth="random")
         for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
@@ -57,13 +58,13 @@ def grow_everywhere(host: nn.Module, blueprint: str, generator: torch.Generator)
 
 
 class Segments:
-    """Times of one plain pass: of the host up to each slot, of each seed, and of the rest."""
+    """Timer of the segments of one plain pass: the parts of the host between its slots, and the seeds."""
 
     def __init__(self, host: nn.Module) -> None:
         self.host = host
         self.slots = list(slots_of(host).values())
 
-    def __call__(self, x: Tensor) -> tuple[list[float], list[float]]:  # K + 1 of the host, K of the seeds
+    def __call__(self, x: Tensor) -> tuple[list[float], list[float]]:  # seconds: K + 1 of the host, K of the seeds
         stamps: list[float] = []
 
         def timed(slot: SeedSlot, feature: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class Segments:
 
 
 def runs(family: Sequence[Variant], slots: Sequence[str]) -> tuple[list[int], list[int]]:
-    """How often a shared pass runs each of the host's K + 1 segments, and each of the K seeds."""
+    """Return how often a shared pass runs each of the host's K + 1 segments, and each of the K seeds."""
     starts = [frozenset(variant & frozenset(slots[:k]) for variant in family) for k in range(len(slots) + 1)]
     host = [len(prefixes) for prefixes in starts]
     seeds = [len({prefix for prefix in starts[k + 1] if slots[k] in prefix}) for k in range(len(slots))]
@@ -92,7 +93,7 @@ def runs(family: Sequence[Variant], slots: Sequence[str]) -> tuple[list[int], li
 
 
 def predicted(family: Sequence[Variant], slots: Sequence[str], host: Sequence[float], seeds: Sequence[float]) -> float:
-    """Time of the plain passes over that of the shared pass, from the times of the segments."""
+    """Return the predicted time of the plain passes divided by that of the shared pass, from times of segments."""
     host_runs, seed_runs = runs(family, slots)
     plain = len(family) * sum(host) + sum(
         length * sum(slot in variant for variant in family) for slot, length in zip(slots, seeds, strict=True)
@@ -102,7 +103,7 @@ def predicted(family: Sequence[Variant], slots: Sequence[str], host: Sequence[fl
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the duration of one call in seconds."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -110,7 +111,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def compare(name: str, family_name: str, repeats: int) -> str:
-    """One row of the table."""
+    """Measure one host with one family and return a row of the table."""
     generator = torch.Generator().manual_seed(0)
     host, x, blueprint = HOSTS[name](generator)
     grow_everywhere(host, blueprint, generator)

@@ -1,12 +1,13 @@
-"""A task that needs memory, in plain tensors: what a VectorEnv is without gymnasium.
+"""Memory task in plain tensors, as an example of a VectorEnv without Gymnasium.
 
-A cue is shown once, then noise, then it must be repeated: its row by one head, its column by another that knows the
-row. Until then nothing but waiting is possible; at the end a wrong choice of each head is masked too, so that somebody
-without memory is right in at most one of six episodes.
+A cue is shown once, then noise, then the agent must repeat the cue: its row by one head, its column by a second head
+that is conditioned on the first. Before that, only waiting is valid; at the end one wrong choice of each head is
+masked, too, so that a policy without memory is right in at most one of six episodes.
 
     python -m benchmarks.cue [--seeds 0 1 2 3 4] [--csv benchmarks/results/cue.csv]
 
-trains a policy with memory and one without for each seed: the share of games that they then win without exploring.
+The benchmark trains a policy with memory and one without for each RNG seed, and reports the share of correct answers of
+the greedy policies.
 """
 
 import argparse
@@ -52,13 +53,13 @@ LEARNING = PPOConfig(
 
 
 class CueMemory:
-    """N games side by side.
+    """Vector environment of N independent memory games.
 
     Args:
-        n_envs: Games N.
-        horizon: Steps of a rollout.
+        n_envs: Number of games N.
+        horizon: Environment steps in a rollout.
         delay: Steps of noise between cue and answer.
-        time_limit: Steps after which a game is cut, as if by a clock. None: it comes to its end.
+        time_limit: Steps after which an episode is truncated. None: every episode ends with an answer.
     """
 
     goes_on = True
@@ -73,14 +74,14 @@ class CueMemory:
         self.observation = Seen(torch.zeros(n_envs, CUE + 1))
         self.privileged: Tensor | None = torch.zeros(n_envs, CUE)
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool)
-        self.recent: list[float] = []  # was the answer right, game by game
+        self.recent: list[float] = []  # 1 for each correct answer, 0 for each wrong one
         self.cue = np.zeros((n_envs, 2), dtype=np.int64)
-        self.wrong = np.zeros((n_envs, 2), dtype=np.int64)  # a choice of each head that will be masked
+        self.wrong = np.zeros((n_envs, 2), dtype=np.int64)  # the wrong choice of each head that is masked
         self.at = np.zeros(n_envs, dtype=np.int64)
         self.reset(range(n_envs))
 
     def reset(self, seeds: Sequence[int]) -> Seen:
-        """Begins a game everywhere."""
+        """Begin a new episode in every environment."""
         self.random = [np.random.default_rng(seed) for seed in seeds]
         self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
         for i in range(self.n_envs):
@@ -97,7 +98,7 @@ class CueMemory:
         self.at[i] = 0
 
     def step(self, action: Choices) -> VectorStep:
-        """Answers where it is time to, and lets time pass everywhere."""
+        """Apply the actions; environments whose episode ends are reset."""
         answered = self.at == self.delay + 1
         right = (action.numbers.numpy() == self.cue).all(1)
         self.recent += right[answered].astype(float).tolist()
@@ -105,7 +106,7 @@ class CueMemory:
         cut = ~answered & (self.at == self.time_limit if self.time_limit is not None else False)
         ended = None
         if cut.any():
-            self.at[answered] = 0  # what is shown of these nobody reads
+            self.at[answered] = 0  # final observations are read only of truncated episodes
             self._look()
             ended = Ended(Seen(self.observation.features.clone()), self.privileged.clone())
         for i in np.flatnonzero(answered | cut):
@@ -140,7 +141,7 @@ class CueMemory:
 def trained(
     data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
 ) -> TamiyoModule:
-    """A policy that has met as many steps as there are in whole rollouts, and no more than `steps`."""
+    """Train a policy for as many whole rollouts as fit into `steps` environment steps."""
     torch.manual_seed(seed)
     module = TamiyoModule(policy, ppo)
     trainer = Trainer(
@@ -157,7 +158,7 @@ def trained(
 
 
 def controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
-    """The policy without exploration, at the start of episodes that it has not met."""
+    """Return the greedy policy as a controller, with the pool reset to episodes that are not used in training."""
     pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
     made = module.controller()
     made.reset(pool)
@@ -165,7 +166,7 @@ def controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedContr
 
 
 class Remembered(NamedTuple):
-    """How one seed did."""
+    """Result of one training run."""
 
     memory: str
     steps: int
@@ -174,7 +175,7 @@ class Remembered(NamedTuple):
 
 
 def remembered(memory: str, seed: int, rollouts: int = ROLLOUTS) -> Remembered:
-    """The share of 256 games that the greedy policy wins in the end."""
+    """Train a policy and return the share of correct answers of the greedy policy in 256 episodes."""
     data = VectorData(lambda: CueMemory(ENVS, HORIZON), seed=seed)
     module = trained(data, PolicyConfig(width=64, memory=memory), LEARNING, rollouts * ENVS * HORIZON, seed)
     pool = CueMemory(GAMES, 1)
@@ -185,7 +186,7 @@ def remembered(memory: str, seed: int, rollouts: int = ROLLOUTS) -> Remembered:
 
 
 def write(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A CSV; numbers with a fraction have five digits."""
+    """Write a CSV, with floats rounded to five digits."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="") as out:
         lines = csv.writer(out, lineterminator="\n")
@@ -194,7 +195,7 @@ def write(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) ->
 
 
 def quietly() -> None:
-    """One thread, and none of Lightning's remarks."""
+    """Set torch to one thread and silence Lightning's messages and all warnings."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

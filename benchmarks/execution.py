@@ -1,15 +1,15 @@
-"""How fast each executor trains N hosts, next to the plainest PyTorch program that trains the same hosts one by one.
+"""Measure how fast each executor trains N hosts, compared with a plain PyTorch loop over the same hosts.
 
     make bench-execution
     python -m benchmarks.execution --case digits --hosts 16 --repeats 5 --memory --csv FILE --markdown
 
-On a GPU if there is one, else on the CPU. The raw loop has no seeds, no slots, no validation and no controller: hosts
-one after the other, minibatch by minibatch, with torch's defaults; on the CPU once with one thread per operator and
-once with all cores. Every round measures it and each executor in turn, so that whatever else the machine does meets all
-of them. Figures are medians over rounds, with their extremes in brackets; ratios are to the faster raw loop of the same
-round. `train` compares training alone; `tick` is a whole tick of the application, with validation, counterfactuals,
-observation, masks and rewards. `other` is the share of a tick that is not arithmetic of hosts. `MiB` is what a pool and
-its training add at most: on the CPU with --memory, each executor in a process of its own.
+The benchmark runs on a GPU if there is one, else on the CPU. The raw loop has no seeds, slots, validation or
+controller: it trains hosts one after the other with torch's defaults, on the CPU once with one thread per operator and
+once with all cores. Every round measures the raw loop and each executor in turn, so that other load on the machine
+affects all of them. Figures are medians over rounds, with extremes in brackets; ratios are to the faster raw loop of
+the same round. `train` compares training alone; `tick` is a whole tick of the application, with validation,
+counterfactuals, observation, masks and rewards. `other` is the share of a tick in which hosts do not compute. `MiB` is
+the peak memory of a pool and its training; on the CPU it needs --memory, with each executor in its own process.
 """
 
 import argparse
@@ -38,15 +38,16 @@ from esper_lightning.envs.training import PRECISIONS
 ROOT = Path(__file__).parent.parent
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Device of all measurements."""
 
 HOSTS = {"cpu": (1, 4, 16, 64), "cuda": (16, 64, 256)}
-"""Numbers of hosts that are measured."""
+"""Measured numbers of hosts, by device type."""
 
 OTHER = ("policy", "update", "bookkeeping")
 """Phases of a tick in which hosts do not compute."""
 
 MATMUL = 8192
-"""Side of the matrices whose product shows what a GPU can do."""
+"""Side of the square matrices whose product measures the GPU's peak speed."""
 
 
 class Round(NamedTuple):
@@ -58,7 +59,7 @@ class Round(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Of one quantity over all rounds."""
+    """Median, minimum and maximum of one quantity over all rounds."""
 
     middle: float
     low: float
@@ -73,7 +74,7 @@ class Figure(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One executor on hosts of one kind."""
+    """Results of one executor on hosts of one kind."""
 
     case: str
     hosts: int
@@ -87,7 +88,7 @@ class Row(NamedTuple):
     peak_mib: float | None
 
     def cells(self) -> list[str]:
-        """For people."""
+        """Return the cells of the printed table."""
         return [
             *(self.case, str(self.hosts), self.seeds, self.executor),
             *(self.env_steps_per_s.show(1), f"{self.images_per_s.middle:,.0f}"),
@@ -96,7 +97,7 @@ class Row(NamedTuple):
         ]
 
     def flat(self) -> dict[str, object]:
-        """For programs: `train_ratio`, `train_ratio_low`, `train_ratio_high` …"""
+        """Return the columns of the CSV: `train_ratio`, `train_ratio_low`, `train_ratio_high` …"""
         result: dict[str, object] = {}
         for name, value in self._asdict().items():
             figures = zip(("", "_low", "_high"), value, strict=True) if isinstance(value, Figure) else [("", value)]
@@ -106,22 +107,22 @@ class Row(NamedTuple):
 
 COLUMNS = {"case": 6, "hosts": 5, "seeds": 9, "executor": 22, "env steps/s": 23, "images/s": 10, "train / raw": 20,
            "tick / raw": 20, "other": 6, "MiB": 6}  # fmt: skip
-"""Headings and widths."""
+"""Headings and widths of the printed table."""
 
 
 def line(cells: Sequence[str]) -> str:
-    """Of the table."""
+    """Return a line of the printed table."""
     return " ".join(cell.ljust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip()
 
 
 def finish() -> None:
-    """Waits for the GPU, if there is one."""
+    """Wait for the GPU, if there is one."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the duration of one call in seconds."""
     finish()
     begin = time.perf_counter()
     work()
@@ -130,7 +131,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step(pool: HostPool) -> Round:
-    """One tick in which every host is left alone."""
+    """Run one tick with the action WAIT on every host and return its times."""
     wait = to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
     pool.clock.take()
     tick = seconds(lambda: pool.step(wait))
@@ -143,7 +144,7 @@ def step(pool: HostPool) -> Round:
 
 
 def raw_seconds(raw: RawLoop) -> dict[int, float]:
-    """Of one pass over all hosts, by threads per operator."""
+    """Return the seconds of one pass over all hosts, by the number of threads per operator."""
     times = {}
     for threads in {1, usable_cores() if DEVICE.type == "cpu" else 1}:
         torch.set_num_threads(threads)
@@ -153,28 +154,28 @@ def raw_seconds(raw: RawLoop) -> dict[int, float]:
 
 
 def peak_of(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
-    """A pool, and the MiB of GPU memory that it and two ticks of it need."""
+    """Return a pool and the peak GPU memory of the pool in its second tick, in MiB."""
     before = torch.cuda.memory_allocated()
     pool = build()
-    step(pool)  # now optimizers have their state
+    step(pool)  # allocates the optimizers' state
     torch.cuda.reset_peak_memory_stats()
     step(pool)
     return pool, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def peak_alone(name: str, hosts: int, precision: str, seeds: Seeds, choice: Choice) -> float:
-    """MiB of memory that one executor needs, in a process that has no other."""
+    """Return the peak memory of one executor in MiB, measured in a separate process."""
     flags = ["--case", name, "--hosts", str(hosts), "--precision", precision, "--alone", seeds, str(choice)]
     command = [sys.executable, "-m", "benchmarks.execution", *flags]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout)
 
 
 def answer_alone(name: str, hosts: int, precision: str, seeds: Seeds, executor: str) -> None:
-    """The other end of it: prints what hosts and two ticks have added at most."""
+    """Print the peak memory of a pool and two ticks in MiB, in the process started by `peak_alone`."""
     case = CASES[name]
     data = case.task.load()
     (choice,) = (choice for choice in choices(case, DEVICE) if str(choice) == executor)
-    RawLoop(case, data, 1, precision)()  # what torch loads to train anything is not counted
+    RawLoop(case, data, 1, precision)()  # excludes memory that torch allocates at the first training
     before = resident()
     forget_peak()
     pool = make_pool(case, data, hosts, choice, seeds, precision)
@@ -184,7 +185,7 @@ def answer_alone(name: str, hosts: int, precision: str, seeds: Seeds, executor: 
 
 
 def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -> list[Row]:
-    """Every executor on one case, with hosts of every kind."""
+    """Measure every executor on one case, without seeds, with equal seeds and with different seeds."""
     case = CASES[name]
     data = case.task.load().spread([DEVICE])
     raw = RawLoop(case, data, hosts, precision)
@@ -231,13 +232,13 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
 
 
 def who(plain: Sequence[dict[int, float]]) -> str:
-    """Which number of threads per operator was the faster one, in how many rounds."""
+    """Return a text that says in how many rounds each number of threads per operator was the fastest."""
     wins = Counter(min(times, key=times.__getitem__) for times in plain)
     return "; ".join(f"{threads} thread(s) per operator in {n} of {len(plain)} rounds" for threads, n in wins.items())
 
 
 def share_of_device(raw: RawLoop, rows: Sequence[Row]) -> str:
-    """How much of a GPU the arithmetic of hosts without seeds comes to."""
+    """Return a text with the share of the GPU's peak speed that training of hosts without seeds reaches."""
     a, b = (torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * MATMUL**3 / min(seconds(lambda: a @ b) for _ in range(10))
     fastest = max(rows, key=lambda row: row.images_per_s.middle)

@@ -1,10 +1,10 @@
-"""What an observation gives away of a family's hidden facts: how often a linear classifier tells them.
+"""Measure how well a linear classifier predicts the hidden context variables of hosts from their observations.
 
     python -m benchmarks.given_away --config configs/digits_family.yaml
 
-Hosts are equally many of each member, drawn as those of training are, and nothing grows on them. The classifier is
-scikit-learn's logistic regression on all features that the policy is shown at one moment; the shares are of hosts that
-it was not fitted to (five folds). A fact that it tells before any training need not be found out.
+Hosts are drawn as in training, equally many of each context, and nothing grows on them. The classifier is logistic
+regression (scikit-learn) on all features of one observation; accuracies are on held-out hosts (five folds). A variable
+that is predicted before any training is given away by the observation.
 """
 
 import argparse
@@ -29,12 +29,14 @@ from esper_lightning.evaluation.race import draw_hosts
 from esper_lightning.tamiyo.baselines import WaitOnly
 
 FOLDS = 5
+"""Folds of the cross-validation."""
 
 EACH, TICKS = 30, 3
+"""Default number of hosts per context, and of observed ticks."""
 
 
 def watch(pool: HostPool, seeds: Sequence[int], ticks: int) -> list[np.ndarray]:
-    """What is shown of these hosts before training and after each of so many host epochs, [N, F] each."""
+    """Return the observations of these hosts, [N, F] each, before training and after each of `ticks` host epochs."""
     controller, shown = WaitOnly(), []
     pool.reset(seeds)
     controller.reset(pool)
@@ -46,14 +48,14 @@ def watch(pool: HostPool, seeds: Sequence[int], ticks: int) -> list[np.ndarray]:
 
 
 def told(features: np.ndarray, labels: Sequence[str]) -> float:
-    """The share of hosts whose label a linear classifier of the others' features tells."""
+    """Return the cross-validated accuracy of a linear classifier of labels [N] from features [N, F]."""
     classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
     return float(cross_val_score(classifier, features, np.array(labels), cv=folds).mean())
 
 
 def table(pool: HostPool, each: int, ticks: int) -> Table:
-    """A row for each fact that differs between members, in Markdown."""
+    """Return a Markdown table with a row for each variable that differs between contexts."""
     family = pool.bench.family
     seeds = draw_hosts(pool, each, Random("given away")).ravel().tolist()
     shown = watch(pool, seeds, ticks)
@@ -68,11 +70,11 @@ def table(pool: HostPool, each: int, ticks: int) -> Table:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--each", type=int, default=EACH, help=f"hosts of each member, {FOLDS} or more")
-    parser.add_argument("--ticks", type=int, default=TICKS, help="host epochs that are watched")
+    parser.add_argument("--ticks", type=int, default=TICKS, help="number of observed host epochs")
     given = parser.parse_args(args)
     if given.each < FOLDS:
         parser.error(f"--each {given.each} is too few for {FOLDS} folds; {FOLDS} or more")

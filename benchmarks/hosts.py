@@ -1,4 +1,4 @@
-"""What executors are compared on: hosts, their data, and the plainest PyTorch program that trains them."""
+"""Hosts and data for comparisons of executors, and a plain PyTorch loop that trains the same hosts."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
@@ -17,19 +17,19 @@ from esper_lightning.hosts import CNN, GPT
 from esper_lightning.tasks import Digits, Split, Task, TaskData
 
 BATCHES, BATCH = 8, 32
-"""Minibatches in a tick, and samples in each."""
+"""Number of minibatches in a tick, and of samples in each."""
 
 Seeds = Literal["none", "equal", "different"]
-"""No seeds; the same on every host; on every host others. Those that are there are blended in and never judged."""
+"""Seeds on the hosts: none, the same on every host, or different ones. All are blended and never judged by gates."""
 
 SEEDS: tuple[Seeds, ...] = get_args(Seeds)
 
 
 class Noise(Task):
-    """Random inputs and targets: speed does not depend on what is learned.
+    """Task with random inputs and targets, since speed does not depend on the data.
 
     Args:
-        shape: Of one input; one axis: tokens below `classes`.
+        shape: Shape of one input; with one axis inputs are tokens below `classes`.
         classes: Number of outputs.
     """
 
@@ -50,30 +50,30 @@ class Noise(Task):
 
 
 class Case(NamedTuple):
-    """A kind of host on a kind of data."""
+    """Task and host of one measured case."""
 
     task: Task
     host: HostFactory
-    onednn: bool | None  # None: executors are measured with and without
+    onednn: bool | None  # None: executors are measured with and without oneDNN
 
 
 def tiny(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """The host of configs/digits.yaml."""
+    """Return the host of configs/digits.yaml."""
     return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
 
 
 def small(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """6,418 parameters."""
+    """Return a CNN with 6,418 parameters."""
     return CNN(input_shape, outputs, slots=slots)
 
 
 def wide(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """94,762 parameters."""
+    """Return a CNN with 94,762 parameters."""
     return CNN(input_shape, outputs, base=32, slots=slots)
 
 
 def gpt(input_shape: Sequence[int], outputs: int, slots: list[str] | None = None) -> nn.Module:
-    """Four blocks of width 64."""
+    """Return a transformer with four blocks of width 64."""
     return GPT(input_shape, outputs, width=64, blocks=4, heads=4, context=64, slots=slots)
 
 
@@ -87,14 +87,14 @@ CASES: dict[str, Case] = {
 
 
 def training(case: Case, precision: str) -> HostTraining:
-    """How hosts of executors learn."""
+    """Return the training settings of the hosts of a case."""
     return HostTraining(
         lr=0.001, batch_size=BATCH, batches=BATCHES, max_grad_norm=None, precision=precision, onednn=case.onednn
     )
 
 
 class RawLoop:
-    """N hosts without slots, trained one after the other: no seeds, no validation, torch's own defaults."""
+    """Plain training of N hosts one after the other: no slots, no seeds, no validation, torch's defaults."""
 
     def __init__(self, case: Case, data: TaskData, hosts: int, precision: str = "fp32") -> None:
         self.case, self.train = case, data.train
@@ -123,21 +123,21 @@ class RawLoop:
             return self.case.task.measure(host(self.train.inputs[batch]), self.train.targets[batch]).loss.mean()
 
     def flops(self) -> float:
-        """Operations for learning from one sample, forward and backward."""
+        """Return the FLOPs of one sample's forward and backward pass."""
         with FlopCounterMode(display=False) as counter:
             self._loss(self.hosts[0], torch.arange(BATCH, device=self.device)).backward()
         return counter.get_total_flops() / BATCH
 
 
 def choices(case: Case, device: torch.device) -> list[Choice]:
-    """The executors that run on `device`; on digits with and without oneDNN."""
+    """Return the executors that run on `device`; for digits with and without oneDNN."""
     return candidates(device, training(case, "fp32"))
 
 
 def make_pool(
     case: Case, data: TaskData, hosts: int, choice: Choice, seeds: Seeds, precision: str = "fp32"
 ) -> HostPool:
-    """A pool for one executor, its hosts with seeds. Raises ValueError if it refuses them."""
+    """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
     settings = training(case._replace(onednn=choice.onednn), precision)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)

@@ -1,10 +1,10 @@
-"""Draws the learning curves of finished runs, and prints how fast they were and where their time went.
+"""Draw the learning curves of finished runs, and print their speed and the share of time of each phase.
 
     python benchmarks/learning_curves.py runs/digits/version_* --out docs/learning_curves.png
 
-One line per run: the objective that the exploring policy reached on each rollout's hosts, over environment steps, on
-validation images. Where a run was evaluated, its greedy policy (dots) and the rules it was compared with (dashed) are
-drawn too, on test images.
+Each run is one line: the objective of the exploring policy on validation images of each rollout's hosts, over
+environment steps. For evaluated runs the figure also shows the greedy policy (dots) and the baselines (dashed), on test
+images.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def values(events: EventAccumulator, tag: str) -> list[float]:
 
 
 def name(run: Path) -> str:
-    """`seed 0`, by the config in the run's folder."""
+    """Return a label like `seed 0` with the RNG seed in the config of a run folder."""
     return f"seed {yaml.safe_load((run / 'config.yaml').read_text())['seed_everything']}"
 
 
@@ -43,9 +43,9 @@ def median(values: list[float]) -> float:
 
 
 def report(run: Path, events: EventAccumulator) -> None:
-    """One line: speed and shares of time."""
+    """Print one line with the speed of a run and the share of time of each phase."""
     speeds = values(events, SPEED)
-    measured = set(events.Tags()["scalars"])  # of an older run: not all phases of today
+    measured = set(events.Tags()["scalars"])  # an older run may lack some phases
     tags = {phase: f"time/share.{phase}" for phase in (*PHASES, "other")}
     shares = ", ".join(
         f"{phase} {100 * median(values(events, tag)):.1f} %" for phase, tag in tags.items() if tag in measured
@@ -54,6 +54,7 @@ def report(run: Path, events: EventAccumulator) -> None:
 
 
 def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
+    """Draw the learning curves of all runs into one figure."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rules: dict[str, list[float]] = {}
     for number, (run, events) in enumerate(runs.items()):

@@ -1,10 +1,10 @@
-"""Does a long run need more and more memory? Hosts that grow and are culled at random, rollout after rollout.
+"""Check that memory does not grow in a long run, with hosts whose seeds are grown and culled at random.
 
     make bench-memory
     python -m benchmarks.memory --executor threads --rollouts 200 --hosts 4
 
-Prints the resident memory of the process (and on CUDA what tensors hold) after every tenth rollout, and its growth
-since the tenth: by then allocators and caches have what they need, and a run that lasts may add 1 % at most.
+The benchmark prints the resident memory of the process (on CUDA also that of tensors) after every tenth rollout, and
+its growth since the tenth. By then allocators and caches are filled, so further growth must stay below 1 %.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.memory import resident
 
 EVERY = 10
-"""Rollouts between two looks."""
+"""Rollouts between two measurements."""
 
 BAR = 0.01
-"""Growth that is allowed."""
+"""Largest accepted relative growth."""
 
 
 def forget_peak() -> None:
-    """From now on `resident(peak=True)` starts anew."""
+    """Reset the peak that `resident(peak=True)` returns."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
-    """Hosts as in configs/digits.yaml, whose seeds may go through all stages within an episode."""
+    """Return hosts of configs/digits.yaml whose seeds can pass through all stages within an episode."""
     config = EnvConfig(
         executor=executor,
         training=HostTraining(batches=8, max_grad_norm=None, onednn=False),
@@ -45,13 +45,13 @@ def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
 
 
 def held(device: torch.device) -> dict[str, float]:
-    """MiB by whose they are."""
+    """Return the memory in MiB of the process and, on CUDA, of tensors."""
     gpu = {"tensors on the GPU": torch.cuda.memory_allocated() / 2**20} if device.type == "cuda" else {}
     return {"process": resident()} | gpu
 
 
 def play(pool: HostPool, controller: RandomValid, rollout: int) -> None:
-    """One episode of every host, on weights that depend on the rollout."""
+    """Play one episode of every host, with RNG seeds that depend on the rollout."""
     pool.reset(range(rollout * pool.n_envs, (rollout + 1) * pool.n_envs))
     for _ in range(pool.config.horizon):
         pool.step(controller.act(pool))
@@ -59,7 +59,7 @@ def play(pool: HostPool, controller: RandomValid, rollout: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--executor", default="threads", help="who trains the hosts")
+    parser.add_argument("--executor", default="threads", help="executor that trains the hosts")
     parser.add_argument("--rollouts", type=int, default=200, help="episodes of all hosts")
     parser.add_argument("--hosts", type=int, default=4, help="number N of hosts")
     args = parser.parse_args()

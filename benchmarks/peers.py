@@ -1,12 +1,14 @@
-"""PPO on work that is not ours, beside sb3-contrib's RecurrentPPO. Needs its libraries, which the project does not:
+"""Compare this project's PPO with sb3-contrib's RecurrentPPO on a standard task.
+
+The benchmark needs libraries that the project does not need otherwise:
 
     pip install gymnasium stable-baselines3 sb3-contrib
     python -m benchmarks.peers [--seeds 0 1 2 3 4] [--rounds 3] [--csv benchmarks/results/peers.csv]
 
-CartPole without velocities, 8 environments: the mean return of 100 episodes of the greedy policy (as sb3's
-`evaluate_policy` counts) after runs of 50,000 and of 100,000 steps, and of the last 100 episodes of training, which
-explored. Steps per second of both, acting and learning, in turns in this process; RecurrentPPO with the settings of its
-own test of this task. `benchmarks/cue.py` asks for more memory.
+The task is CartPole without velocities, with 8 environments. Results are the mean return of 100 episodes of the greedy
+policy (as in sb3's `evaluate_policy`) after runs of 50,000 and 100,000 steps, and the mean return of the last 100
+training episodes, with exploration. Steps per second include acting and learning; both programs alternate in this
+process, and RecurrentPPO has the settings of its own test of this task. `benchmarks/cue.py` needs more memory.
 """
 
 import argparse
@@ -38,19 +40,22 @@ except ImportError:
     sys.exit("this benchmark needs: pip install gymnasium stable-baselines3 sb3-contrib")
 
 ENVS, HORIZON, LIMIT = 8, 256, 500
-THEIR_HORIZON = 128  # their own test's: twice as many updates, each of half as many minibatches
+THEIR_HORIZON = 128  # that of RecurrentPPO's own test: twice as many updates, each of half as many minibatches
 CHECKED = (50_000, 100_000)
+"""Lengths of training runs in environment steps."""
 GAMES = 100
+"""Number of evaluation episodes."""
 SPEED_STEPS = 10_240
+"""Environment steps of a run that measures speed."""
 TWO_LSTMS, ONE_LSTM = "RecurrentPPO", "RecurrentPPO, one LSTM"
 EVERY = 4
-"""Rollouts between two looks at how good the policy is."""
+"""Rollouts between two evaluations for the choice of the best policy."""
 SELECTION = 1000
-"""Added to a seed: games that only choose among the policies of a run."""
+"""Offset of the RNG seeds of episodes that only serve to choose the best policy of a run."""
 
-# Chosen on seeds 100 to 108. A pole that stands is soon learned, and as easily forgotten: with lambda 0.9, no KL target
+# Chosen on RNG seeds 100 to 108. Balancing is learned quickly and forgotten as easily: with lambda 0.9, no KL target
 # and a low weight of the critic's loss the cart drifts off the track in some runs, after hundreds of steps. Rollouts of
-# 128 steps are often without a single start once episodes last 500, and how to start is unlearned.
+# 128 steps often contain no episode start once episodes last 500 steps, and the policy forgets how to start.
 CARTPOLE = PPOConfig(
     lr=Anneal(start=1.5e-3, end=0.0),
     epochs=10,
@@ -66,7 +71,7 @@ CARTPOLE = PPOConfig(
 
 
 class BlindCartPole(CartPoleEnv):
-    """CartPole that shows where cart and pole are, and not how they move."""
+    """CartPole whose observation contains positions but not velocities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +92,7 @@ def cartpoles(n_envs: int = ENVS, horizon: int = HORIZON) -> GymVector:
 
 
 def greedy_return(module: TamiyoModule, seed: int) -> float:
-    """Mean over one episode in each of 100 environments."""
+    """Return the mean return of the greedy policy over one episode in each of 100 environments."""
     pool = cartpoles(GAMES, 1)
     decide = controller(module, pool, seed)
     returns, going = torch.zeros(GAMES), torch.ones(GAMES, dtype=torch.bool)
@@ -99,15 +104,18 @@ def greedy_return(module: TamiyoModule, seed: int) -> float:
 
 
 class BestSoFar(Callback):
-    """Ends a run with the policy that did best, as sb3's EvalCallback keeps it: greedy, in games that it neither learns
-    from nor is judged by in the end. Of equals it is the last."""
+    """Callback that ends a run with the best policy, like sb3's EvalCallback; among equals the latest.
+
+    Policies are compared by their greedy return in episodes that are used neither for training nor for the final
+    evaluation.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.best = float("-inf")
         self.weights: dict[str, Tensor] = {}
         self.steps = 0
-        self.last = float("nan")  # of the policy at the end, in the games that judge
+        self.last = float("nan")  # return of the last policy in the final evaluation
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         left = trainer.max_epochs - 1 - trainer.current_epoch
@@ -124,24 +132,24 @@ class BestSoFar(Callback):
 
 
 class Row(NamedTuple):
-    """A run. Of a run that only shows how fast it is there are no returns."""
+    """Results of one run; a run that only measures speed has no returns."""
 
     program: str
     steps: int
     seed: int
     steps_per_second: float | None = None
     mean_return: float | None = None
-    """Of the policy that BestSoFar has kept."""
+    """Mean return of the best policy of the run, as chosen by the callback."""
     kept_after: int | None = None
-    """Steps that it had met."""
+    """Environment steps after which this policy was reached."""
     last_return: float | None = None
-    """Of the policy at the end of the run."""
+    """Mean return of the policy at the end of the run."""
     exploring: float | None = None
-    """Mean of the last 100 episodes of training."""
+    """Mean return of the last 100 training episodes."""
 
 
 def learn(seed: int, steps: int) -> Row:
-    """One run that is planned for `steps` steps: its learning rate falls to 0 meanwhile."""
+    """Train for `steps` steps, with a learning rate that falls to 0, and return the results."""
     best = BestSoFar(seed)
     module = trained(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), CARTPOLE, steps, seed, best)
     return Row(
@@ -156,7 +164,7 @@ def learn(seed: int, steps: int) -> Row:
 
 
 def our_speed(steps: int, seed: int) -> Row:
-    """Without a KL target: every update goes over its rollout ten times, as theirs does."""
+    """Measure our speed without a KL target, so that every update takes ten epochs as RecurrentPPO's does."""
     begin = time.perf_counter()
     full = replace(CARTPOLE, target_kl=None)
     module = trained(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), full, steps, seed)
@@ -165,8 +173,10 @@ def our_speed(steps: int, seed: int) -> Row:
 
 
 def their_speed(steps: int, seed: int, one_lstm: bool) -> Row:
-    """RecurrentPPO as sb3-contrib's own test sets it for this task; with `one_lstm` policy and critic share theirs, as
-    ours do, where that test gives the critic another one."""
+    """Measure the speed of RecurrentPPO with the settings of sb3-contrib's own test of this task.
+
+    With `one_lstm` policy and critic share an LSTM, as ours do; in that test the critic has its own.
+    """
     from gymnasium.wrappers import TimeLimit
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.env_util import make_vec_env
@@ -204,7 +214,7 @@ def spread(values: list[float]) -> str:
 
 
 def compare_speed(rounds: int) -> list[Row]:
-    """In turns. Both go over every rollout ten times, in minibatches of 256 steps, and with one thread."""
+    """Measure both programs in turns, each with ten epochs per update, minibatches of 256 steps, and one thread."""
     found: dict[str, list[Row]] = {}
     for seed in range(rounds):
         turn = [our_speed(SPEED_STEPS, seed), *(their_speed(SPEED_STEPS, seed, one) for one in (False, True))]

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the reference pages: settings, the plots of TensorBoard, and the rules for anomalies.
+"""Write the generated parts of the reference pages: settings, TensorBoard plots, and anomaly rules.
 
 python -m benchmarks.reference          # writes docs/reference/{cli,telemetry,anomalies}.md
 python -m benchmarks.reference --check  # names the pages that are not up to date, and exits with 1
@@ -28,26 +28,27 @@ from esper_lightning.telemetry.tags import guide
 PAGES = Path(__file__).parent.parent / "docs" / "reference"
 
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
-"""The part of a page that this program writes."""
+"""Pattern of the generated parts of a page."""
 
 OUTSIDE = ("trainer", "best", "latest", "optimizer", "lr_scheduler")
-"""Groups of settings that are Lightning's own; its documentation explains them."""
+"""Groups of settings of Lightning itself, which its documentation explains."""
 
 SKIPPED = ("help", "config", "print_config", "print_shtab")
+"""Options that are left out."""
 
 TOP = "command line"
-"""Title of the settings that are in no group."""
+"""Title of the section for settings without a group."""
 
 Setting = tuple[str, str, str]
-"""Name, default and meaning."""
+"""Name, default and meaning of a setting."""
 
 
 class ParserFound(Exception):
-    """Carries the parser of the command line out of its constructor."""
+    """Exception that carries the parser out of the constructor of the command line."""
 
 
 class ParserOnly(cli.EsperCLI):
-    """The command line, up to the moment in which it parses its arguments."""
+    """Command line that stops before it parses its arguments."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         raise ParserFound(parser)
@@ -55,7 +56,7 @@ class ParserOnly(cli.EsperCLI):
 
 @cache
 def parsers() -> dict[str, LightningArgumentParser]:
-    """The parser of each command."""
+    """Return the parser of each command, by name."""
     with patch.object(cli, "EsperCLI", ParserOnly):
         try:
             cli.run(["fit"])
@@ -66,7 +67,7 @@ def parsers() -> dict[str, LightningArgumentParser]:
 
 
 def settings(command: str) -> Iterator[Setting]:
-    """Every setting of a command that is not Lightning's own."""
+    """Yield every setting of a command, except those of Lightning itself."""
     parser = parsers()[command]
     defaults = parser.get_defaults()
     for action in parser._actions:
@@ -75,11 +76,11 @@ def settings(command: str) -> Iterator[Setting]:
         if known and action.option_strings and name.split(".")[0] not in (*OUTSIDE, *SKIPPED):
             yield name, shown(defaults[name]), " ".join((action.help or "").split())
             for kind in filter(dataclasses.is_dataclass, get_args(getattr(action, "_typehint", None))):
-                yield from fields_of(kind, name)  # a group that is left out by default
+                yield from fields_of(kind, name)  # the fields of a group whose default is null
 
 
 def fields_of(config: type, prefix: str) -> Iterator[Setting]:
-    """Settings of a dataclass: the docstring under a field is its meaning."""
+    """Yield the settings of a dataclass; the docstring under a field is its meaning."""
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
     docs = {a.target.id: inspect.cleandoc(b.value.value) for a, b in pairwise(body) if isinstance(a, ast.AnnAssign)}
     for field in dataclasses.fields(config):
@@ -87,7 +88,7 @@ def fields_of(config: type, prefix: str) -> Iterator[Setting]:
 
 
 def shown(value: Any) -> str:
-    """A default as a user writes it."""
+    """Return a default in YAML notation."""
     if value is dataclasses.MISSING:
         return "required"
     if value is None or isinstance(value, bool):
@@ -96,19 +97,19 @@ def shown(value: Any) -> str:
 
 
 def table(rows: list[Setting]) -> str:
-    """Settings as Markdown."""
+    """Return settings as a Markdown table."""
     cells = [(f"`{name}`", default, escaped(meaning)) for name, default, meaning in rows]
     lines = ["| setting | default | meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
     return "\n".join(lines)
 
 
 def escaped(text: str) -> str:
-    """Text for a cell of a table."""
+    """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def all_settings() -> str:
-    """Every setting of `fit`, then those that other commands add, in a section for each group."""
+    """Return tables of all settings of `fit`, one section per group, then those that other commands add."""
     fit = list(settings("fit"))
     groups: dict[str, list[Setting]] = {}
     for name, default, meaning in fit:
@@ -124,7 +125,7 @@ def all_settings() -> str:
 
 
 def rule_row(rule: Rule, config: AnomalyConfig) -> str:
-    """A rule for an anomaly as a row of the table."""
+    """Return an anomaly rule as a row of the table."""
     bounds = config.bounds(rule)
     sign = "> " if rule.side == "above" else "< "
     limits = ["–" if limit is None else f"{sign}{limit:g}" for limit in (bounds.warning, bounds.critical)]
@@ -135,17 +136,18 @@ def rule_row(rule: Rule, config: AnomalyConfig) -> str:
 
 
 def all_rules() -> str:
-    """The table of rules for anomalies."""
+    """Return the table of anomaly rules."""
     head = "| anomaly | metric | warning | critical | updates | likely cause | look at |\n|---|---|---|---|---|---|---|"
     config = AnomalyConfig()
     return "\n".join([head, *(rule_row(rule, config) for rule in RULES)])
 
 
 MAKERS = {"settings": all_settings, "plots": guide, "rules": all_rules}
+"""Function that generates each kind of part."""
 
 
 def updated(text: str) -> str:
-    """A page with its generated parts as they are now."""
+    """Return the text of a page with its generated parts replaced by new ones."""
     return GENERATED.sub(lambda part: part[1] + MAKERS[part[2]]() + part[3], text)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of TensorBoard's tabs, taken by a headless Chromium from finished runs.
+"""Take screenshots of TensorBoard's tabs with finished runs, by a headless Chromium.
 
     python -m benchmarks.screenshots --logdir runs/digits --out runs/pictures
 
@@ -26,28 +26,30 @@ TABS = {
     "images": "#images",
     "hparams": "#hparams",
 }
-"""File name, and where its page is."""
+"""URL suffix of each tab, by file name."""
 
 WINDOW = (1500, 1250)
-"""Pixels."""
+"""Width and height of the window in pixels."""
 
 PATIENCE = 60.0
-"""Seconds that TensorBoard may take to answer."""
+"""Timeout for an answer of TensorBoard, in seconds."""
 
 OBJECTIVE = "rollout/objective"
+"""Tag whose points show how much TensorBoard has read."""
 
 PAUSE = 5.0
-"""Seconds between two looks at what TensorBoard has read."""
+"""Seconds between two counts of the points that TensorBoard has read."""
 
 SETTLED = 20_000
-"""Milliseconds in which plots are drawn."""
+"""Milliseconds for drawing the plots of a page."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+"""Names of the browser's executable."""
 
 
 @contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
-    """Its address, while it runs."""
+    """Run TensorBoard in this context and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +66,7 @@ def tensorboard(logdir: Path) -> Iterator[str]:
 
 
 def wait_for(address: str) -> None:
-    """Until somebody answers. Raises TimeoutError if nobody does."""
+    """Wait until the server at `address` answers. Raises TimeoutError after `PATIENCE` seconds."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         try:
@@ -76,7 +78,7 @@ def wait_for(address: str) -> None:
 
 
 def wait_until_read(address: str) -> None:
-    """Until it finds no more points: TensorBoard shows what it has read so far."""
+    """Wait until TensorBoard finds no more points, because it shows only points that it has read."""
     before = [-1]
     while (now := points(address)) != before:
         before = now
@@ -84,7 +86,7 @@ def wait_until_read(address: str) -> None:
 
 
 def points(address: str) -> list[int]:
-    """Of the objective, in each run."""
+    """Return the number of points of the objective in each run."""
     with urlopen(f"{address}data/plugin/scalars/tags", timeout=PATIENCE) as answer:
         runs = [run for run, tags in json.loads(answer.read()).items() if OBJECTIVE in tags]
     found = []
@@ -95,7 +97,7 @@ def points(address: str) -> list[int]:
 
 
 def take(browser: Any, address: str, path: Path) -> None:
-    """A picture of a page that has been drawn."""
+    """Save a screenshot of a page after its plots are drawn."""
     page = browser.new_page(viewport={"width": WINDOW[0], "height": WINDOW[1]})
     page.goto(address)
     page.wait_for_timeout(SETTLED)
@@ -104,7 +106,7 @@ def take(browser: Any, address: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Takes a picture of every tab."""
+    """Take a screenshot of every tab."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--logdir", type=Path, required=True, help="runs to show")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")

@@ -1,15 +1,15 @@
-"""The tables of the README and of docs/results, from committed results of `evaluate`.
+"""Make the tables of the README and of docs/results from committed results of `evaluate`.
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
     python -m benchmarks.tables gap benchmarks/results/NAME.csv
     python -m benchmarks.tables by benchmarks/results/NAME.csv FACT [FACT ...] --cells tamiyo 'best fixed:accuracy'
 
-The first keeps what the tables need; the second prints one in Markdown: objective on test images, and Tamiyo's lead
-over every row, paired by host, for each training seed and for all together. The third prints how much of the gap in
-accuracy each one closed between the host that never grows and the network that Tamiyo came to, built in from the start.
-The fourth prints means over training seeds and hosts for each kind of host in a family, of the objective or of the
-column that is named after a colon.
+`keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test images, and the
+lead of the policy over every row, paired by host, for each training run and for all together. `gap` prints the share of
+the gap in accuracy that each controller closes between the host that never grows and the policy's final networks,
+trained from the start. `by` prints means over training runs and hosts for each kind of host in a family, of the
+objective or of the column named after a colon.
 """
 
 import argparse
@@ -24,19 +24,22 @@ from esper_lightning.evaluation.intervals import Interval, mean_interval, ratio_
 
 KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
 
+"""Columns that are kept."""
+
 TAMIYO, SMALL, BIG = "tamiyo", "small static", "static tamiyo"
+"""Names of the entries for the policy, the host that never grows, and the policy's final networks from the start."""
 
 ByTrainingSeed = dict[str, np.ndarray]
-"""A column [H]; the seed of what was not trained is empty."""
+"""A column [H] for each RNG seed of training; the key is empty for controllers without training."""
 
 
 def members_of(results: Path) -> Path:
-    """The file beside kept results that says what each host was, if hosts differ."""
+    """Return the path of the file with the context of each host, beside kept results of a family."""
     return results.with_stem(f"{results.stem}_members")
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copies the columns that the tables need, rounded to what an image of 700 can tell."""
+    """Copy the columns that the tables need, rounded to six digits."""
     with source.open(newline="") as file:
         rows = list(csv.DictReader(file))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ def keep(source: Path, target: Path) -> None:
 
 
 def read(path: Path, column: str = "objective") -> dict[str, ByTrainingSeed]:
-    """The results of each controller."""
+    """Return one column of the results of each controller, by RNG seed of training."""
     found: dict[str, dict[str, list[float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -62,12 +65,12 @@ def read(path: Path, column: str = "objective") -> dict[str, ByTrainingSeed]:
 
 
 def number(value: float) -> str:
-    """`.573`, `−.021`"""
+    """Format a number like `.573` or `−.021`."""
     return f"{value:.3f}".replace("-", "−").replace("0.", ".", 1)
 
 
 def shown(interval: Interval, signed: bool = False) -> str:
-    """`.573 ± .017`, or with its sign and both ends."""
+    """Format an interval like `.573 ± .017`, or signed like `+.021 [.010, .032]`."""
     if not signed:
         return f"{number(interval.mean)} ± {number((interval.high - interval.low) / 2)}"
     sign = "+" if interval.mean >= 0 else ""
@@ -75,7 +78,7 @@ def shown(interval: Interval, signed: bool = False) -> str:
 
 
 def markdown(results: dict[str, ByTrainingSeed]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table of objectives and leads."""
     ours = results[TAMIYO]
     seeds = list(ours)
     together = ["all"] if len(seeds) > 1 else []
@@ -91,7 +94,7 @@ def markdown(results: dict[str, ByTrainingSeed]) -> list[str]:
 
 
 def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
-    """The lines of the table of gaps closed: (grown − small) / (big − small)."""
+    """Return the lines of the table of gaps closed: (grown − small) / (big − small)."""
     tables = {name: np.array(list(of.values())) for name, of in accuracy.items()}
     shape = tables[BIG].shape
     small, big = np.broadcast_to(tables[SMALL], shape), tables[BIG]
@@ -104,14 +107,14 @@ def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
 
 
 def facts(member: str) -> dict[str, str]:
-    """`a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}"""
+    """Parse the variables of a context: `a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}."""
     return dict(fact.split(" ", 1) for fact in re.split(r", (?=[a-z_.]+ )", member))
 
 
 def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]:
-    """The lines of a table with a row for each kind of host: means over training seeds and hosts.
+    """Return the lines of a table with a row for each kind of host: means over training runs and hosts.
 
-    Raises ValueError for a fact in which hosts do not differ, and for a controller that did not take part.
+    Raises ValueError for a variable in which hosts do not differ, and for a controller without results.
     """
     with members_of(path).open(newline="") as file:
         hosts = [facts(row["member"]) for row in csv.DictReader(file)]
@@ -135,7 +138,7 @@ def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Keeps results, or shows them."""
+    """Run one of the four commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     keeping = verbs.add_parser("keep", help="copy what the tables need")

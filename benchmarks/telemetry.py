@@ -1,11 +1,11 @@
-"""What telemetry costs: one run whose level changes from rollout to rollout, with the time of each.
+"""Measure the cost of telemetry in one run whose telemetry level changes from rollout to rollout.
 
     python -m benchmarks.telemetry --rounds 10
 
-Hosts are base-8 CNNs (6,418 parameters) on 32×32 inputs with eight minibatches of 32 a tick: a short tick, in which
-telemetry weighs more than in those of a real data set. A round is a rollout at each level. The cost is what a rollout
-takes longer than at `off`; the time in telemetry's own hooks is measured beside it, for on a busy machine the
-difference of two rollouts is mostly noise.
+Hosts are base-8 CNNs (6,418 parameters) on 32×32 inputs with eight minibatches of 32 per tick. This tick is short, so
+telemetry takes a larger share of it than with a real data set. A round is one rollout at each level. The cost is the
+additional time of a rollout over one at `off`. The time in telemetry's own hooks is reported as well, because on a busy
+machine the difference of two rollouts is mostly noise.
 """
 
 import argparse
@@ -32,20 +32,25 @@ from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.telemetry.detail import Level
 
 LEVELS: tuple[Level, ...] = ("off", "normal", "debug")
-"""In turns. Three of them, so that figures, drawn every tenth rollout, fall on each alike."""
+"""Telemetry levels in the order of rollouts. With three levels, figures (every tenth rollout) fall on each equally."""
 
 FIRST = 1
-"""Rounds that are left out: whatever is used for the first time takes longer."""
+"""Number of initial rounds that are left out, because first calls take longer."""
 
 BARS = {"normal": 0.03, "debug": 0.15}
-"""Most that they may cost, of the time without telemetry."""
+"""Largest accepted cost of each level, as a share of the time without telemetry."""
 
 
 class Turns(Telemetry):
-    """Telemetry at another level in each rollout."""
+    """Telemetry that changes its level after every rollout and measures the time.
+
+    Attributes:
+        seconds: Durations of rollouts, by level.
+        own: Seconds in telemetry's own hook per rollout, by level.
+    """
 
     def __init__(self) -> None:
-        # A run of so few rollouts has its anomalies, and none may change the level.
+        # A short run has anomalies; with raised_ticks=0 they do not change the level.
         super().__init__(raised_ticks=0)
         self.seconds: dict[Level, list[float]] = {level: [] for level in LEVELS}
         self.own: dict[Level, list[float]] = {level: [] for level in LEVELS}
@@ -65,7 +70,7 @@ class Turns(Telemetry):
 
 
 def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Turns:
-    """A run that has gone through all levels, round after round."""
+    """Run all rounds and return the telemetry callback with the measured times."""
     case = CASES["32x8"]
     env = EnvConfig(
         executor=executor,
@@ -89,10 +94,10 @@ def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Turns:
 
 
 def main() -> None:
-    """Prints what each level costs."""
+    """Print the cost of each level."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=8, help="number N of hosts")
-    parser.add_argument("--executor", default="threads", help="who trains them")
+    parser.add_argument("--executor", default="threads", help="executor that trains the hosts")
     parser.add_argument("--rounds", type=int, default=10, help="rollouts of each level that count")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -107,7 +112,7 @@ def main() -> None:
         own = np.mean(run.own[level][FIRST:]) / off.mean()
         cost, bar = taken.mean() / off.mean() - 1.0, f"{BARS[level]:.0%}" if level in BARS else ""
         table.add_row(level, f"{taken.mean():.2f}", f"{cost:+.1%}", f"{low:+.1%} … {high:+.1%}", f"{own:.1%}", bar)
-    wide_console().print(table)  # a wrapped row is no row of Markdown
+    wide_console().print(table)  # Markdown rows must not be wrapped
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The settings with which hand-written rules do best on a config's training hosts, so that they are fair rivals.
+"""Tune the settings of hand-written controllers on a config's training hosts, so that they are fair baselines.
 
     python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
     esper-lightning evaluate --config configs/digits.yaml --config benchmarks/settings/digits.yaml --ckpt_path …
 
-All settings of a rule are played on the same hosts, equally many of each member of a family (so rather more than asked
-for), and judged by validation images; the best few again on twice as many others. No host or image of an evaluation has
-a part in it.
+All settings of a controller are played on the same hosts, with equal numbers of each context of a family (the number of
+hosts is rounded up), and compared by the objective on validation images. The best few are compared again on twice as
+many other hosts. No host or image of an evaluation is used.
 """
 
 import argparse
@@ -29,15 +29,18 @@ from esper_lightning.tamiyo.controller import Controller
 from esper_lightning.tamiyo.periodic import Periodic, PeriodicConfig
 
 HOSTS = 96
+"""Number of hosts on which every setting is played."""
 FINALISTS = 6
+"""Number of settings that are played again."""
 ROUNDS = 2
-"""Of HOSTS hosts, for the finalists."""
+"""Rounds of HOSTS hosts for the finalists."""
 
 Rule = PeriodicConfig | ClimbingConfig
+"""Settings of a hand-written controller."""
 
 
 def open_data(config: Path) -> HostPoolData:
-    """The hosts of a config, on the CPU."""
+    """Return the data module of a config, built on the CPU."""
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(HostPoolData, "data")
     settings = yaml.safe_load(config.read_text())["data"]
@@ -47,7 +50,7 @@ def open_data(config: Path) -> HostPoolData:
 
 
 def settings_of(pool: HostPool) -> dict[str, list[Rule]]:
-    """All that are tried: every blueprint alone or all of them in turn, often or seldom, patiently or not."""
+    """Return all candidate settings by controller: blueprints alone or in turn, with several rates and patiences."""
     alone = [[name] for name in pool.space.blueprint]
     clocks = [
         PeriodicConfig(every=every, blueprints=blueprints)
@@ -67,19 +70,19 @@ def controller_of(rule: Rule) -> Controller:
 
 
 def worth(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
-    """Mean objective on validation images over the hosts of so many rounds."""
+    """Return the mean objective on validation images over the hosts of all rounds."""
     return float(np.mean([final_objectives(pool, controller_of(rule), seeds) for seeds in rounds]))
 
 
 def hosts_of(pool: HostPool, seed: int) -> list[int]:
-    """Seeds of training hosts, one for each environment of the pool, which are equally many for each member."""
+    """Return RNG seeds of training hosts, one per environment of the pool, with equal numbers of each context."""
     each, rest = divmod(pool.n_envs, len(pool.bench.family.members))
     assert rest == 0
     return draw_hosts(pool, each, Random(f"tune {seed}")).ravel().tolist()
 
 
 def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]:
-    """The best of them, and its objective on the finalists' hosts."""
+    """Return the best setting, and its objective on the hosts of the finalists."""
     first, *others = (hosts_of(pool, seed + i) for i in range(1 + ROUNDS))
     scores = [worth(pool, rule, [first]) for rule in rules]
     finalists = [rules[i] for i in np.argsort(scores)[::-1][:FINALISTS]]
@@ -89,7 +92,7 @@ def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Tunes each rule, and writes what `evaluate --config` reads."""
+    """Tune each controller and write the best settings as a config for `evaluate`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="a YAML file")

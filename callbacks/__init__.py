@@ -1,4 +1,4 @@
-"""When things happen in a run: thin Lightning hooks, one job each."""
+"""Lightning callbacks, one task each: they decide when something happens, and call the package to do it."""
 
 from callbacks.evaluation import Evaluation
 from callbacks.governor import Governor

@@ -1,4 +1,4 @@
-"""Evaluation: at the end of training, Tamiyo against simple rules on hosts that she has never met."""
+"""Callback that compares the trained policy with baselines on unseen hosts at the end of training."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from esper_lightning.trainer import EVALUATION_FOLDER, EsperTrainer
 
 
 class Evaluation(Comparison, Callback):
-    """Compares controllers when training ends, as the command `evaluate` does with its checkpoint; see Comparison."""
+    """Compares controllers when training ends, like the command `evaluate` with a checkpoint; see `Comparison`."""
 
     def on_fit_end(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
         if self.hosts == 0:

@@ -1,4 +1,4 @@
-"""Governor: what it did with diverging hosts, said."""
+"""Callback that prints the rollbacks of the Governor."""
 
 from collections import Counter
 
@@ -9,14 +9,14 @@ from esper_lightning.module import TamiyoModule
 
 
 class Governor(Callback):
-    """Says which hosts were rolled back, and why.
+    """Prints which hosts the Governor rolled back, and why.
 
-    It judges and acts within the tick, as a part of every environment (`data.env.governor`): so a rollback is in time
-    for the policy's update, and holds for the controllers that Tamiyo is compared with, too.
+    The Governor itself is a part of every environment (`data.env.governor`) and acts within the environment step: so a
+    rollback takes effect before the policy's update, and applies to the controllers of a comparison, too.
 
     Args:
-        lines: Most lines to print in one rollout; the rest is counted. All of it is in the run's events.jsonl, and in
-            numbers in TensorBoard, under `governor/`.
+        lines: Most lines to print in one rollout; further rollbacks are only counted. The run's events.jsonl has all
+            of them, and TensorBoard their numbers under `governor/`.
     """
 
     def __init__(self, lines: int = 5) -> None:
@@ -26,7 +26,7 @@ class Governor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._left = self.lines
-        self._silent: Counter[str] = Counter()  # what was not said in this rollout
+        self._silent: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         loop = pl_module.loop

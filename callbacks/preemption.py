@@ -1,4 +1,4 @@
-"""Preemption: a stopped run is a saved run."""
+"""Callback that saves a checkpoint when the process is asked to stop."""
 
 import os
 import signal
@@ -17,13 +17,14 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Preemption(Checkpoint):
-    """On SIGTERM or Ctrl-C, saves at the end of the tick and exits with 143 or 130. A second signal ends at once.
+    """Saves a checkpoint at the end of the tick on SIGTERM or Ctrl-C, and exits with 143 or 130.
 
-    Lightning alone would exit with 0 and save nothing in the middle of a rollout. It is a Checkpoint so that Lightning
-    calls it last, after telemetry and the other checkpoints have had this tick.
+    A second signal ends the process at once. Lightning alone would exit with 0 and save nothing in the middle of a
+    rollout. The class derives from `Checkpoint` so that Lightning calls it last, after telemetry and the other
+    checkpoints have processed this tick.
 
     Args:
-        filename: Name, without `.ckpt`, of the checkpoint to write beside the others.
+        filename: Name of the checkpoint, without `.ckpt`; it is written to the folder of the other checkpoints.
     """
 
     def __init__(self, filename: str = "latest") -> None:
@@ -32,20 +33,20 @@ class Preemption(Checkpoint):
         self._before: dict[int, object] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        # Here and not earlier: Lightning has installed its own handlers by now, and ours must win.
+        # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        if trainer.received_sigterm:  # by Lightning's handler, while the run was made ready
+        if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
             self._receive(signal.SIGTERM, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
-        if sys.stdout.isatty():  # bars have hidden the cursor, and a second signal gives nobody time to show it
+        if sys.stdout.isatty():  # progress bars hide the cursor, and after a second signal it is too late to show it
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
         for either in SIGNALS:
             signal.signal(either, signal.SIG_DFL)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if not trainer.is_last_batch:  # on the last tick the epoch's end is the right place: see below
+        if not trainer.is_last_batch:  # after the last tick, on_train_epoch_end saves
             self._stop_if_asked(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
@@ -62,7 +63,7 @@ class Preemption(Checkpoint):
         raise SystemExit(128 + self._received)
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._give_back()  # what follows may be interrupted as usual: there is nothing left to lose
+        self._give_back()  # training is over, so later signals may interrupt as usual
         self._stop_if_asked(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Progress: how far a run is, for people who wait."""
+"""Callback that shows the progress of a run."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ Show = Literal["auto", "bars", "lines", "nothing"]
 
 
 class Bars(Progress):
-    """A bar for the rollout, one for the run, and a line of text below them."""
+    """Progress bars of the rollout and of the run, with a line of text below them."""
 
     def __init__(self, console: Console, ticks: int, whole: int, done: int) -> None:
         self.note = ""
@@ -33,11 +33,11 @@ class Bars(Progress):
 
 
 class ProgressReport(Callback):
-    """Bars for the rollout and for the run on a terminal, a line per rollout elsewhere.
+    """Shows progress bars of the rollout and of the run on a terminal, or prints one line per rollout elsewhere.
 
     Args:
-        show: auto: bars on a terminal, else lines. nothing: quiet. `trainer.enable_progress_bar false` is quiet, too.
-        every: Rollouts between lines; the last rollout has one, too.
+        show: auto: bars on a terminal, else lines. nothing: print nothing, like `trainer.enable_progress_bar false`.
+        every: Rollouts between lines; the last rollout always has one.
     """
 
     def __init__(self, show: Show = "auto", every: int = 1) -> None:
@@ -53,7 +53,7 @@ class ProgressReport(Callback):
         self._horizon = pl_module.loop.buffer.ticks
         self._whole = trainer.max_epochs * self._horizon
         console = Console()
-        # Of rich's own opinion alone a pipe may be a terminal: FORCE_COLOR says so in many a CI.
+        # rich alone would take a pipe for a terminal where FORCE_COLOR is set, as it is on many CI systems.
         able = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
         if self.show == "bars" or (self.show == "auto" and able):
             self.bars = Bars(console, self._horizon, self._whole, self._since)
@@ -72,11 +72,11 @@ class ProgressReport(Callback):
             say(f"rollout {rollout} of {last}: {summary(pl_module)}, {speed}")
 
     def _pace(self, ticks: int) -> float:
-        """Ticks per second of this process."""
+        """Return the mean ticks per second since this process started to train."""
         return (ticks - self._since) / (time.perf_counter() - self._began)
 
     def _left(self, ticks: int) -> timedelta:
-        """By that pace: rich's own estimate forgets after half a minute, and a tick may take longer."""
+        """Return the estimated time left: rich's own estimate covers half a minute, and a tick may take longer."""
         return timedelta(seconds=round(max(0, self._whole - ticks) / self._pace(ticks)))
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
@@ -86,14 +86,14 @@ class ProgressReport(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        """Gives the terminal back."""
+        """Remove the bars from the terminal."""
         if self.bars is not None:
             self.bars.stop()
             self.bars = None
 
 
 def summary(module: TamiyoModule) -> str:
-    """`objective 0.541, accuracy 0.712, return 0.230`: of the rollout that is over, means over hosts."""
+    """Return the last rollout's means over hosts: `objective 0.541, accuracy 0.712, return 0.230`."""
     found = {name: value.item() for name, value in module.loop.last.shown.items() if name != "reward"}
     found["return"] = module.report.rollout.returns.mean().item()
     return ", ".join(f"{name} {found[name]:.3f}" for name in ("objective", "accuracy", "return") if name in found)

@@ -1,4 +1,4 @@
-"""RolloutState: what lies between the policy and the hosts in a checkpoint."""
+"""Callback that adds the unfinished rollout and all random states to a checkpoint."""
 
 import random
 import warnings
@@ -12,9 +12,9 @@ from esper_lightning.module import TamiyoModule
 
 
 class RolloutState(Callback):
-    """Saves and restores the rollout in flight, the recurrent state and every global random state.
+    """Saves and restores the unfinished rollout, the recurrent state and every global random state.
 
-    With it a resumed run equals one that was never interrupted, at every tick. `fit` refuses to run without it.
+    With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint. `fit` requires it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RolloutState(Callback):
         self._pending = state_dict  # Lightning calls this before the loop exists
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        # Only now are devices set up, and whatever draws random numbers while starting has drawn them.
+        # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             pl_module.loop.load_state_dict(self._pending["loop"])
             set_random_states(self._pending["random"])
@@ -38,7 +38,7 @@ class RolloutState(Callback):
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global generators, in types that `torch.load(weights_only=True)` accepts."""
+    """Return the states of the global generators, in types that `torch.load(weights_only=True)` accepts."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -49,6 +49,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
+    """Restore the states of the global generators; warn if the number of GPUs differs."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(tuple(states["numpy"]))
@@ -56,4 +57,5 @@ def set_random_states(states: dict[str, Any]) -> None:
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
     else:
-        warnings.warn(f"saved with {len(states['cuda'])} GPUs: their global generators start anew", stacklevel=2)
+        saved = len(states["cuda"])
+        warnings.warn(f"the checkpoint has the random states of {saved} GPUs: they are not restored", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Telemetry: what there is to see of a run, in TensorBoard and in events.jsonl, over ticks."""
+"""Callback that writes metrics, figures and events of a run to its loggers and to events.jsonl."""
 
 import time
 from collections import Counter
@@ -40,24 +40,25 @@ from esper_lightning.telemetry.readings import host_readings, state_rms
 from esper_lightning.telemetry.rules import AnomalyConfig
 
 EVENTS = "events.jsonl"
-"""In the run's folder."""
+"""Name of the file of events in the run's folder."""
 
 
 class Telemetry(Callback):
-    """Writes what happens to the trainer's loggers and to the run's events.jsonl, and says when something is not as it
-    should be. docs/reference explains every plot (telemetry.md), every event (events.md) and every rule (anomalies.md).
+    """Writes metrics, figures and events to the trainer's loggers and to events.jsonl, and prints anomalies.
+
+    docs/reference explains every plot (telemetry.md), every event (events.md) and every rule (anomalies.md).
 
     Args:
-        level: off: nothing. minimal: numbers of each rollout, anomalies, rollbacks. normal: hosts tick by tick, every
-            event, histograms, figures, what each blueprint is worth. debug: every layer's gradient, and the kept seeds
-            of all hosts.
-        every_n_ticks: How often the hosts are written, and the seconds that a tick took since the last time.
-        figures_every: Rollouts between figures; the last rollout has some, too. 0: none.
-        credit_hosts: Hosts whose kept seeds are looked at when an episode ends: Shapley values. 0: none.
-        layer_hosts: Hosts whose layers' gradients are looked at in every tick at level debug: each costs a minibatch.
-        raised_ticks: For so many ticks an anomaly raises the level to debug, with figures of every rollout. 0: it stays
-            as it is.
-        anomalies: What counts as one.
+        level: off: nothing. minimal: metrics of each rollout, anomalies, rollbacks. normal: metrics of each tick, every
+            event, histograms, figures, the value of each blueprint. debug: every layer's gradient, and the credit of
+            the fossilized seeds of all hosts.
+        every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
+        figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
+        credit_hosts: Hosts whose fossilized seeds get Shapley values at the end of an episode. 0: none.
+        layer_hosts: Hosts whose layers' gradients are measured in every tick at level debug; each costs one minibatch.
+        raised_ticks: Ticks for which an anomaly raises the level to debug, with figures of every rollout. 0: it never
+            does.
+        anomalies: Bounds of the anomaly rules.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Telemetry(Callback):
         self.anomalies = anomalies
         self.detail = Detail(level, raised_ticks)
         self.detector = AnomalyDetector(anomalies)
-        self._restored: Any = None  # the observer's state, until there is one
-        self._introduced = False  # the run's boards have what does not change
+        self._restored: Any = None  # state of the observer, until the observer exists
+        self._introduced = False  # TensorBoard's files of this run already hold what does not change
         self.events: EventLog | None = None
         self.boards: list[Board] = []
 
@@ -102,7 +103,7 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_parts("Telemetry", state_dict, ("anomalies",))
         self.detector.load_state_dict(state_dict["anomalies"])
-        # An earlier version knew no more, and what there is to see is no reason to lose a run.
+        # Checkpoints of earlier versions lack these, and missing telemetry is no reason to refuse a run.
         self.detail.load_state_dict(state_dict.get("detail", [0, 0]))
         self._restored = state_dict.get("observed")
         self._introduced = bool(state_dict.get("introduced", False))
@@ -113,21 +114,21 @@ class Telemetry(Callback):
         self._since = (time.perf_counter(), loop.ticks)
         self._in_rollout: Counter[str] = Counter()  # seconds by phase
         self._unwritten: Counter[str] = Counter()
-        self._host_epochs = self._measured = 0  # in this rollout; and host by host, validations
-        self._most = 0.0  # MiB in any phase so far
+        self._host_epochs = self._measured = 0  # host epochs, and validations of hosts, in this rollout
+        self._most = 0.0  # peak memory of any phase so far, in MiB
         loop.pool.clock.take()
         self.observer = Observer(loop.pool)
         if self._restored is not None:
             self.observer.load_state_dict(self._restored)
             self._restored = None
-        # At once, for a callback before this one may save the tick.
+        # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         loop.watchers.append(self._follow)
         self._forget_what_is_void(trainer, loop.ticks)
         if self.detail.level != "off":
             self._begin(trainer, loop.ticks)
 
     def _forget_what_is_void(self, trainer: Trainer, tick: int) -> None:
-        """What an interrupted run had written after the checkpoint."""
+        """Open the outputs, and discard whatever the interrupted run wrote after the checkpoint."""
         self.boards = [Board(one.experiment) for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
         for board in self.boards:
             board.go_on(tick)
@@ -137,10 +138,10 @@ class Telemetry(Callback):
                 self.events.go_on(tick)
             except ValueError as error:
                 set_aside(self.events.path)
-                say(f"{error}; the file is set aside, and another one begins")
+                say(f"{error}; the file was renamed, and a new one begins")
 
     def _begin(self, trainer: Trainer, tick: int) -> None:
-        """Opens what is written to, and says what does not change."""
+        """Write what does not change in a run, and start to listen for checkpoints."""
         records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]
         for board in self.boards:
             if not (self._introduced and board.has_earlier_files):
@@ -178,7 +179,7 @@ class Telemetry(Callback):
         self.events, self.boards = None, []
 
     def _follow(self) -> None:
-        """Takes in the step that was just taken."""
+        """Process the environment step that was just taken."""
         loop = self._module.loop
         if self.detail.level == "off":
             return
@@ -187,7 +188,7 @@ class Telemetry(Callback):
             self._tell(self.observer.tick(loop.last, loop.pool.envs, loop.ticks, everything))
             alive = sum(not env.ended for env in loop.pool.envs)
             self._host_epochs += alive
-            # Before the first tick of an episode fresh hosts are validated.
+            # Fresh hosts are validated once more, before the first tick of an episode.
             self._measured += alive + (loop.pool.n_envs if loop.pool.envs[0].tick == 1 else 0)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
@@ -211,7 +212,7 @@ class Telemetry(Callback):
             for logger in trainer.loggers if written else ():
                 logger.log_metrics(written, step=loop.ticks)
             if self.detail.changes(loop.ticks):
-                cause = "an anomaly was raised" if self.detail.raised(loop.ticks + 1) else "the time is over"
+                cause = "an anomaly was raised" if self.detail.raised(loop.ticks + 1) else "raised_ticks have passed"
                 self._tell([LevelChanged(loop.ticks, self.detail.now(loop.ticks + 1), cause)])
 
     def _tick_metrics(self) -> dict[str, float]:
@@ -228,7 +229,7 @@ class Telemetry(Callback):
         return found
 
     def _layers(self) -> dict[str, float]:
-        """Of the first hosts that still learn."""
+        """Return the layers' gradient norms of the first hosts whose episodes have not ended."""
         pool = self._module.loop.pool
         alive = [host for host, env in enumerate(pool.envs) if not env.ended and env.failure is None]
         with self._unless_out_of_memory("layer_hosts"):
@@ -237,7 +238,7 @@ class Telemetry(Callback):
 
     @contextmanager
     def _unless_out_of_memory(self, setting: str) -> Iterator[None]:
-        """A closer look that needs more memory than there is does not end a run: it says so, and is switched off."""
+        """Catch out-of-memory errors of an optional measurement: print the error, and switch `setting` to 0."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -275,7 +276,7 @@ class Telemetry(Callback):
         return found
 
     def _details(self, trainer: Trainer) -> dict[str, float]:
-        """Of the rollout: what the blueprints are worth, how decisions were made, histograms and figures."""
+        """Return metrics of blueprints, actions and credit for the rollout; write its histograms and figures."""
         loop, report = self._module.loop, self._module.report
         pool, buffer, debug = loop.pool, loop.buffer, self.detail.includes("debug", loop.ticks)
         found = self.observer.scoreboard.metrics() | numbers.lstm_metrics(loop.state)
@@ -308,7 +309,7 @@ class Telemetry(Callback):
         return {}
 
     def _look_for_anomalies(self, trainer: Trainer, chosen: dict[str, float]) -> dict[str, float]:
-        """Says what was raised or cleared by this rollout and its update; returns what there is to plot."""
+        """Apply the anomaly rules to this rollout and its update, print the changes, and return metrics to plot."""
         loop, config = self._module.loop, self.anomalies
         readings = self.observer.gradients.readings(config.least_seeds)
         readings |= host_readings(loop.pool.envs, config.most_reliance) | state_rms(loop.state)
@@ -328,6 +329,6 @@ class Telemetry(Callback):
 
 
 def as_event(change: Anomaly, tick: int) -> AnomalyChanged:
-    """An anomaly as it is written down."""
+    """Return the event that records a change of an anomaly."""
     what = (change.name, change.level, change.value, change.threshold, change.cause)
     return AnomalyChanged(tick, change.update, *what, list(change.settings))

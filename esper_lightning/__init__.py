@@ -1,4 +1,5 @@
-"""Grows neural networks while they train, under a learned policy.
+"""Neural networks that grow while they train, under a learned policy.
 
-Nothing is imported here: `esper_lightning.growth` and what it grows on work with any training loop, without Lightning.
+This module imports nothing, so `esper_lightning.growth` and the modules it needs work without Lightning, in any
+training loop.
 """

@@ -1,4 +1,4 @@
-"""`esper-lightning` and `python -m esper_lightning`."""
+"""Entry point of `esper-lightning` and `python -m esper_lightning`."""
 
 import logging
 import os
@@ -18,45 +18,54 @@ CHATTER = (
     "Restor",
     "Received SIGTERM",
 )
-"""Lightning's advertisements and what the saved config says anyway: they would bury what a run has to say."""
+"""Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
 
 TALKERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.trainer.connectors.signal_connector",
 )
+"""Loggers that emit these messages."""
 
 
 def worth_saying(record: logging.LogRecord) -> bool:
+    """Return False for log records whose message contains one of `IGNORED_MESSAGES`."""
     return not any(words in record.getMessage() for words in CHATTER)
 
 
 TOO_EARLY = "error: interrupted before training began"
+"""Line printed when the program is interrupted before training starts."""
 
 
 def leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends at once: modules that are interrupted while they are imported raise whatever they like."""
+    """Exit immediately with code 130: a module that is interrupted during its import may raise any exception."""
     print(TOO_EARLY, file=sys.stderr, flush=True)
     os._exit(130)
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line (None: that of the process); bad input ends it with one line and exit code 2."""
+    """Run the command line.
+
+    Bad input ends the program with one line on stderr and exit code 2.
+
+    Args:
+        args: Arguments of the command line. None: those of the process.
+    """
     for name in TALKERS:
         logging.getLogger(name).addFilter(worth_saying)
-    warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning's, about torch
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # it is on a resume
+    warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
 
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # a config may name what a user has written beside it; last, so that it hides nothing
+        sys.path.append(here)  # so that a config can name the user's own modules; last, so that it hides no package
     before = signal.signal(signal.SIGINT, leave)
-    from esper_lightning.cli import run  # imported late: torch and Lightning take seconds
+    from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
 
     signal.signal(signal.SIGINT, before)
     try:
         run(args)
-    except KeyboardInterrupt:  # while training, Ctrl-C is taken by Preemption
+    except KeyboardInterrupt:  # during training the Preemption callback handles Ctrl-C
         print(TOO_EARLY, file=sys.stderr)
         raise SystemExit(130) from None
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must hold to be continued: ours, whole, and of the run that is to go on."""
+"""Validation of checkpoints: written by this package, complete, and saved by the run that is to be resumed."""
 
 import os
 from collections.abc import Mapping, Set
@@ -12,7 +12,7 @@ from esper_lightning.growth.reading import read_tensors
 from esper_lightning.growth.restoring import check_count, check_finite, check_numbers, check_parts, load_optimizer
 
 SCHEMA = 5
-"""Raised whenever a checkpoint of before could no longer be continued."""
+"""Version number of the checkpoint format; increased whenever older checkpoints can no longer be resumed."""
 
 SCHEMA_KEY = "esper_schema"
 IDENTITY_KEY = "esper_identity"
@@ -28,19 +28,20 @@ PARTS: dict[str, type] = {
     "pytorch-lightning_version": str,
     IDENTITY_KEY: dict,
 }
+"""Parts that every resumable checkpoint has, with the type of each."""
 
 NUMPY_KEYS = 624
-"""Of numpy's global generator; it takes any position among them on trust, and reads there."""
+"""Number of keys in the state of numpy's global generator, which reads at the given position without a check."""
 
 
 def stamp(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Marks a checkpoint as ours, and says of what run: see `check_identity`."""
+    """Write the schema number and the identity of the run into a checkpoint; see `check_identity`."""
     checkpoint[SCHEMA_KEY] = SCHEMA
     checkpoint[IDENTITY_KEY] = identity
 
 
 def check_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The checkpoint at `path`. Raises ValueError with one line unless it is whole and ours."""
+    """Return the checkpoint at `path`. Raises ValueError with one line unless it is complete and ours."""
     if not Path(path).is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
@@ -57,7 +58,7 @@ def check_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def check_schema(checkpoint: dict[str, Any]) -> None:
-    """Raises ValueError, saying what is wrong, unless `checkpoint` is one that this version can continue."""
+    """Raise ValueError with the reason unless this version can resume `checkpoint`."""
     if SCHEMA_KEY not in checkpoint:
         raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
     if checkpoint[SCHEMA_KEY] != SCHEMA:
@@ -85,7 +86,7 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
 
 
 def check_random(states: Any) -> None:
-    """Raises ValueError unless these are states of the global generators."""
+    """Raise ValueError unless `states` holds valid states of the global random number generators."""
     check_parts("the random state", states, ("python", "numpy", "torch", "cuda"))
     numpy = states["numpy"]
     if not isinstance(numpy, list) or len(numpy) != 5 or numpy[0] != "MT19937":
@@ -99,11 +100,11 @@ def check_random(states: Any) -> None:
     if not isinstance(states["cuda"], list) or not all(
         isinstance(s, Tensor) for s in (states["torch"], *states["cuda"])
     ):
-        raise ValueError("the states of torch's generators are no tensors")
+        raise ValueError("the states of torch's generators are not tensors")
 
 
 def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raises ValueError, naming the first difference, unless the run of `identity` can continue that of `saved`."""
+    """Raise ValueError, naming the first difference, unless a run with `identity` can resume one with `saved`."""
     for name, ours in identity.items():
         before = saved.get(name, "nothing")
         if type(before) is not type(ours) or before != ours:
@@ -114,12 +115,12 @@ def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
 
 
 def check_loops(checkpoint: dict[str, Any], ours: dict[str, Any], hosts: Set[int]) -> None:
-    """Raises ValueError unless Lightning's loops and the hosts stand where the rollout does.
+    """Raise ValueError unless Lightning's loops and the hosts are at the same tick as the rollout.
 
     Args:
-        checkpoint: Whose loops are looked at.
-        ours: State of the fit loop before it begins.
-        hosts: Ticks at which the restored hosts are.
+        checkpoint: Checkpoint whose loops are checked.
+        ours: State of this run's fit loop before it begins, as a reference for names and types.
+        hosts: Tick counters of the restored hosts.
     """
     saved = check_parts("loops", checkpoint["loops"], ("fit_loop",))["fit_loop"]
     _check_form("loops", saved, ours)
@@ -137,7 +138,7 @@ def check_loops(checkpoint: dict[str, Any], ours: dict[str, Any], hosts: Set[int
 
 
 def _check_form(what: str, saved: Any, ours: Any) -> None:
-    """Raises ValueError unless `saved` has our names and types, and numbers that count something."""
+    """Raise ValueError unless `saved` has the names and types of `expected`, and its integers are valid counts."""
     if type(saved) is not type(ours):
         raise ValueError(f"{what} is a {type(saved).__name__}, not a {type(ours).__name__}")
     if isinstance(ours, dict):
@@ -149,7 +150,7 @@ def _check_form(what: str, saved: Any, ours: Any) -> None:
 
 
 def settle_optimizer(checkpoint: dict[str, Any], fresh: Optimizer) -> None:
-    """Gives the saved optimizer's state the settings of `fresh`. Raises ValueError unless it is one for `fresh`."""
+    """Replace the settings in the saved optimizer state by those of `fresh`. Raises ValueError if it does not fit."""
     states = checkpoint["optimizer_states"]
     if len(states) != 1:
         raise ValueError(f"it holds {len(states)} optimizers; Tamiyo has one")
@@ -165,19 +166,19 @@ def settle_optimizer(checkpoint: dict[str, Any], fresh: Optimizer) -> None:
 
 
 def bring_home(state: Any, folder: str) -> dict[str, Any] | None:
-    """A ModelCheckpoint's state with every path in `folder`, or None if its checkpoints are not there.
+    """Return a ModelCheckpoint's state with every path moved to `folder`, or None if its checkpoints are not there.
 
-    Paths are taken by their names alone: Lightning removes what they point to. So a run whose folder was moved still
-    knows its best rollout, and a checkpoint from elsewhere can name no other file.
+    Only the file names are used, because Lightning removes the files that the paths point to. A run whose folder was
+    moved keeps its best checkpoint, and a foreign checkpoint cannot name files outside of `folder`.
     """
     state = dict(check_parts("ModelCheckpoint", state, ("best_model_score", "best_model_path", "best_k_models")))
     kept = check_parts("ModelCheckpoint's best_k_models", state["best_k_models"], ())
     scores = [state["best_model_score"], state.get("current_score"), state.get("kth_value"), *kept.values()]
     if not all(score is None or (isinstance(score, Tensor) and score.numel() == 1) for score in scores):
-        raise ValueError("ModelCheckpoint's scores are no numbers")
+        raise ValueError("ModelCheckpoint's scores are not numbers")
     paths = {name: state.get(name, "") for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
     if not all(isinstance(path, str) for path in (*paths.values(), *kept)):
-        raise ValueError("ModelCheckpoint's paths are no texts")
+        raise ValueError("ModelCheckpoint's paths are not strings")
 
     def here(path: str) -> str:
         return os.path.join(folder, os.path.basename(path)) if path else ""  # noqa: PTH118, PTH119  # as Lightning does
@@ -186,13 +187,13 @@ def bring_home(state: Any, folder: str) -> dict[str, Any] | None:
     if not all(Path(path).is_file() for path in named):
         return None
     if kept and here(paths["kth_best_model_path"]) not in map(here, kept):
-        raise ValueError("ModelCheckpoint's worst checkpoint is none of those that it keeps")
+        raise ValueError("ModelCheckpoint's worst checkpoint is not among its best checkpoints")
     best = {here(path): score for path, score in kept.items()}
     return state | {name: here(path) for name, path in paths.items()} | {"dirpath": folder, "best_k_models": best}
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What has changed between the settings of a run so far and those of now, a line each."""
+    """Return one line for each setting that differs between the resumed run and this one."""
     names = [*now, *(name for name in before if name not in now)]
     return [
         f"{name}: {before.get(name, 'nothing'):.200} before, {now.get(name, 'nothing'):.200} now"

@@ -1,4 +1,4 @@
-"""The command line: LightningCLI with our defaults, and one line for every error a user can cause."""
+"""Command line: LightningCLI with the defaults of this project, and a one-line message for every user error."""
 
 import importlib
 import os
@@ -31,18 +31,18 @@ CALLBACKS = {
     "governor": "callbacks.Governor",
     "progress": "callbacks.ProgressReport",
     "evaluation": "callbacks.Evaluation",
-    # In this order: what `latest` and `preemption` save must know what `best` has just seen.
+    # This order matters: the checkpoints of `latest` and `preemption` include the current state of `best`.
     "best": "lightning.pytorch.callbacks.ModelCheckpoint",
     "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
     "preemption": "callbacks.Preemption",
 }
-"""Part of every run; each can be configured under its key. The package itself never imports them."""
+"""Import paths of the callbacks of every run; each is configured under its key. The package never imports them."""
 
 QUEUE = 1000
-"""Points that wait to be written: with torch's ten of them a tick waits for the disk."""
+"""Maximum number of TensorBoard points waiting to be written; with torch's default of 10, ticks wait for the disk."""
 
 CALLBACK_DEFAULTS = {
-    # Two, because one that also tracks the best would not save the last epoch when it is not the best.
+    # Two ModelCheckpoints, because one that tracks the best does not save the last epoch unless it is the best.
     "latest.filename": "latest",
     "latest.save_on_train_epoch_end": True,
     "latest.enable_version_counter": False,
@@ -52,6 +52,7 @@ CALLBACK_DEFAULTS = {
     "best.save_on_train_epoch_end": True,
     "best.enable_version_counter": False,
 }
+"""Defaults of callback settings, by dotted name."""
 
 REFUSED = {
     "max_steps": "it would cut a resumed rollout short; use trainer.max_epochs",
@@ -65,13 +66,13 @@ REFUSED = {
     "num_nodes": "Tamiyo trains in one process; leave it out",
     "max_time": "it would cut a rollout short; stop the run with SIGTERM, which saves it",
 }
-"""Trainer settings that would break a run, and why."""
+"""Trainer settings that would break a run, with the reason for each."""
 
 MOST_THREADS = 1024
-"""No machine has more cores to gain by."""
+"""Largest accepted `threads_per_operator`; no machine has more cores."""
 
 LIGHTNINGS_NAMES = frozenset({"last", "best", "hpc", "registry"})
-"""Of checkpoints; with some of them Lightning silently starts anew."""
+"""Values of `ckpt_path` with a special meaning in Lightning; refused, because with some it silently starts anew."""
 
 
 NO_CHECKPOINT = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there is one (a config may name
@@ -94,7 +95,7 @@ class EsperCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = super().init_parser(**kwargs)
-        if kwargs.get("prog") == PROGRAM:  # and not that of a command
+        if kwargs.get("prog") == PROGRAM:  # the main parser, not that of a subcommand
             add_completion(parser)
         return parser
 
@@ -139,7 +140,7 @@ class EsperCLI(LightningCLI):
             raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        with one_line_errors():  # before Lightning uses them, which would end in a traceback
+        with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
             with_settings = settings_of_run(sys.argv[1:] if args is None else args)
             if with_settings is None:
                 super().parse_arguments(parser, args)
@@ -175,7 +176,7 @@ class EsperCLI(LightningCLI):
                 raise ValueError(f"null stands where settings belong; leave out what is null of {empty}") from error
 
     def _empty_groups(self, config: Namespace, defaults: Namespace, prefix: str = "") -> list[str]:
-        """Names of groups of settings that are null."""
+        """Return the dotted names of groups of settings that are null."""
         names = []
         for name, group in vars(defaults).items():
             if isinstance(group, Namespace) and isinstance(config[name], Namespace):
@@ -187,19 +188,19 @@ class EsperCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         if self.subcommand != "fit":
-            config["logger"] = False  # their results are files of their own
+            config["logger"] = False  # other commands write their own result files
         elif config["logger"] in (None, True):
             checkpoint = self._get(self.config_init, "ckpt_path")
             config["logger"] = make_logger(root_of(config["default_root_dir"]), checkpoint)
         if config["enable_progress_bar"] is False:
             self._get(self.config_init, "progress").show = "nothing"
-        config["enable_progress_bar"] = False  # Lightning's own counts batches, and knows nothing of rollouts
+        config["enable_progress_bar"] = False  # Lightning's progress bar counts batches instead of rollouts
         plugins = config["plugins"] or []
         config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Builds the hosts before anything is written: settings that do not fit each other end here."""
+        """Build the hosts before anything is written, so that settings that do not fit together are reported first."""
         with one_line_errors():
             self._build()
             if self.resumed is not None:
@@ -212,29 +213,29 @@ class EsperCLI(LightningCLI):
             self._get(self.config_init, "evaluation").check(pool)
 
     def before_evaluate(self) -> None:
-        """The same, before any checkpoint's weights are looked at."""
+        """Build the hosts before the weights of any checkpoint are loaded."""
         with one_line_errors():
             if self._get(self.config_init, "evaluation").hosts == 0:
                 raise ValueError("evaluation.hosts is 0, so there is nothing to evaluate; give at least 2")
             self._build()
 
     def before_information(self) -> None:
-        """The same, before anything is played."""
+        """Build the hosts before any episode is played."""
         with one_line_errors():
             self._build()
 
 
 def root_of(default_root_dir: str | Path | None) -> Path:
-    """Where runs have their folders."""
+    """Return the folder that contains the run folders."""
     return Path(default_root_dir or "runs")
 
 
 def settings_of_run(args: Sequence[str]) -> list[str] | None:
-    """The arguments of `evaluate`, with the settings of the checkpoint's run where they name none.
+    """Return the arguments of `evaluate` with `--config` set to the config.yaml of the checkpoint's run.
 
-    None: they are another command's, or have settings, or ask for help alone.
+    Returns None for other commands, and for arguments with a config or a request for help.
 
-    Raises ValueError if they name no checkpoint, or one whose run has left no settings.
+    Raises ValueError if the arguments name no checkpoint, or if its run folder has no config.yaml.
     """
     if not args or args[0] != "evaluate":
         return None
@@ -253,7 +254,7 @@ def settings_of_run(args: Sequence[str]) -> list[str] | None:
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:
-    """What a flag is given on the command line, the last time that it is there."""
+    """Return the value of the last occurrence of a flag on the command line, or None."""
     found = None
     for arg, following in zip(args, [*args[1:], None], strict=True):
         if arg == flag:
@@ -264,9 +265,9 @@ def value_of(flag: str, args: Sequence[str]) -> str | None:
 
 
 def find_checkpoint(named: str, root: Path, doing: str) -> str:
-    """The path of the checkpoint that is `named`; `latest`: the latest.ckpt below `root` that was written last.
+    """Return the path of a checkpoint; the name `latest` stands for the newest latest.ckpt below `root`.
 
-    Raises ValueError if there is none, or if it has a name that means something else to Lightning.
+    Raises ValueError if there is none, or if the name has a special meaning in Lightning.
     """
     if named != "latest":
         if named in LIGHTNINGS_NAMES or named.startswith("registry:"):
@@ -281,7 +282,7 @@ def find_checkpoint(named: str, root: Path, doing: str) -> str:
 
 
 def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
-    """A run of its own below `root`; a resumed run goes on in the folder of its checkpoint."""
+    """Return a logger with a new run folder below `root`, or with the run folder of `checkpoint` when resuming."""
     if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
         run = Path(checkpoint).resolve().parent.parent
         return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=QUEUE)
@@ -289,9 +290,9 @@ def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
 
 
 def run(args: list[str] | None) -> None:
-    """Parses, checks, builds and runs; None: the arguments of the process."""
-    # Lightning makes torch look for GPUs through the driver's library, and Adam looks at every step: 130 µs, not 5, a
-    # tenth of a tiny host's step. The reason for it, processes forked later, does not exist here.
+    """Parse and check the arguments, then run the command. None: the arguments of the process."""
+    # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
+    # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     EsperCLI(
@@ -309,5 +310,5 @@ def run(args: list[str] | None) -> None:
         save_config_callback=RunRecord,
         trainer_class=EsperTrainer,
         auto_configure_optimizers=False,
-        load_from_checkpoint_support=False,  # settings come from the command line alone, never from a checkpoint
+        load_from_checkpoint_support=False,  # settings come only from the command line, never from a checkpoint
     )

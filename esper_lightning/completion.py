@@ -1,6 +1,6 @@
-"""Tab completion: a script for the shell that knows every option by heart, so that a key press starts no program.
+"""Tab completion by a shell script that contains every option, so that no program is started at a key press.
 
-(The parser's library can write one, too; with every network that torch has as a possible host it does not end.)
+jsonargparse can generate such a script, too, but it does not terminate, because every torch module is a possible host.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ complete -o filenames -F _{function} {program}
 
 
 def completion_script(program: str, flag: str, options: Mapping[str, Iterable[str]]) -> str:
-    """For bash, and for zsh by its bashcompinit.
+    """Return the completion script for bash; zsh can use it through bashcompinit.
 
     Args:
-        program: Its name.
-        flag: That prints the script.
-        options: Of each command, without dashes.
+        program: Name of the program.
+        flag: Option that prints the script.
+        options: Options of each command, without dashes.
     """
     cases = [
         f'    {command}) COMPREPLY=($(compgen -W "{" ".join(f"--{name}" for name in names)}" -- "$word"));;'

@@ -1,4 +1,4 @@
-"""HostPoolData: owns the environments and hands out one tick at a time."""
+"""Data module that owns the environments; a Lightning batch is one tick."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -19,9 +19,9 @@ Made = TypeVar("Made")
 
 
 class TickLoader:
-    """Numbers the ticks of a rollout.
+    """Loader that yields the ticks 0 … horizon − 1 of a rollout.
 
-    Sized, so that Lightning prefetches nothing; and not a torch DataLoader, which would draw a random number each time.
+    It has a length, so Lightning prefetches nothing. A torch DataLoader would draw a random number for each iterator.
     """
 
     def __init__(self, horizon: int) -> None:
@@ -46,41 +46,44 @@ class TickLoader:
 
 
 def say(*parts: RenderableType) -> None:
-    """Tells whoever started the run."""
+    """Print status lines to the console."""
     for part in parts:
         Console().print(part, soft_wrap=isinstance(part, str))
 
 
 class PolicyData(Protocol):
-    """What the module asks of a data module: it owns the environments in which a policy practises."""
+    """Interface of the data modules that `TamiyoModule` accepts: they own the environments the policy is trained in."""
 
     n_envs: int
+    """Number of environments."""
     horizon: int
-    """Steps of a rollout."""
+    """Environment steps in one rollout."""
     seed: int
+    """RNG seed of the run."""
     pool: VectorEnv | None
-    """The environments, once they are built."""
+    """The environments. None until they are built."""
     heads: Iterable[str]
-    """Names of what a decision consists of."""
+    """Names of the components of an action."""
 
     def identity(self) -> dict[str, Any]:
-        """What two runs must have in common for one to continue the other, by the names of the settings."""
+        """Return the properties that a resumed run must share with the saved one, by setting name."""
 
     def settle(self, checkpoint: dict[str, Any]) -> None:
-        """Prepares a checkpoint that is about to be restored. Raises ValueError if it cannot be."""
+        """Adapt a checkpoint to this run before it is restored. Raises ValueError if that is impossible."""
 
 
 class HostPoolData(LightningDataModule):
-    """The hosts that Tamiyo practises on.
+    """The hosts on which the policy is trained.
 
     Args:
-        task: What hosts learn.
-        host: The network that grows; it is given the shape of an input and the number of outputs.
-        env: How hosts train, how seeds live, what growth costs.
+        task: The task that hosts learn: data and measures.
+        host: Class of the network that grows; it is given the shape of an input and the number of outputs.
+        env: Settings of the environment: host training, the lifecycle of seeds, rewards, and the cost of growth.
         n_envs: Hosts trained side by side.
-        seed: Decides initial weights, the order of data and exploration. The command line sets it to seed_everything.
-        also: Hosts of other tasks, by a name for each, that she practises on at the same time. Slots are then called
-            place1, place2 … on all hosts; a host with fewer has some in which nothing grows.
+        seed: RNG seed of initial weights, the order of data, and exploration. The command line sets it to
+            seed_everything.
+        also: Further tasks, by name, whose hosts are trained at the same time. All hosts then name their slots place1,
+            place2 …; hosts with fewer slots are padded with slots in which nothing can grow.
     """
 
     heads = HEADS
@@ -107,7 +110,7 @@ class HostPoolData(LightningDataModule):
         self.build(self.trainer.strategy.root_device)
 
     def build(self, device: torch.device) -> None:
-        """Builds the pool, once. Raises ValueError if the settings do not fit each other."""
+        """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
         if self.pool is not None:
             return
         self.prepared = self._of_each(lambda name: prepare(self.grounds[name], self.env, device))
@@ -121,7 +124,7 @@ class HostPoolData(LightningDataModule):
         self.pool = MixedPool(self.pools) if others else first
 
     def _of_each(self, make: Callable[[str], Made]) -> dict[str, Made]:
-        """By task. Raises ValueError, naming it where there are several, if one of them cannot be made."""
+        """Return the result of `make` for each task, by name. A ValueError names the task if there are several."""
         made = {}
         for name in self.grounds:
             try:
@@ -131,12 +134,12 @@ class HostPoolData(LightningDataModule):
         return made
 
     def make_pool(self, n_envs: int, held_out: bool = False, task: str | None = None) -> HostPool:
-        """Another pool of the same kind: same task, hosts, rules and executor; of its family's members, or others.
+        """Return another pool with the same task, hosts, rules and executor.
 
         Args:
             n_envs: Number of hosts.
-            held_out: Of the members of the family that training never meets.
-            task: Of which of several tasks. None: the first.
+            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
+            task: Name of the task, where there are several. None: the first.
         """
         name = task or next(iter(self.pools))
         return self.prepared[name].make_pool(n_envs, held_out, self.pools[name])
@@ -146,7 +149,7 @@ class HostPoolData(LightningDataModule):
         return self.env.horizon
 
     def identity(self) -> dict[str, Any]:
-        """Of hosts: what they are, what they learn, and what can be done to them."""
+        """Return the properties of hosts, data, observation and actions that a resumed run must share."""
         pool = self.pool
         return {
             "data.env.horizon": pool.config.horizon,
@@ -158,7 +161,7 @@ class HostPoolData(LightningDataModule):
         }
 
     def settle(self, checkpoint: dict[str, Any]) -> None:
-        """Lets a run go on with another number of hosts."""
+        """Adapt a checkpoint to this run's number of hosts. Raises ValueError if it cannot be resumed."""
         check_schema(checkpoint)
         if (saved := saved_environments(checkpoint)) != self.n_envs:
             begin_rollout_with(checkpoint, self.n_envs)
@@ -175,6 +178,6 @@ class HostPoolData(LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["pool"]["envs"]) != self.n_envs:
-            return  # the next rollout begins with hosts of its own
+            return  # another number of hosts: the next rollout begins with new ones
         if (note := self.pool.load_state_dict(state["pool"])) is not None:
             say(note)

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: written whole or not at all, and never begun where they do not fit."""
+"""Atomic writing of checkpoints, with a check of the free disk space first."""
 
 import errno
 import glob
@@ -17,21 +17,21 @@ from esper_lightning.endings import disk_failure
 from esper_lightning.growth.reading import read_tensors
 
 PER_TENSOR, PER_VALUE, MARGIN = 512, 24, 2**20
-"""Bytes in a file beside the numbers in tensors; measured: 266 a tensor, 9 a number in a list."""
+"""Upper bounds of a checkpoint's overhead in bytes. Measured: 266 per tensor, 9 per number in a list."""
 
 
 class DiskError(OSError):
-    """A file that a disk could not take: which one, and why."""
+    """Error for a file that cannot be written to disk, with the path and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.ENOSPC, f"{str(path)!r} cannot be written: {reason}")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: a crash leaves the last good checkpoint, on any file system.
+    """Checkpoint writer that writes a temporary file and renames it, so that a crash keeps the previous checkpoint.
 
     Attributes:
-        listeners: Told of every checkpoint that is written, and how many seconds that took.
+        listeners: Functions called after every write with the path and the duration in seconds.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.listeners: list[Callable[[Path, float], None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Raises DiskError, and leaves the checkpoint of before, if this one does not fit."""
+        """Write a checkpoint. Raises DiskError and keeps the previous file if the new one does not fit."""
         began = time.perf_counter()
         target = Path(path)
         draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             for left_over in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-                left_over.unlink(missing_ok=True)  # of a process that was killed while it wrote
+                left_over.unlink(missing_ok=True)  # the draft of a process that was killed during a write
             check_space(checkpoint, target)
             try:
-                with draft.open("xb") as file:  # never through a link that somebody has put there
+                with draft.open("xb") as file:  # "x" fails on an existing path, so no symbolic link is followed
                     torch.save(checkpoint, file)
                     file.flush()
                     os.fsync(file.fileno())
@@ -64,20 +64,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             listener(target, time.perf_counter() - began)
 
     def load_checkpoint(self, path: str | Path, *_: object, **__: object) -> dict[str, Any]:
-        """Reads plain data alone, whatever it is asked for."""
+        """Read a checkpoint of plain data and tensors; all other arguments are ignored."""
         return read_tensors(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a file, never a folder: what to remove comes from a checkpoint."""
+        """Remove a file but never a folder, because the path may come from a checkpoint."""
         if Path(path).is_file():
             Path(path).unlink()
 
 
 def check_space(checkpoint: Any, target: Path) -> None:
-    """Raises DiskError unless the checkpoint fits beside the one that is there."""
+    """Raise DiskError unless there is room for the checkpoint beside the existing one."""
     disk = shutil.disk_usage(target.parent)
     needed = size_on_disk(checkpoint)
-    if disk.total > 0 and disk.free < needed:  # some file systems do not say how large they are
+    if disk.total > 0 and disk.free < needed:  # some file systems report a size of 0
         raise DiskError(target, f"{megabytes(needed)} are needed, {megabytes(disk.free)} are free")
 
 
@@ -86,7 +86,7 @@ def megabytes(size: int) -> str:
 
 
 def size_on_disk(content: Any) -> int:
-    """Bytes that `torch.save` will need, estimated from above."""
+    """Return an upper estimate of the bytes that `torch.save` writes."""
     storages: dict[int, int] = {}
     tensors = values = 0
     for value in _values(content):

@@ -1,4 +1,4 @@
-"""How the program ends when it cannot go on: one line on stderr that says why, and an exit code."""
+"""Errors that end the program: one line on stderr, and an exit code."""
 
 import errno
 import os
@@ -14,16 +14,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from esper_lightning.envs.failure import is_out_of_memory
 
 BAD_INPUT, DISK_FAILED, INTERRUPTED = 2, 1, 130
+"""Exit codes."""
 
 DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Errors that are the disk's and neither ours nor a setting's."""
+"""Error numbers of disk failures, as opposed to errors in the program or its settings."""
 
 
 NO_MEMORY = "the settings ask for more memory than there is; make hosts, policy, horizon or data.n_envs smaller"
 
 
 def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
-    """Ends with one line on stderr."""
+    """Print `error: ` and the message as one line to stderr, and exit with `code`."""
     line = re.sub(r"\s+", " ", message).strip()
     print(f"error: {line}", file=sys.stderr)
     raise SystemExit(code)
@@ -31,7 +32,7 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Around what a user's settings can make fail before the run begins; a run's own errors keep their traceback."""
+    """Turn errors that a user's settings can cause into one line and an exit; for code before the run begins."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
@@ -43,7 +44,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what is behind it, each once: what a thread raises again and again can be its own cause."""
+    """Yield `error` and its chain of causes, each once: an exception that a thread re-raises can cause itself."""
     met: set[int] = set()
     while error is not None and id(error) not in met:
         met.add(id(error))
@@ -52,13 +53,13 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_failure(error: BaseException) -> OSError | None:
-    """The failure of a disk behind `error`, if that is what it is: torch's writer hides it behind one of its own."""
+    """Return the disk error in the causes of `error`, or None; torch's file writer wraps it in another exception."""
     found = (cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno in DISK_FAILURES)
     return next(found, None)
 
 
 def removed_file(error: BaseException, folder: Path) -> Path | None:
-    """The file or folder within `folder` that is missing, if that is what is behind `error`."""
+    """Return the missing path within `folder` if a FileNotFoundError for it caused `error`, else None."""
     for cause in causes(error):
         if isinstance(cause, FileNotFoundError) and cause.filename is not None:
             path = Path(os.fsdecode(cause.filename))

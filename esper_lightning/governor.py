@@ -1,4 +1,4 @@
-"""The Governor's judgement: does the training of a host still go as it should? Numbers in, a verdict out."""
+"""The Governor's rules: pure functions that judge one host epoch from its statistics, and veto actions."""
 
 import math
 from dataclasses import dataclass
@@ -8,49 +8,49 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class GovernorConfig:
-    """When a host counts as diverged, and what follows."""
+    """Settings of the Governor: when a host counts as diverged, and how it reacts."""
 
     enabled: bool = True
-    """Watch over the hosts. Off, nothing is rolled back, and a host that runs out of memory ends the run."""
+    """Monitor the hosts. If off, no host is rolled back, and a host that runs out of memory ends the run."""
 
     window: int = 3
-    """The last healthy host epochs, whose mean loss is what is normal; with fewer, it is the loss of guessing. Losses
-    fall steeply at first, and a longer window knows only what was normal long ago: see docs/concepts/governor.md."""
+    """Number of last healthy host epochs whose mean loss is the normal loss; with fewer, it is the loss of guessing.
+    Losses fall steeply at first, so the mean over a longer window is out of date: see docs/concepts/governor.md."""
 
     max_loss: float = 12.0
-    """A loss above this is out of range whatever is normal: a sure mistake among 160,000 classes costs no more."""
+    """Loss above which a host is out of range, whatever its normal loss: that of guessing among 160,000 classes."""
 
     max_ratio: float = 2.75
-    """Times the normal loss from which a loss is out of range."""
+    """Multiple of the normal loss above which a loss is out of range."""
 
     patience: int = 3
-    """Host epochs running with a loss out of range, or that of guessing, that count as divergence: a spike of one or
-    two mostly mends itself."""
+    """Consecutive host epochs with a loss out of range, or near that of guessing, that count as divergence. A spike of
+    one or two epochs mostly mends itself."""
 
     learned: float = 0.6
-    """Share of the loss of guessing, ln(classes), below which the mean of the healthy losses, however few, says that a
-    host has learned."""
+    """Share of the loss of guessing, ln(classes): a host whose mean healthy loss was below it counts as trained."""
 
     guessing: float = 0.065
-    """Share of ln(classes) that a host may stay below it, and yet seem to guess again if it had learned."""
+    """Margin below the loss of guessing, as a share of it: a trained host whose loss rises into this margin or above
+    it counts as guessing again."""
 
     cooldown: int = 5
-    """Host epochs after a rollback in which only a loss that is not a number leads to another one."""
+    """Host epochs after a rollback in which only a number that is not finite leads to another rollback."""
 
     max_rollbacks: int = 3
-    """Rollbacks in one episode; a host that diverges once more is restored, and its episode is over."""
+    """Rollbacks allowed in one episode; a host that diverges once more is restored, and its episode ends."""
 
     penalty: float = 1.0
-    """Reward lost by a rollback, in place of that tick's reward: as much as a perfect host could ever gain."""
+    """Penalty of a rollback, which replaces the reward of that tick; 1 is as much as a perfect host could ever gain."""
 
     snapshot_every: int = 5
     """Healthy host epochs between two snapshots."""
 
     lr_factor: float = 1.0
-    """Learning rates of a host are multiplied by this when it is rolled back, until its episode is over."""
+    """Factor applied to a host's learning rates at each rollback, until its episode ends."""
 
     max_growth: float | None = None
-    """A host with its seeds may have at most this multiple of the parameters it began with. None: no limit."""
+    """Largest number of parameters of a host with its seeds, as a multiple of those it began with. None: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("window", "patience", "snapshot_every"):
@@ -69,35 +69,37 @@ class GovernorConfig:
 
 
 class Watch(NamedTuple):
-    """What the Governor remembers of one host in one episode."""
+    """The Governor's memory of one host within one episode."""
 
     losses: tuple[float, ...] = ()
-    """Validation losses of the last healthy host epochs."""
+    """Validation losses of the last healthy host epochs, at most `window` of them."""
     panic: int = 0
-    """Host epochs running whose loss was out of range, or that of guessing."""
+    """Consecutive host epochs up to now whose loss was out of range, or near that of guessing."""
     cooldown: int = 0
-    """Host epochs left in which a rollback is not repeated."""
+    """Host epochs left in which only a number that is not finite leads to another rollback."""
     rollbacks: int = 0
+    """Number of rollbacks in the episode so far."""
     learned: int = 0
-    """Host epochs, since a seed last lost weight, in which the healthy losses were far below that of guessing."""
+    """Host epochs, since a seed last lost weight, in which the mean healthy loss was far below that of guessing."""
 
 
 class Reading(NamedTuple):
-    """What a host epoch showed."""
+    """Statistics of one host epoch on which the Governor's verdict depends."""
 
     loss: float
-    """Of validation."""
+    """Validation loss."""
     train_loss: float
+    """Training loss."""
     gradients: tuple[float, ...] = ()
-    """Norms of the host's and its seeds' gradients."""
+    """Norms of the gradients of the host and of its seeds."""
     stuck: bool = False
-    """Every step was skipped, because its gradients left the range of half precision."""
+    """True if every optimizer step was skipped, because the gradients left the range of half precision."""
     reshaped: bool = False
-    """A seed lost weight in the host's output, so what was normal before says nothing."""
+    """True if a seed lost weight in the host's output, so that the losses before are no longer normal."""
 
 
 class Decision(Enum):
-    """What follows from a host epoch."""
+    """Verdict of the Governor on one host epoch."""
 
     HEALTHY = "healthy"
     SUSPICIOUS = "suspicious"
@@ -106,35 +108,39 @@ class Decision(Enum):
 
 
 class Verdict(NamedTuple):
-    """A judgement and the numbers behind it."""
+    """Verdict of the Governor with its cause and the statistics behind it."""
 
     decision: Decision
     cause: str
-    """In one line; empty if healthy."""
+    """Cause in one line; empty if the host is healthy."""
     loss: float
+    """Validation loss of the epoch."""
     mean: float
-    """Of the healthy losses; not a number if there are none."""
+    """Mean of the last healthy losses; NaN if there are none."""
     deviation: float
+    """Standard deviation of the last healthy losses; NaN if there are none."""
     panic: int
+    """Consecutive host epochs with an anomalous loss."""
     rollbacks: int
-    """So far in this episode, this one included."""
+    """Rollbacks in this episode, including one decided here."""
 
     @property
     def diverged(self) -> bool:
+        """True if the host is rolled back or its episode ends."""
         return self.decision in (Decision.ROLL_BACK, Decision.END)
 
 
 def judge(watch: Watch, reading: Reading, chance: float, config: GovernorConfig) -> tuple[Verdict, Watch]:
-    """Judges one host epoch.
+    """Judge one host epoch.
 
     Args:
-        watch: What is known of the host.
-        reading: What the epoch showed.
-        chance: Loss of guessing, ln(classes).
+        state: State of the Governor for this host before the epoch.
+        stats: Statistics of the epoch.
+        chance_loss: Loss of guessing, ln(classes).
         config: Thresholds.
 
     Returns:
-        The verdict, and what is known after it. Only a loss that is healthy becomes part of what is normal.
+        The judgement, and the state after the epoch. Only healthy losses contribute to the normal loss.
     """
     cause = not_finite(reading)
     if cause is not None:
@@ -152,8 +158,11 @@ def judge(watch: Watch, reading: Reading, chance: float, config: GovernorConfig)
 
 
 def diverge(watch: Watch, cause: str, loss: float, config: GovernorConfig) -> tuple[Verdict, Watch]:
-    """A rollback, or the end of the episode where there have been enough of them. What was normal is forgotten: the
-    restored host is another one, without the seeds that were alive."""
+    """Return the judgement for a diverged host, and the state after it: a rollback, or the end of the episode.
+
+    The episode ends if `max_rollbacks` is reached. The state forgets the healthy losses, because the restored host is
+    a different network: it lacks the seeds that were alive.
+    """
     last = watch.rollbacks >= config.max_rollbacks
     rollbacks = watch.rollbacks + (not last)
     verdict = Verdict(
@@ -168,7 +177,7 @@ def diverge(watch: Watch, cause: str, loss: float, config: GovernorConfig) -> tu
 
 
 def spread(losses: tuple[float, ...]) -> tuple[float, float]:
-    """Mean and standard deviation; not numbers where there are no losses."""
+    """Return mean and standard deviation of the losses; NaN if there are none."""
     if not losses:
         return math.nan, math.nan
     mean = math.fsum(losses) / len(losses)
@@ -176,7 +185,7 @@ def spread(losses: tuple[float, ...]) -> tuple[float, float]:
 
 
 def not_finite(reading: Reading) -> str | None:
-    """Why the host cannot go on, or None."""
+    """Return the reason why the host cannot continue (a number that is not finite), or None."""
     for name, number in (("loss", reading.loss), ("training loss", reading.train_loss)):
         if not math.isfinite(number):
             return f"{name} is {number}"
@@ -185,12 +194,12 @@ def not_finite(reading: Reading) -> str | None:
 
 
 def normal(losses: tuple[float, ...], chance: float, config: GovernorConfig) -> float:
-    """The loss that a host is held to: of a host that little is known of, nothing is expected but to guess."""
+    """Return the normal loss: the mean of the healthy losses, or the loss of guessing if there are too few of them."""
     return math.fsum(losses) / len(losses) if len(losses) >= config.window else chance
 
 
 def out_of_range(reading: Reading, losses: tuple[float, ...], chance: float, config: GovernorConfig) -> str | None:
-    """Why a loss is not normal, or None."""
+    """Return the reason why a loss is out of range, or None."""
     if reading.stuck:
         return "every step was skipped, for gradients out of half precision's range"
     loss, usual = reading.loss, normal(losses, chance, config)
@@ -202,23 +211,23 @@ def out_of_range(reading: Reading, losses: tuple[float, ...], chance: float, con
 
 
 def guesses_again(loss: float, learned: int, chance: float, config: GovernorConfig) -> str | None:
-    """Why the host, which had learned, seems to have forgotten everything, or None."""
+    """Return the reason why a trained host seems to be guessing again, or None."""
     if learned > 0 and loss > (1.0 - config.guessing) * chance:
         return f"loss {loss:.3g} is that of guessing ({chance:.3g}) or worse, and the host had learned"
     return None
 
 
 HELD_BACK = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
-"""Ops that build on the host as it is."""
+"""Ops that are vetoed while the host's loss is out of range, because they build on its present state."""
 
 
 def vet(op: str, growth: float, watch: Watch, config: GovernorConfig) -> list[str]:
-    """Reasons against a mutation of a host; empty: none.
+    """Return the reasons to veto an op on a host; empty if it is allowed.
 
     Args:
-        op: Its name.
-        growth: Parameters of host and seeds after it, over those that the host began with.
-        watch: What is known of the host.
+        op: Name of the op.
+        growth: Parameters of host and seeds after the op, divided by those that the host began with.
+        state: State of the Governor for this host.
         config: Limits.
     """
     reasons = []

@@ -1,4 +1,4 @@
-"""Grounds: the tasks and hosts that Tamiyo practises on, one or several, each made into pools."""
+"""Configuration and loading of the tasks and hosts that the policy is trained on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,35 +17,41 @@ from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """Hosts of one task among several."""
+    """Settings of one task and its hosts."""
 
     task: Task
-    """What they learn."""
+    """The task that these hosts learn."""
 
     host: HostFactory
-    """The network that grows."""
+    """Class of the network that grows."""
 
     n_envs: int = 16
-    """Hosts trained side by side."""
+    """Number of hosts trained side by side."""
 
     executor: Literal["loop", "threads", "streams", "fused", "auto"] | None = None
-    """How they are trained. None: as data.env says."""
+    """Executor that trains these hosts. None: data.env.executor."""
 
     training: HostTraining | None = None
-    """How they learn. None: as data.env says."""
+    """Optimizer and batch settings of these hosts. None: data.env.training."""
 
     blueprints: list[str] | None = None
-    """Seeds on offer on them. None: all that can grow there."""
+    """Blueprints available on these hosts. None: all that can grow there."""
 
     def settings(self, env: EnvConfig) -> EnvConfig:
-        """Of these hosts, where `env` are those of all."""
+        """Return the environment settings of these hosts: `env` with the changes of this task."""
         changes = {"executor": self.executor, "training": self.training}
         known = {name: value for name, value in changes.items() if value is not None}
         return replace(env, actions=replace(env.actions, blueprints=self.blueprints), **known)
 
 
 def make_grounds(first: Ground, others: Mapping[str, Ground], env: EnvConfig) -> dict[str, Ground]:
-    """All of them by name, the first by that of its task's class. Raises ValueError if they cannot go together."""
+    """Return all task configs by name. Raises ValueError if they cannot be combined.
+
+    Args:
+        first: Config of data.task; its name is that of the task's class.
+        others: Configs of data.also, by name.
+        env: Environment settings of the run.
+    """
     own = type(first.task).__name__
     if own in others:
         raise ValueError(f"data.also: {own!r} is the name of data.task; choose another one")
@@ -59,26 +65,28 @@ def make_grounds(first: Ground, others: Mapping[str, Ground], env: EnvConfig) ->
 
 
 class Prepared(NamedTuple):
-    """A ground whose data are there."""
+    """A task with its data loaded."""
 
     ground: Ground
     settings: EnvConfig
+    """Environment settings of these hosts."""
     data: TaskData
-    """One copy on each device for every pool."""
+    """The data set, with one copy per device that all pools share."""
     devices: list[torch.device]
+    """Devices on which hosts train; the first is the main one."""
     fingerprint: str
-    """Of the data."""
+    """Fingerprint of the data."""
 
     def make_pool(
         self, n_envs: int, held_out: bool = False, like: HostPool | None = None, common: Common | None = None
     ) -> HostPool:
-        """A pool of these hosts.
+        """Return a pool of these hosts.
 
         Args:
             n_envs: Number of hosts.
-            held_out: Of the members of the family that training never meets.
-            like: Another pool of them that has chosen how hosts are executed, and has a `common`.
-            common: What hosts of other tasks share with these.
+            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
+            like: An existing pool whose executor and shared action space the new one takes over.
+            common: Action space that is shared with the hosts of other tasks.
         """
         settings = self.settings
         if like is not None:
@@ -90,13 +98,16 @@ class Prepared(NamedTuple):
         return HostPool(task, self.data, host, settings, n_envs, device, others, held_out, common)
 
     def offer(self) -> tuple[ActionSpace, Tensor]:
-        """The choices there are on these hosts by themselves. Raises ValueError if there are useless ones."""
+        """Return the action space of these hosts alone, and which blueprint can grow in which slot.
+
+        Raises ValueError if the action space contains useless choices.
+        """
         bench = Bench(self.ground.task, self.data, self.ground.host, self.settings, self.devices)
         return bench.space, bench.growable
 
 
 def prepare(ground: Ground, env: EnvConfig, device: torch.device) -> Prepared:
-    """Loads a ground's data. Raises ValueError if hosts cannot learn from them."""
+    """Load the data of a task config onto its devices. Raises ValueError if hosts cannot learn from them."""
     settings = ground.settings(env)
     data = ground.task.load()
     check_data(data, type(ground.task).__name__)

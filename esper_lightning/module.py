@@ -1,4 +1,4 @@
-"""TamiyoModule: the policy and its PPO update as a LightningModule with manual optimization."""
+"""The policy and its PPO update as a LightningModule with manual optimization."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, sha
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizeConfig:
-    """Running normalisation of what the policy sees."""
+    """Running normalisation of observations."""
 
     observations: bool = True
-    """Normalise features by their running mean and deviation."""
+    """Normalise features by their running mean and standard deviation."""
 
     momentum: float | None = None
-    """Share of the past that one rollout keeps. None: every observation ever seen counts alike."""
+    """Weight of the previous statistics at the update after a rollout. None: all observations so far count equally."""
 
     clip: float = 10.0
-    """Normalised features are clipped to plus and minus this."""
+    """Normalised features are clipped to this absolute value."""
 
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0.0 < self.momentum < 1.0:
@@ -39,23 +39,26 @@ class NormalizeConfig:
 
 
 class UpdateReport(NamedTuple):
-    """What one PPO update did, for whoever watches."""
+    """Report of one PPO update, for callbacks."""
 
     rollout: RolloutSummary
     metrics: dict[str, float]
+    """Metrics of the update, by name."""
     ratios: list[torch.Tensor]
-    """Of the last pass over the rollout, as far as it got, minibatch by minibatch; not a number where a step was
-    forced."""
+    """Probability ratios of the last epoch over the rollout, one tensor per minibatch that was used; NaN at steps with
+    a forced action."""
 
 
 class TamiyoModule(LightningModule):
-    """Trains Tamiyo, or a policy for any other environments. A Lightning batch is one tick of every host (where ticks
-    are short, a whole rollout of them); an epoch is one rollout and one PPO update.
+    """LightningModule that trains Tamiyo, or a policy for any other vector environment, with PPO.
+
+    A Lightning batch is one environment step of all hosts, or a whole rollout where steps are short. An epoch is one
+    rollout and one PPO update.
 
     Args:
-        policy: Size of Tamiyo's network.
-        ppo: How it learns.
-        normalize: How it sees.
+        policy: Architecture and size of the policy.
+        ppo: Settings of PPO.
+        normalize: Settings of observation normalisation.
     """
 
     def __init__(
@@ -69,11 +72,11 @@ class TamiyoModule(LightningModule):
         self.policy_config = policy
         self.ppo = ppo
         self.normalize = normalize
-        self.report: UpdateReport | None = None  # of the last update in this process
+        self.report: UpdateReport | None = None  # report of the last update in this process
 
     def check(self, data: PolicyData) -> None:
-        """Raises ValueError if these settings do not fit the environments'."""
-        parts = data.horizon // (self.ppo.sequence or data.horizon)  # RolloutBuffer wants whole ones
+        """Raise ValueError if the module's settings do not fit the environments."""
+        parts = data.horizon // (self.ppo.sequence or data.horizon)  # RolloutBuffer requires whole sequences
         if self.ppo.minibatches > data.n_envs * parts:
             made_of = f"{data.n_envs} environments" if parts == 1 else f"{data.n_envs * parts} sequences"
             raise ValueError(
@@ -86,12 +89,15 @@ class TamiyoModule(LightningModule):
         self.build_for(self.trainer.datamodule)
 
     def build_for(self, data: PolicyData) -> None:
-        """Builds the policy to the environments' measure; they stay outside, for hosts are not ours to train."""
+        """Build the policy for the shapes of the environments. They stay outside: this module must not train hosts."""
         self.check(data)
         self.build(shape_of(data.pool))
 
     def build(self, shape: PolicyShape) -> None:
-        """Builds the policy and its normalisers. Raises ValueError if there is less to see than the critic is to."""
+        """Build the policy and its normalisers.
+
+        Raises ValueError if the critic needs privileged features and there are none.
+        """
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
@@ -112,7 +118,7 @@ class TamiyoModule(LightningModule):
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
 
     def training_step(self, tick: int, batch_idx: int) -> None:
-        # Neither hosts nor policy may inherit an autocast of the trainer: the ratio would no longer start at 1.
+        # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
         with torch.autocast(self.device.type, enabled=False):
             if batch_idx == 0:
                 self.loop.begin_rollout()
@@ -124,8 +130,8 @@ class TamiyoModule(LightningModule):
         self.log_dict(step.shown, prog_bar=True, logger=False)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
-        """One PPO update."""
-        progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # a single rollout is the first
+        """Run one PPO update on a rollout and store its report."""
+        progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # 0 in a run of one rollout
         optimizer = self.optimizers()
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
@@ -136,7 +142,7 @@ class TamiyoModule(LightningModule):
         for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
             terms = ppo_terms(self.policy, minibatch, self.ppo)
             watched.append(PPOTerms(*(term.detach() for term in terms)))
-            # Reading the KL costs a synchronisation; without it an update could run away unseen.
+            # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
             optimizer.zero_grad()
@@ -154,16 +160,16 @@ class TamiyoModule(LightningModule):
         }
         last_pass = (len(watched) - 1) // self.ppo.minibatches * self.ppo.minibatches
         self.report = UpdateReport(summary, metrics, [terms.ratio for terms in watched[last_pass:]])
-        # Checkpoints and early stopping choose by these; logged once, so a resumed rollout's value is right too.
+        # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
         chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips here because only here are gradients unscaled in every precision."""
+        """Clip gradients; in this hook they are unscaled in every precision."""
         self.grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.ppo.max_grad_norm)
 
     def controller(self) -> LearnedController:
-        """Tamiyo as she is now, without exploration."""
+        """Return a controller that plays the current policy greedily."""
         return LearnedController(self.policy, self.observation_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -175,11 +181,11 @@ class TamiyoModule(LightningModule):
 
 POLICY_NAMES = ("width", "blueprint_embedding", "memory", "asymmetric")
 NORMALIZE_NAMES = ("observations", "momentum")
-"""Settings that decide what weights there are, and what they mean."""
+"""Names of the settings that determine the weights of a checkpoint and their meaning."""
 
 
 def identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
-    """What two runs must have in common for one to continue the other, by the names of the settings."""
+    """Return the properties that a resumed run must share with the saved one, by setting name."""
     return (
         data.identity()
         | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_NAMES}
@@ -188,9 +194,9 @@ def identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
 
 
 def module_like(identity: Mapping[str, Any], clip: float) -> TamiyoModule:
-    """A module with the policy's settings of the run that has this identity; it is not built yet.
+    """Return an unbuilt module with the policy settings in a run's identity.
 
-    Raises ValueError if they are no such settings.
+    Raises ValueError if these settings are missing or damaged.
     """
     try:
         return TamiyoModule(

@@ -1,4 +1,4 @@
-"""The parser of the command line: help that can be read, errors of one line that say what may have been meant."""
+"""Argument parser of the command line, with short help texts and one-line errors with suggestions."""
 
 import argparse
 import re
@@ -15,14 +15,14 @@ PROGRAM = "esper-lightning"
 USAGE = "%(prog)s [--config FILE …] [--SETTING VALUE …]"
 
 KNOWN_CLASSES = re.compile(r"known\s+subclasses:([^()]*)\)")
-"""In the help of an option: every network that torch has, for one."""
+"""Pattern of the list of known subclasses in an option's help text, which may contain every module of torch."""
 
 COMPLETION = "--completion"
 COMPLETION_HELP = f'Print a script for tab completion; in bash: eval "$({PROGRAM} {COMPLETION})"'
 
 
 class Parser(LightningArgumentParser):
-    """Says what is wrong in one line, without the usage of two hundred options, and what may have been meant."""
+    """Argument parser that reports an error in one line with a suggestion, without the usage of 200 options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
@@ -30,18 +30,18 @@ class Parser(LightningArgumentParser):
         fail(message + suggestion(message, self))
 
     def format_help(self) -> str:
-        """Names our own classes alone where there are some."""
+        """Return the help text, with lists of known subclasses shortened to the classes of this package."""
         return KNOWN_CLASSES.sub(_our_classes, super().format_help())
 
 
 def _our_classes(found: re.Match[str]) -> str:
-    every = re.sub(r"\s+", "", found[1]).split(",")  # long names are broken anywhere
+    every = re.sub(r"\s+", "", found[1]).split(",")  # long names may be broken at any character
     ours = [name for name in every if re.fullmatch(r"esper_lightning\.(hosts|tasks)\.\w+", name)]
     return f"ours: {', '.join(ours)})" if ours else found[0]
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script for tab completion, and ends."""
+    """Option that prints the script for tab completion and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         options = {command: sorted(set(options_of(below))) for command, below in commands_of(parser).items()}
@@ -50,5 +50,5 @@ class PrintCompletion(argparse.Action):
 
 
 def add_completion(parser: LightningArgumentParser) -> None:
-    """Adds the option that prints the script."""
+    """Add the option that prints the script for tab completion."""
     parser.add_argument(COMPLETION, action=PrintCompletion, nargs=0, default=argparse.SUPPRESS, help=COMPLETION_HELP)

@@ -1,4 +1,4 @@
-"""What a run leaves so that it can be repeated: its config, and with what software, where and how it was run."""
+"""Record of a run that makes it repeatable: config, software versions, machine, and command."""
 
 import json
 import platform
@@ -26,30 +26,30 @@ PACKAGE = "esper-lightning"
 THREADS = "threads_per_operator"
 
 REPORTED = ("seed_everything", THREADS, "model.", "data.", "evaluation.", "trainer.max_epochs")
-"""Settings that decide what comes of a run; where it is written and how it is watched do not."""
+"""Prefixes of the settings that affect the results of a run; output folders and logging do not."""
 
 
 class RunRecord(SaveConfigCallback):
-    """Keeps how a run was made in its folder (`config.yaml`, `run.json`) and its settings in its checkpoints.
+    """Callback that saves `config.yaml` and `run.json` in the run folder, and the settings in checkpoints.
 
-    What an earlier start of the same run had saved is kept as `config.1.yaml`, `run.1.json` and so on. Nothing is
-    written before everything is restored.
+    Files of an earlier start of the same run are renamed to `config.1.yaml`, `run.1.json` and so on. Nothing is
+    written before a checkpoint is restored completely.
 
     Attributes:
-        settings: That are worth reporting, by dotted name, as texts.
-        changed: Those of them that are not the defaults.
+        settings: Reported settings as strings, by dotted name.
+        changed: Reported settings that differ from the defaults.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         config = config.clone()
-        config.ckpt_path = None  # whoever repeats the run must not continue this one
+        config.ckpt_path = None  # repeating the run must not resume this one
         super().__init__(parser, config, **kwargs)
         self.settings = flat_settings(config.as_dict())
         defaults = flat_settings(parser.get_defaults().as_dict())
         self.changed = {name: value for name, value in self.settings.items() if defaults.get(name) != value}
 
     def setup(self, trainer: EsperTrainer, pl_module: TamiyoModule, stage: str) -> None:
-        """Too early to save anything."""
+        """Do nothing: the base class would save the config before the checkpoint is restored."""
 
     def on_save_checkpoint(self, trainer: EsperTrainer, pl_module: TamiyoModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SETTINGS_KEY] = self.settings
@@ -67,7 +67,7 @@ class RunRecord(SaveConfigCallback):
             before = checkpoint[SETTINGS_KEY]
             say(*differences(before, self.settings))
             if before.get(THREADS) != self.settings[THREADS]:
-                say("with other threads sums are rounded otherwise: it goes on within that, not bit for bit")
+                say("with another number of threads sums round differently: the run does not continue bit for bit")
 
     def on_train_start(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
         folder = Path(trainer.log_dir)
@@ -80,15 +80,15 @@ class RunRecord(SaveConfigCallback):
 
 
 def set_aside(path: Path) -> Path:
-    """The path, where nothing is now: what was there is called `name.1.suffix` or the like from now on."""
-    if path.exists() or path.is_symlink():  # a link to nothing would be followed
+    """Rename an existing file at `path` to the first free name like `name.1.suffix`, and return `path`."""
+    if path.exists() or path.is_symlink():  # writing would follow a dangling link
         free = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
         path.rename(next(other for other in free if not (other.exists() or other.is_symlink())))
     return path
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that are worth reporting, by dotted name, as texts."""
+    """Return the reported settings of a nested config as strings, by dotted name."""
     settings = {name: str(value) for name, value in _leaves(config)}
     return {name: value for name, value in settings.items() if name.startswith(REPORTED)}
 
@@ -102,7 +102,7 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def provenance(seed: int, device: torch.device, executor: str) -> dict[str, Any]:
-    """With what, where and how this process runs; nothing from its environment."""
+    """Return the command, device, software versions and git revision of this process; no environment variables."""
     return {
         "command": sys.argv,
         "seed": seed,
@@ -118,16 +118,16 @@ def provenance(seed: int, device: torch.device, executor: str) -> dict[str, Any]
 
 
 def processor() -> str:
-    """The name of the processor, and of the GPUs."""
+    """Return the names of the processor and the GPUs."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return ", ".join([platform.processor() or platform.machine(), *names])
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package and of what it depends on. None: not installed as a package."""
+    """Return the versions of this package and its dependencies; None for one that is not installed as a package."""
     try:
         needed = [re.split(r"[^\w.-]", one)[0] for one in requires(PACKAGE) or () if "extra ==" not in one]
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # run from a checkout without installation
         needed = ["torch", "lightning", "jsonargparse"]
     return {name: _version(name) for name in sorted({PACKAGE, "numpy", *needed})}
 
@@ -140,7 +140,7 @@ def _version(name: str) -> str | None:
 
 
 def revision(file: Path) -> dict[str, Any] | None:
-    """The commit that `file` is of, and whether tracked files differ from it. None: it is in no repository."""
+    """Return the git commit of `file` and whether tracked files differ from it, or None outside of a repository."""
     asked = (("ls-files", "--error-unmatch", file.name), ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
     try:
         _, commit, changes = (

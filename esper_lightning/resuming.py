@@ -1,4 +1,4 @@
-"""A run that goes on with another number of environments begins a rollout with them: hosts cannot be divided."""
+"""Resuming with another number of environments: the run goes on with a new rollout, as hosts cannot be divided."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def saved_environments(checkpoint: dict[str, Any]) -> int:
-    """How many environments the run had that wrote `checkpoint`."""
+    """Return the number of environments of the run that wrote `checkpoint`."""
     return len(checkpoint["HostPoolData"]["pool"]["envs"])
 
 
 def begin_rollout_with(checkpoint: dict[str, Any], n_envs: int) -> None:
-    """Changes `checkpoint` so that its next rollout has yet to begin, with `n_envs` environments.
+    """Change `checkpoint` in place so that it resumes at the start of a rollout with `n_envs` environments.
 
-    A rollout in flight counts as never begun; the policy, its optimizer and its normalisers stay as they are.
+    An unfinished rollout is discarded; the policy, its optimizer and its normalisers do not change.
     """
     fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]

@@ -1,4 +1,7 @@
-"""RolloutLoop: acts in the environments tick by tick and records what PPO learns from."""
+"""Collection of rollouts: the policy acts in the environments, and each step is recorded for PPO.
+
+T environment steps per rollout, N environments.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,38 +22,40 @@ TRAINING, EVALUATION = 0, 1
 
 
 def episode_seeds(run_seed: int, purpose: int, episode: int, n_envs: int) -> list[int]:
-    """Seeds of `n_envs` hosts: even for training, odd for evaluation, so that no evaluated host was ever trained on."""
+    """Return RNG seeds of `n_envs` episodes: even for training, odd for evaluation, so that they never coincide."""
     drawn = np.random.SeedSequence([run_seed, purpose, episode]).generate_state(n_envs, np.uint64)
     return [int(seed) >> 2 << 1 | purpose for seed in drawn]
 
 
 def copied(record: Any) -> Any:
-    """A record of tensors that does not change when the original does."""
+    """Return a copy of a record of tensors."""
     return type(record)(*(part.clone() for part in record))
 
 
 class RolloutSummary(NamedTuple):
-    """Of one rollout, before the policy learns from it."""
+    """Statistics of one rollout before the update."""
 
     returns: Tensor  # [N] undiscounted sum of rewards per environment
     explained_variance: float
+    """Fraction of the variance of returns that the critic explains."""
     value_error: float
-    """Root of the mean square of what the critic was wrong by, in units of the return."""
+    """Root mean square error of the critic, in units of the return."""
     advantage_spread: float
-    """Deviation of advantages before they are normalised."""
-    advantages: Tensor  # [T, N] normalised; not a number where there was nothing to decide
+    """Standard deviation of advantages before normalisation."""
+    advantages: Tensor  # [T, N] normalised; NaN where the action was forced
 
 
 class RolloutLoop:
-    """The acting half of PPO: one rollout is one episode of every host; other environments may go on.
+    """Collects rollouts for PPO. A rollout is one episode of every host; with autoreset, T steps of each environment.
 
     Args:
         pool: The environments.
-        policy: Decides; its recurrent state is kept here, between ticks.
-        observation_norm, value_norm: Frozen within a rollout; updated when it ends.
-        config: Of PPO.
-        run_seed: Decides which hosts are met, and the exploration.
-        privileged_norm: Of what the critic alone sees, if it does.
+        policy: Policy that acts. Its recurrent state is kept here between steps.
+        observation_norm: Normaliser of observed features, frozen within a rollout and updated at its end.
+        value_norm: Normaliser of values, frozen within a rollout and updated at its end.
+        config: Settings of PPO.
+        run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
+        privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
     """
 
     def __init__(
@@ -71,21 +76,21 @@ class RolloutLoop:
         self.config = config
         self.run_seed = run_seed
         self.episode = 0
-        self.ticks = 0  # since the run began: the x-axis of every plot
+        self.ticks = 0  # environment steps since the run began: the x-axis of every plot
         self.generator = torch.Generator(pool.device).manual_seed(run_seed)  # exploration and minibatches
         self.buffer = RolloutBuffer(pool, policy, config.sequence)
         self.raw = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
         self.raw_privileged = torch.zeros_like(self.buffer.privileged) if policy.asymmetric else None
-        # V of the states in which a time limit has ended an episode, where the next one began at once.
+        # V of the last states of truncated episodes, [T, N], which an autoreset hides from the next observation.
         self.beyond = torch.zeros_like(self.buffer.values) if pool.goes_on else None
         self.state = policy.initial_state(pool.n_envs)
         self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
-        self.begun = False  # in this process: environments that go on are reset once
-        self.last: Any = None  # step of this process: for whoever watches
+        self.begun = False  # in this process; environments with autoreset are reset only once
+        self.last: Any = None  # result of the last step in this process, for the listeners
         self.watchers: list[Callable[[], None]] = []  # called after every step
 
     def begin_rollout(self) -> None:
-        """New hosts, and a recurrent state that knows nothing of them; environments that go on are left alone."""
+        """Begin a rollout: reset the environments and the recurrent state, except under autoreset after the first."""
         if not (self.begun and self.pool.goes_on):
             self.pool.reset(episode_seeds(self.run_seed, TRAINING, self.episode, self.pool.n_envs))
             self.state = self.policy.initial_state(self.pool.n_envs)
@@ -96,10 +101,10 @@ class RolloutLoop:
 
     @torch.no_grad()
     def tick(self) -> Any:
-        """One decision per environment, one step (a host epoch), and what came of it."""
+        """Choose one action per environment, take one environment step and record it. Returns the step's result."""
         with self.pool.clock.measure("policy"):
             length = self.buffer.length
-            # Copies: the step overwrites what the environments show.
+            # Copies, because the step overwrites the environments' observation.
             masks, privileged = copied(self.pool.masks), self._see_privileged(self.pool.privileged)
             seen, state = self._see(copied(self.pool.observation)), self.state
             privileged = None if privileged is None else privileged.clone()
@@ -115,7 +120,7 @@ class RolloutLoop:
                 Experience(
                     observation=seen,
                     masks=masks,
-                    # What counts is what was done: the Governor may have refused a part of it.
+                    # The action as carried out: the Governor may have vetoed a part of the sampled one.
                     action=step.action,
                     log_prob=distribution.log_prob(step.action),
                     values=values,
@@ -127,7 +132,7 @@ class RolloutLoop:
                     privileged=privileged,
                 )
             )
-            # Where an episode was cut the recurrent state must not leak into what follows.
+            # Where an episode ended, the recurrent state must not leak into the next one.
             self.starts.copy_(step.terminated)
             if self.beyond is not None:
                 self.starts.logical_or_(step.truncated)
@@ -140,7 +145,7 @@ class RolloutLoop:
         return step
 
     def _worth(self, ended: Ended) -> Tensor:  # [N]
-        """V of states after the last action, with the recurrent state after it."""
+        """Return V of the states after the last action, with the recurrent state after it."""
         none_start = torch.zeros_like(self.starts)
         privileged = self._see_privileged(ended.privileged)
         return self.value_norm.inverse(
@@ -148,19 +153,19 @@ class RolloutLoop:
         )
 
     def _see(self, observation: Any) -> Any:
-        """An observation as the policy is shown it, and as it is stored."""
+        """Return an observation with normalised features, as given to the policy and stored."""
         return observation._replace(features=self.observation_norm(observation.features))
 
     def _see_privileged(self, privileged: Tensor | None) -> Tensor | None:
-        """The same of what the critic alone sees; None if it sees no more than the policy."""
+        """Return normalised privileged features; None if the critic sees no more than the policy."""
         return None if self.privileged_norm is None else self.privileged_norm(privileged)
 
     @torch.no_grad()
     def finish_rollout(self) -> tuple[Rollout, RolloutSummary]:
-        """Advantages and value targets of the full buffer; then the normalisers take it in, for the next rollout."""
+        """Compute advantages and value targets of the full buffer, and update the normalisers for the next rollout."""
         buffer, config = self.buffer, self.config
         assert buffer.length == buffer.ticks, "the rollout is not finished"
-        # V of the state after the last action, with the recurrent state and the masks after it.
+        # V of the state after the last action, with the recurrent state after it.
         privileged = self._see_privileged(self.pool.privileged)
         last_value = self.policy.worth(self._see(self.pool.observation), self.state, self.starts, privileged)
         values = self.value_norm.inverse(buffer.values)
@@ -173,7 +178,7 @@ class RolloutLoop:
         advantages, returns = gae(
             buffer.rewards, values, next_values, terminated, truncated & ~terminated, config.gamma, config.gae_lambda
         )
-        real = ~buffer.masks.ended  # after an end before the horizon nothing happens: there is nothing to learn
+        real = ~buffer.masks.ended  # steps of a host whose episode ended before the horizon are padding
         explained = explained_variance(values[real], returns[real]).item()
         learned = ~buffer.masks.forced
         normalised = normalise(advantages, learned, config.advantage_floor)
@@ -191,7 +196,7 @@ class RolloutLoop:
             privileged=buffer.privileged,
         )
         if isinstance(self.observation_norm, RunningMeanStd):
-            # The minibatches hold what the policy saw; the new statistics apply from the next rollout on.
+            # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
             self.observation_norm.update(self.raw[real])
         if isinstance(self.privileged_norm, RunningMeanStd):
             self.privileged_norm.update(self.raw_privileged[real])
@@ -206,7 +211,7 @@ class RolloutLoop:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything between the module's weights and the pool: types that `weights_only=True` accepts."""
+        """Return the collector's state, in types that `weights_only=True` accepts."""
         return {
             "episode": self.episode,
             "ticks": self.ticks,
@@ -219,14 +224,14 @@ class RolloutLoop:
         }
 
     def _more(self) -> dict[str, Tensor]:
-        """What only some environments and policies have."""
+        """Return the storage that exists only for some environments and policies, by its key in a checkpoint."""
         more = {"raw_privileged": self.raw_privileged, "beyond": self.beyond}
         return {name: part for name, part in more.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken; the tensors may come from another device.
+        """Restore a state from `state_dict`; its tensors may be on another device.
 
-        Raises ValueError if it is of another run, or damaged.
+        Raises ValueError if the state belongs to another run, or is damaged.
         """
         parts = ("episode", "ticks", "generator", "state", "starts", "buffer", "raw", *self._more())
         check_parts("the rollout", state, parts)
@@ -247,7 +252,8 @@ class RolloutLoop:
             check_below("an action", head[:length], choices)
         for part in self.buffer.observation[1:]:
             check_below("what was seen", part[:length], self.pool.categories)
-        finished = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}  # it may have yet to begin
+        # With an empty buffer the rollout may not have begun.
+        finished = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}
         if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in finished}:
             raise ValueError(
                 f"the rollout is at tick {length}, but {self.ticks} ticks and {self.episode} rollouts began"

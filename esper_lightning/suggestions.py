@@ -1,4 +1,4 @@
-"""What somebody may have meant by a mistyped option, class or setting: the end of an error line."""
+"""Suggestions for mistyped options, commands, classes and settings, at the end of an error line."""
 
 import importlib
 import inspect
@@ -16,15 +16,15 @@ OF_CLASS = re.compile(r"class_path ?=?'([\w.]+)'")
 CHOICE = re.compile(r"Literal\[(.*)\]\. Got value: (\S+)")
 
 HOMES = {"task": "esper_lightning.tasks", "host": "esper_lightning.hosts"}
-"""Where our own classes for a setting are."""
+"""Modules that contain this package's classes for a setting."""
 
 
 def suggestion(message: str, parser: ArgumentParser) -> str:
-    """`; did you mean …?`, or nothing.
+    """Return `; did you mean …?`, or an empty string.
 
     Args:
-        message: The parser's.
-        parser: Whose options there are.
+        message: Error message of the parser.
+        parser: Parser whose options are candidates.
     """
     for pattern, candidates in TABLE:
         if found := pattern.search(message):
@@ -34,14 +34,14 @@ def suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def nearest_of(name: str, available: Iterable[str]) -> str | None:
-    """The one that is spelled most like it; or that ends in it, as `data.n_envs` in `n_envs`."""
+    """Return the first name that ends in `.name`, else the name with the most similar spelling, or None."""
     available = list(available)
     ending = [option for option in available if option.endswith(f".{name}")]
     return next(iter(ending or get_close_matches(name, available, n=1)), None)
 
 
 def options_of(parser: ArgumentParser) -> Iterator[str]:
-    """All that this command line takes, those of its commands too, without dashes."""
+    """Yield all long options of a parser and its subcommands, without dashes."""
     for action in parser._actions:
         yield from (option.removeprefix("--") for option in action.option_strings if option.startswith("--"))
     for below in commands_of(parser).values():
@@ -49,7 +49,7 @@ def options_of(parser: ArgumentParser) -> Iterator[str]:
 
 
 def commands_of(parser: ArgumentParser) -> dict[str, ArgumentParser]:
-    """The parser of each command."""
+    """Return the parser of each subcommand, by name."""
     found = [getattr(action, "_name_parser_map", None) or {} for action in parser._actions]
     return {name: below for one in found for name, below in one.items()}
 
@@ -95,4 +95,4 @@ TABLE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str, ArgumentParser
     (ARGUMENT, like_an_argument),
     (CHOICE, like_a_choice),
 )
-"""What a message may say is wrong, and where to look for what was meant."""
+"""Patterns of error messages, each with the function that finds the nearest valid name."""

@@ -1,6 +1,6 @@
-"""EsperTrainer: Lightning's Trainer, with one line where a start is refused, interrupted, or a disk has failed.
+"""Lightning's Trainer with the commands `evaluate` and `information`, and one-line errors.
 
-It trains, it evaluates what was trained, and it says whether there is anything to gain.
+Refused starts, interrupts and disk failures end the program with one line instead of a traceback.
 """
 
 from collections.abc import Iterator
@@ -32,22 +32,23 @@ from esper_lightning.growth.reading import NOT_TENSORS
 from esper_lightning.module import TamiyoModule
 
 UNUSABLE = (*NOT_TENSORS, RecursionError, MisconfigurationException)
-"""What a damaged checkpoint has been seen to raise where it is restored."""
+"""Exceptions that restoring a damaged checkpoint has been seen to raise."""
 
 
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
-"""Of a run's folder: what comparisons leave."""
+"""Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
 COMPARISON_LOST = "trained, but not compared; for the table resume from the run's latest.ckpt"
 
 
 class EsperTrainer(Trainer):
-    """Trains, compares and looks into families.
+    """Trainer with the commands `fit`, `evaluate` and `information`.
 
-    Until a run has begun, an error is the checkpoint's and ends in one line; after that it is ours.
+    Errors before training starts are attributed to the checkpoint and reported in one line; later ones keep their
+    traceback.
 
     Attributes:
-        begun: All is restored: set when training starts.
+        begun: True once the checkpoint is restored and training has started.
     """
 
     begun = False
@@ -61,7 +62,7 @@ class EsperTrainer(Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Trains, from `ckpt_path` on if that is given."""
+        """Train the policy, resuming from `ckpt_path` if it is given."""
         folder = Path(self.log_dir or self.default_root_dir)
         with nothing_left_of_a_refusal(folder):
             try:
@@ -78,7 +79,7 @@ class EsperTrainer(Trainer):
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
                 fail(f"checkpoint {str(ckpt_path)!r} cannot be continued: {reason:.400}; give another one")
             except SystemExit as ended:
-                if isinstance(ended.__context__, KeyboardInterrupt):  # while training, Preemption takes it
+                if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
                     fail(COMPARISON_LOST if self.begun else "interrupted before training began", INTERRUPTED)
                 raise
 
@@ -93,19 +94,20 @@ class EsperTrainer(Trainer):
         transfer: bool = False,
         stand_ins: dict[str, str] | None = None,
     ) -> None:
-        """Compares a trained Tamiyo with rules, schedules and static controls on fresh hosts, and reports.
+        """Compare a trained policy with baselines, fixed schedules and static networks on fresh hosts.
 
         Args:
-            ckpt_path: Her checkpoint; `latest`: the newest run's. Without --config the settings are those of the
-                config.yaml in its run folder.
-            more: Checkpoints of further training seeds of the same settings: then she is reported seed by seed and for
-                all seeds together.
+            ckpt_path: Checkpoint of the policy; `latest`: that of the newest run. Without --config the settings are
+                those of the config.yaml in its run folder.
+            more: Checkpoints of the same settings trained with other RNG seeds. Results are then reported for each
+                training run and for all together.
             out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
                 checkpoint.
-            weights_only: As for `fit`.
-            transfer: She was trained on other hosts than those of --config: show these to her as the places and seeds
-                that she knows. They may have fewer slots, and their slots are paired with hers in order.
-            stand_ins: Blueprints, by those that she knows, that take their place where she is a stranger.
+            weights_only: See `fit`.
+            transfer: Evaluate on other hosts than those of the training, as given by --config. Their slots are paired
+                in order with those of the training hosts, and there may be fewer of them.
+            stand_ins: Blueprints of the new hosts that replace blueprints of the training hosts, by the name of the
+                replaced one; for transfer.
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
@@ -113,7 +115,7 @@ class EsperTrainer(Trainer):
         folder = Path(out) if out is not None else run_folder(paths[0]) / usual
         self.datamodule = datamodule
         if stand_ins and not transfer:
-            fail("stand_ins are for hosts that she was not trained on; set --transfer true")
+            fail("stand_ins apply only to transfer to other hosts; set --transfer true")
         try:
             with one_line_errors():
                 if transfer:
@@ -137,11 +139,11 @@ class EsperTrainer(Trainer):
         look: InformationConfig = InformationConfig(),
         out: str | Path | None = None,
     ) -> None:
-        """Says what it is worth to know the facts in which the hosts of a family differ, before anybody trains there.
+        """Estimate, before any training, the value of knowing the variables in which the hosts of a family differ.
 
         Args:
-            look: How closely.
-            out: Folder for the table, the best schedule and the settings as files. None: they are only printed.
+            look: Settings of the estimate.
+            out: Folder for the table, the best schedule and the settings. None: they are only printed.
         """
         self.datamodule = datamodule
         folder = None if out is None else Path(out)
@@ -154,8 +156,8 @@ class EsperTrainer(Trainer):
             write_information(found, folder, self.record())
 
     def record(self) -> dict[str, Any]:
-        """With what settings and software, where and how this process runs."""
-        from esper_lightning.provenance import RunRecord, provenance  # which imports this module
+        """Return the settings of this run and the provenance of this process: command, device, software versions."""
+        from esper_lightning.provenance import RunRecord, provenance  # imported late: a circular import
 
         records = [callback for callback in self.callbacks if isinstance(callback, RunRecord)]
         data = self.datamodule
@@ -166,11 +168,11 @@ class EsperTrainer(Trainer):
 
     def _run_stage(self) -> Any:
         result = super()._run_stage()
-        self.begun = True  # where there was nothing left to train
+        self.begun = True  # also if there was nothing left to train
         return result
 
     def _way_on(self, failure: OSError) -> str:
-        """What to say of a failed disk."""
+        """Return an error message for a disk failure that says how to go on."""
         run = Path(self.log_dir or self.default_root_dir)
         latest = run / "checkpoints" / "latest.ckpt"
         what = described(failure)
@@ -183,20 +185,20 @@ class EsperTrainer(Trainer):
 
 
 def described(failure: OSError) -> str:
-    """What went wrong with a disk, and with which file."""
+    """Return the reason of a disk failure and the name of the file."""
     where = f" ({failure.filename})" if failure.filename else ""
     return f"{failure.strerror or failure}{where}"
 
 
 def run_folder(checkpoint: str | Path) -> Path:
-    """Of the run that wrote a checkpoint."""
+    """Return the folder of the run that wrote a checkpoint."""
     folder = Path(checkpoint).resolve().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
 
 @contextmanager
 def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Makes a run's folder. If what follows is refused, the folder is as it was, or not there as before."""
+    """Create a run folder, and restore its previous state if the start is refused (exit code for bad input)."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     before = set(_loggers_files(folder))
     with one_line_errors():
@@ -214,5 +216,5 @@ def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
 
 
 def _loggers_files(folder: Path) -> list[Path]:
-    """What the logger begins whatever follows."""
+    """Return the files that the logger creates at every start, even at a refused one."""
     return [*folder.glob("events.*"), *folder.glob("hparams.yaml")]

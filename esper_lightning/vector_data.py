@@ -1,4 +1,4 @@
-"""VectorData: the module trains on any environments, for example gymnasium's."""
+"""Data module for vector environments of any kind, for example from Gymnasium."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,14 +10,14 @@ from esper_lightning.envs.vector import VectorEnv
 
 
 class VectorData(LightningDataModule):
-    """Environments of any kind. A Lightning batch is a whole rollout: a step of them may take microseconds.
+    """Data module for any VectorEnv. A Lightning batch is a whole rollout, because a step may take microseconds.
 
-    They are not part of checkpoints: a resumed run begins new episodes.
+    Checkpoints do not contain the state of the environments: a resumed run begins new episodes.
 
     Args:
-        env: Makes the environments, a VectorEnv: for example `esper_lightning.envs.adapter.gym_vector`.
-        settings: Passed to it.
-        seed: Decides episodes and exploration.
+        env: Function that returns a VectorEnv, for example `esper_lightning.envs.adapter.gym_vector`.
+        settings: Keyword arguments of this function.
+        seed: RNG seed of episodes and exploration.
     """
 
     def __init__(self, env: Callable[..., Any], settings: dict[str, Any] | None = None, seed: int = 0) -> None:
@@ -28,7 +28,7 @@ class VectorData(LightningDataModule):
         self.seed = seed
 
     def setup(self, stage: str) -> None:
-        """Raises ValueError if policy and environments would be on different devices."""
+        """Raise ValueError if policy and environments are on different devices."""
         theirs, ours = self.pool.device, self.trainer.strategy.root_device
         if theirs.type != ours.type:
             raise ValueError(
@@ -49,7 +49,7 @@ class VectorData(LightningDataModule):
         return self.pool.space.sizes
 
     def identity(self) -> dict[str, Any]:
-        """What goes into a policy and comes out of it."""
+        """Return the sizes of observations, actions and rollouts, which a resumed run must share."""
         pool = self.pool
         return {
             "choices": dict(pool.space.sizes),
@@ -60,7 +60,7 @@ class VectorData(LightningDataModule):
         }
 
     def settle(self, checkpoint: dict[str, Any]) -> None:
-        """Nothing of the environments is in a checkpoint."""
+        """Do nothing: checkpoints contain no state of the environments."""
 
     def train_dataloader(self) -> TickLoader:
         return TickLoader(1)

@@ -1,4 +1,4 @@
-"""What tests share: one thread, digits loaded once, and pools and rollouts small enough to run in every test."""
+"""Shared fixtures: one thread, digits loaded once, and small pools and rollouts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,17 +25,17 @@ from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import SharedParserCLI, remembered
 
-# Reproducible, and no examples left behind in the checkout.
+# Reproducible, and without example files in the checkout.
 settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)
 settings.load_profile("esper")
 
-# Hosts are tiny: a second thread costs more than it brings, and on a busy machine ten times more.
+# Hosts are tiny: a second thread slows them down, on a busy machine tenfold.
 torch.set_num_threads(1)
 
 SMALL = EnvConfig(
     horizon=6,
     training=HostTraining(batches=2),
-    # Quick lives: within six ticks a seed can reach every stage.
+    # Short lifecycles: within six ticks a seed can reach every stage.
     lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
     actions=ActionConfig(blueprints=["norm", "conv_small", "conv_light"], tempos={"FAST": 1, "SLOW": 2}),
 )
@@ -55,24 +55,24 @@ FREE: dict[str, Any] = {
         curves=["linear", "cosine"],
     ),
 }
-"""Changes to SMALL under which a controller may choose in all eight heads, and seeds do nothing by themselves."""
+"""Changes to SMALL that give a controller choices in all eight heads and switch off automatic changes of seeds."""
 
 
 def small_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """390 parameters, three slots."""
+    """A CNN host with 390 parameters and three slots."""
     slots = ["block1.pool", "block2.pool", "block3"]
     return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
 
 
 @pytest.fixture(autouse=True)
 def one_thread_per_operator() -> None:
-    """Whatever the test before has set: on a busy machine threads wait for each other at every operation."""
+    """Reset the number of threads, which an earlier test may have raised."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_parser_per_process() -> Iterator[None]:
-    """Every start of the command line in this process shares one parser, which looks up each key once."""
+    """Share one parser between all starts of the command line in this process; it looks up each key once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
         find = remembered(_subcommands.find_action_and_subcommand)
@@ -83,9 +83,9 @@ def one_parser_per_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
-    """A pool with executor fused compares a stack with its hosts before it begins, which takes most of a short test.
+    """Compare the stack of a kind of host with the loop once per process: the comparison takes most of a short test.
 
-    Hosts of one structure on which the same can grow are compared once per process; those of tests, always.
+    Hosts that tests define are compared every time.
     """
     proven: set[str] = set()
 
@@ -107,7 +107,7 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_pool() -> Callable[..., HostPool]:
-    """`make_pool(n_envs, host=…, horizon=…, training=…, …)`: a small pool on digits; the rest replaces EnvConfig's."""
+    """`make_pool(n_envs, host=…, horizon=…, …)` returns a small pool on digits; the rest replaces EnvConfig's."""
     task = Digits(validation=100, test=100)
     data = task.load()
 
@@ -119,13 +119,13 @@ def make_pool() -> Callable[..., HostPool]:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Streams and events of a GPU that there is not."""
+    """Replace the streams and events of a GPU by fakes."""
     return FakeCuda(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def make_policy() -> Callable[..., Policy]:
-    """`make_policy(pool, seed)`: a small untrained policy that fits the pool."""
+    """`make_policy(pool, seed)` returns a small untrained policy that fits the pool."""
 
     def make(pool: HostPool, seed: int = 0) -> Policy:
         with torch.random.fork_rng():
@@ -137,7 +137,7 @@ def make_policy() -> Callable[..., Policy]:
 
 @pytest.fixture(scope="session")
 def make_loop(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> Callable[..., RolloutLoop]:
-    """`make_loop(n_envs, gamma=…, …)`: acts in a small pool of its own; the rest goes to PPOConfig."""
+    """`make_loop(n_envs, gamma=…, …)` returns a collector with its own small pool; the rest goes to PPOConfig."""
 
     def make(n_envs: int = 3, **ppo: Any) -> RolloutLoop:
         pool = make_pool(n_envs)
@@ -150,7 +150,7 @@ def make_loop(make_pool: Callable[..., HostPool], make_policy: Callable[..., Pol
 
 @pytest.fixture(scope="session")
 def play_rollout() -> Callable[[RolloutLoop], None]:
-    """Begins a rollout and goes through all its ticks."""
+    """Begin a rollout and step through all its ticks."""
 
     def play(loop: RolloutLoop) -> None:
         loop.begin_rollout()

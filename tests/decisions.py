@@ -1,4 +1,4 @@
-"""What a host is told to do in tests: per environment a tuple with a number for each head."""
+"""Actions for tests: a tuple with the index of a choice per head, for each environment."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Row = tuple[int, ...]
 
 
 def decide(op: Op, **choices: int) -> Row:
-    """Heads that are not named choose 0."""
+    """Return an action with 0 for every head that is not named."""
     return tuple(int(op) if head == "op" else choices.pop(head, 0) for head in HEADS)
 
 
@@ -41,5 +41,5 @@ def set_alpha(slot: int, target: int, speed: int = 0, curve: int = 0) -> Row:
 
 
 def act(*rows: Sequence[int]) -> Action:
-    """The same, one row per environment, as a pool takes it."""
+    """Return actions in the form that a pool takes, one row per environment."""
     return to_action(rows, CPU)

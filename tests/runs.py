@@ -1,4 +1,4 @@
-"""Runs of the command line for tests: in this process, or in one of their own that is ended for sure."""
+"""Runs of the command line for tests, in this process or in a subprocess with a timeout."""
 
 import json
 import os
@@ -29,16 +29,16 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 HARD_LIMIT = 240.0
-"""Seconds after which a process is killed: many times what it needs, so that it only ends what hangs."""
+"""Timeout of a subprocess in seconds, many times its usual duration."""
 
 EPOCHS, HORIZON = 3, 5
 TINY = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--trainer.max_epochs", str(EPOCHS), "--data.env.horizon", str(HORIZON)),
     *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
-    *("--data.env.executor", "loop"),  # a stack is compared with a loop before a run, which takes a third of this one
+    *("--data.env.executor", "loop"),  # no comparison of executors before a run: 1/3 of its time
     *("--telemetry.figures_every", "0"),
 )
-"""2 hosts, 3 rollouts of 5 ticks, two minibatches a tick: a second in a process that has imported torch."""
+"""2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
 FREE_CHOICE = (
     "--data.env.actions.styles=[linear_add, sigmoid12_multiply, cosine_gate]",
@@ -47,16 +47,16 @@ FREE_CHOICE = (
     *("--data.env.lifecycle.birth=random", "--data.env.lifecycle.auto_blend=false"),
     "--data.env.training.micro_batches=2",
 )
-"""Every op and every head is on offer, and hosts learn in parts of a batch."""
+"""Settings with every operation and every head, where hosts train on parts of a batch."""
 
 
 def tiny_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """The host of configs/smoke.yaml with its slots in their usual places."""
+    """The host of configs/smoke.yaml with its slots in their usual positions."""
     return CNN(input_shape, outputs, base=4, kernel=1, pools=2, channels_last=False)
 
 
 class Run:
-    """What a run left in its folder."""
+    """Return the contents of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,26 +64,26 @@ class Run:
         self.latest = self.checkpoints / "latest.ckpt"
 
     def scalars(self) -> dict[str, list[tuple[int, float]]]:
-        """TensorBoard's points (step, value) by tag, as a reader sees them; no tag of which all points are void."""
+        """Return TensorBoard's points (step, value) by tag, without tags whose points are all NaN."""
         events = EventAccumulator(str(self.folder), size_guidance={"scalars": 0}).Reload()
         tags = sorted(tag for tag in events.Tags()["scalars"] if events.Scalars(tag))
         return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
 
 
 def points_after(tick: int, points: Mapping[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
-    """What a run that goes on from `tick` has to write: some tags have a point now and then only."""
+    """Return the tags that a run resumed at `tick` must write; some tags have points only now and then."""
     later = {tag: [point for point in of_tag if point[0] > tick] for tag, of_tag in points.items()}
     return {tag: of_tag for tag, of_tag in later.items() if of_tag}
 
 
 def only_run(root: Path) -> Run:
-    """The one run below `root`."""
+    """Return the only run folder below `root`."""
     (folder,) = root.iterdir()
     return Run(folder)
 
 
 class SharedParserCLI(EsperCLI):
-    """The command line with a parser that is built once per process: building it takes most of a short start."""
+    """Command line with a parser that is built once per process, since building it takes most of a short start."""
 
     built: ClassVar[dict[str, Any]] = {}
 
@@ -113,7 +113,7 @@ def remembered(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cli(*args: str) -> EsperCLI:
-    """`esper-lightning fit` in this process; returns what it built."""
+    """Run `esper-lightning fit` in this process and return its CLI object."""
     built: list[EsperCLI] = []
 
     class Kept(SharedParserCLI):
@@ -121,20 +121,20 @@ def cli(*args: str) -> EsperCLI:
             built.append(self)
             super().before_fit()
 
-    # Lightning warns of any argument of the process that it was not given.
+    # Lightning warns of arguments of the process that differ from those it was given.
     with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", *args])
     return built[0]
 
 
 def fit(root: Path, *args: str) -> EsperCLI:
-    """A tiny run in this process, its folder below `root`."""
+    """Run a tiny training in this process, with its run folder below `root`."""
     return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
 
 
 @contextmanager
 def guarded_signals() -> Iterator[None]:
-    """A signal that nobody takes fails the test: without this it would end pytest."""
+    """Fail the test at an unhandled signal, which would otherwise end pytest."""
 
     def nobody_took_it(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"nobody took {signal.Signals(number).name}")
@@ -148,7 +148,7 @@ def guarded_signals() -> Iterator[None]:
 
 
 def process(*args: str) -> subprocess.CompletedProcess[str]:
-    """`python -m esper_lightning fit` in a process of its own, which is gone when this returns or raises."""
+    """Start `python -m esper_lightning fit` in a subprocess, which has ended when this returns or raises."""
     command = [sys.executable, "-m", "esper_lightning", "fit", *args]
     with subprocess.Popen(
         command,
@@ -171,13 +171,13 @@ def process(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str, str]:
-    """Flags that add `callback` to a run."""
+    """Return the flags that add `callback` to a run."""
     path = f"{callback.__module__}.{callback.__qualname__}"
     return "--trainer.callbacks", json.dumps([{"class_path": path, "init_args": init_args}])
 
 
 class SaveEveryTick(Callback):
-    """Writes `tick1.ckpt`, `tick2.ckpt` … beside the other checkpoints; a rollout's last one when its epoch ends."""
+    """Callback that saves `tick1.ckpt`, `tick2.ckpt` … beside the other checkpoints; the last at the epoch's end."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if not trainer.is_last_batch:
@@ -191,7 +191,7 @@ class SaveEveryTick(Callback):
 
 
 class SignalAt(Callback):
-    """Sends its own process the signal `number` at the end of tick `tick`."""
+    """Callback that sends the signal `number` to its own process at the end of tick `tick`."""
 
     def __init__(self, tick: int, number: int) -> None:
         self.tick = tick
@@ -203,12 +203,12 @@ class SignalAt(Callback):
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint, read as strictly as torch can."""
+    """Load a checkpoint as strictly as torch can."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def continuation(path: Path) -> dict[str, Any]:
-    """A checkpoint without the one thing that may differ between equal runs: the path of the run's folder."""
+    """Return a checkpoint without the path of the run folder, the only part in which equal runs may differ."""
     checkpoint = load(path)
     callbacks = checkpoint["callbacks"].items()
     checkpoint["callbacks"] = {name: state for name, state in callbacks if not name.startswith("ModelCheckpoint")}
@@ -216,7 +216,7 @@ def continuation(path: Path) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """The places where two nested structures differ; tensors must be equal bit for bit."""
+    """Return the paths at which two nested structures differ; tensors must be equal bit for bit."""
     if type(a) is not type(b):
         return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Every ablation is a setting of the program, and changes what it says and nothing else."""
+"""Every ablation is a valid setting of the program, and changes only what its name says."""
 
 import csv
 import re
@@ -20,7 +20,7 @@ from tests.tiers import rest_is_slow
 
 @cache
 def settings(config: str, *changes: str) -> dict[str, Any]:
-    """By dotted name, as a run would have them."""
+    """Return the settings of a run by dotted name."""
     said = StringIO()
     with pytest.raises(SystemExit) as ended, redirect_stdout(said), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", "--config", str(ROOT / config), *changes, "--print_config"])
@@ -29,7 +29,7 @@ def settings(config: str, *changes: str) -> dict[str, Any]:
 
 
 def flat(prefix: str, tree: Any) -> list[tuple[str, Any]]:
-    """Leaves of nested dicts."""
+    """Yield the leaves of nested dicts."""
     if not isinstance(tree, dict):
         return [(prefix.removesuffix("."), tree)]
     return [leaf for name, below in tree.items() for leaf in flat(f"{prefix}{name}.", below)]

@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they compare is the same work; how fast it is no test says."""
+"""The benchmarks run and compare equal work; their speed is not tested."""
 
 import csv
 import importlib.util
@@ -26,7 +26,7 @@ from tests.tiers import rest_is_slow
 
 
 def script(name: str) -> ModuleType:
-    """A benchmark as a module."""
+    """Import a benchmark as a module."""
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -307,7 +307,7 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
 ) -> None:
     benchmark = script("given_away")
     config = yaml.safe_load((ROOT / "configs" / "smoke.yaml").read_text())
-    # Weight decay of so little changes nothing that could be seen; the price is shown.
+    # So little weight decay has no visible effect; the price is part of the observation.
     facts = {"objective.price": [0.1, 0.5], "training.weight_decay": [0.0, 1e-12]}
     config["data"]["env"]["family"] = {"train": [facts]}
     path = tmp_path / "family.yaml"

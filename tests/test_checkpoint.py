@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and read only if they are whole and ours."""
+"""Checkpoints are written atomically, and read only if they are complete and written by this package."""
 
 import math
 import pickle
@@ -76,7 +76,7 @@ def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, m
 
 
 def test_whoever_has_opened_a_checkpoint_reads_it_to_its_end(tmp_path: Path) -> None:
-    """The new one takes the old one's name in one step, and touches not a byte of it."""
+    """A new checkpoint replaces the old one by a rename and does not modify the old file."""
     target = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
 
 
 def whole() -> Checkpoint:
-    """As much of a checkpoint as is looked at before anything is built."""
+    """The parts of a checkpoint that are checked before anything is built."""
     rollout = {"loop": {}, "random": random_states()}
     parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
     more = {"HostPoolData": {}, "pytorch-lightning_version": "2.6", "esper_identity": {}, "esper_settings": {}}
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_lies_about_itself_is_not_continued(change: Checkpoint
 
 
 def progress(tick: int, rollout: int, position: int) -> Checkpoint:
-    """What Lightning's loops say of where they are."""
+    """Return the state of Lightning's loops."""
     return {
         "epoch_loop.batch_progress": {"current": {"ready": tick}},
         "epoch_progress": {"current": {"ready": rollout}},

@@ -1,4 +1,4 @@
-"""The command line: every config runs, a run leaves what it promises, and bad input ends in one line."""
+"""Command line: every config runs, a run writes its files, and bad input ends in one line."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ PER_TICK = ("hosts/", "reward/", "growth/", "governor/", "gradients/", "time/per
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """configs/smoke.yaml to its end, as a user runs it."""
+    """Run configs/smoke.yaml to its end, as a user does."""
     root = tmp_path_factory.mktemp("smoke")
     done = process("--config", str(CONFIGS / "smoke.yaml"), "--trainer.default_root_dir", str(root))
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def test_the_smoke_run_compares_all_controllers_with_intervals(smoke: Run) -> No
         for column in ("accuracy", "parameters", "objective", "ahead"):
             low, mean, high = (found[column][end] for end in ("low", "mean", "high"))
             assert low <= mean <= high
-    assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of herself
+    assert summary["tamiyo"]["ahead"]["mean"] == summary["tamiyo"]["ahead"]["low"] == 0.0  # of the policy
 
 
 @pytest.mark.slow
@@ -98,10 +98,10 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
     assert set(scalars) >= TICK_TAGS | ROLLOUT_TAGS
     for tag, points in scalars.items():
         if tag.startswith(SOMETIMES):
-            continue  # where a seed lived, or was kept: tests/telemetry/test_board.py
+            continue  # only where a seed lived or was fossilized: tests/telemetry/test_board.py
         steps = list(SMOKE_TICKS) if tag.startswith(PER_TICK) else ROLLOUT_ENDS
         if tag == "anomaly/grad_norm_high" or tag == "anomaly/grad_norm_low":
-            steps = steps[1:]  # there must be a norm before, to compare with
+            steps = steps[1:]  # only after an earlier norm for comparison
         assert [step for step, _ in points] == steps, tag
         assert all(math.isfinite(value) for _, value in points), tag
 
@@ -262,7 +262,7 @@ def test_bad_input_ends_in_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr("torch.distributed.init_process_group")  # it would wait for the second machine for ever
+    monkeypatch.delattr("torch.distributed.init_process_group")  # it would wait for the second machine forever
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path / "runs", flag)
 
@@ -361,7 +361,7 @@ def test_ctrl_c_while_modules_are_imported_ends_a_real_process_in_one_line() -> 
         stderr=subprocess.PIPE,
         text=True,
     )
-    seen = next(line for line in started.stderr if "torch._C" in line)  # in the middle of it
+    seen = next(line for line in started.stderr if "torch._C" in line)  # during the import
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=100)
 
@@ -384,7 +384,7 @@ def test_ctrl_c_while_lightning_prepares_ends_in_one_line(
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path)
 
-    signal.signal(signal.SIGINT, before)  # Lightning lets nobody interrupt it again
+    signal.signal(signal.SIGINT, before)  # Lightning lets no further interrupt through
     assert ended.value.code == 130
     assert_one_line(capsys.readouterr().err, "interrupted before training began")
 

@@ -1,4 +1,4 @@
-"""`evaluate`: a trained Tamiyo against everyone else, from her checkpoint alone."""
+"""`evaluate`: a trained policy against baselines, from its checkpoint alone."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ FILES = ["curves.png", "evaluation.csv", "evaluation.json", "pareto.png", "sched
 
 
 def evaluate(*args: str) -> None:
-    """`esper-lightning evaluate` in this process."""
+    """Run `esper-lightning evaluate` in this process."""
     with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
         main(["evaluate", *args])
 
@@ -42,7 +42,7 @@ def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Two training seeds; the first run ends with a comparison of its own."""
+    """Train with two RNG seeds; the first run ends with a comparison of its own."""
     root = tmp_path_factory.mktemp("trained")
     fit(root, "--seed_everything=0", *FEW)
     fit(root, "--seed_everything=1")

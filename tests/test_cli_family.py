@@ -1,4 +1,4 @@
-"""A family through the command line: trained on, gone on with, evaluated on members held out, and asked its worth."""
+"""Families on the command line: training, resuming, evaluation on held-out contexts, and the value of information."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ SMALL = (
 
 
 def call(verb: str, *args: str) -> None:
-    """`esper-lightning verb` in this process."""
+    """Run `esper-lightning verb` in this process."""
     with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
         main([verb, *SMALL, *args])
 
@@ -86,7 +86,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     files = {path.name for path in (tmp_path / "out").glob("best_schedule*.json")}
     assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
 
-    # The same again from the files, without a search.
+    # Evaluate again from the files, without a search.
     monkeypatch.setattr(comparison, "search", None)
     call(
         *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),

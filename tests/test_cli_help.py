@@ -1,4 +1,4 @@
-"""What the command line says of itself, and to somebody who mistypes."""
+"""Help texts of the command line, and suggestions for mistyped arguments."""
 
 import subprocess
 import sys
@@ -84,7 +84,7 @@ def test_where_nothing_is_alike_nothing_is_suggested(capsys: pytest.CaptureFixtu
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of `words`."""
+    """Return the completions that bash offers for the last of `words`."""
     line = f"""source {script}; COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
 _esper_lightning; printf '%s\\n' "${{COMPREPLY[@]}}" """
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split()

@@ -1,4 +1,4 @@
-"""Runs on hosts of several tasks: trained, resumed, compared and refused by the command line."""
+"""Runs on hosts of several tasks: training, resuming, evaluation and refusals on the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ TABLE = {
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> tuple[str, ...]:
-    """Settings of a small run on two tasks, its folder below `tmp_path / runs`."""
+    """Return the settings of a small run on two tasks, with its folder below `tmp_path / runs`."""
     config = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
     config["data"]["also"] = {"table": TABLE}
     (tmp_path / "mixed.yaml").write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""`evaluate --transfer`: a Tamiyo of other hosts."""
+"""`evaluate --transfer`: a policy that was trained on other hosts."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The pool of hosts: what is configured is what runs, and ticks are counted across interruptions."""
+"""The data module: the pool has the configured settings, and ticks are counted across interruptions."""
 
 import itertools
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
         assert env.draw_batches(pool.data.train.samples).indices.shape == (3, 16)
         assert env.training.max_grad_norm == 2.0
         assert env.training.augment == AugmentConfig(pad=1, flip=True, cutout=3)
-    assert any(len(env.optimizer.param_groups) > 1 for env in pool.envs)  # some seed was there to be looked at
+    assert any(len(env.optimizer.param_groups) > 1 for env in pool.envs)  # a seed existed
 
 
 def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) -> None:

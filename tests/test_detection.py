@@ -1,6 +1,7 @@
-"""The Governor finds what goes wrong in a host's training and leaves healthy hosts alone: on fresh traces of real
-hosts, and whatever the losses are. A short version of benchmarks/governor; docs/results/governor.md has its
-figures."""
+"""The Governor detects faults in a host's training and does not roll back healthy hosts.
+
+Tests use fresh traces of real hosts, and arbitrary losses. This is a short version of benchmarks/governor;
+docs/results/governor.md has its figures."""
 
 import math
 import random
@@ -27,17 +28,17 @@ DIGITS_CNN = "CNN 1×1, 390 parameters, Adam .02"
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    """28 episodes of 12 ticks that nobody watched over."""
+    """Record 28 episodes of 12 ticks without a Governor."""
     return episodes(7)
 
 
-def episodes(of_each: int) -> list[Trace]:
-    """So many of each kind of host under each controller."""
+def episodes(n_each: int) -> list[Trace]:
+    """Record `n_each` episodes of each kind of host under each controller."""
     return [
-        *record(DIGITS_CNN, "random, born at random", 12, of_each),
-        *record(CALM_MLP, "random", 12, of_each),
-        *record(CALM_MLP, "heuristic", 12, of_each),
-        *record(CALM_CNN, "wait", 12, of_each),
+        *record(DIGITS_CNN, "random, born at random", 12, n_each),
+        *record(CALM_MLP, "random", 12, n_each),
+        *record(CALM_MLP, "heuristic", 12, n_each),
+        *record(CALM_CNN, "wait", 12, n_each),
     ]
 
 
@@ -62,7 +63,7 @@ def test_what_goes_wrong_is_found_in_time(fault: Fault, healthy: list[Trace]) ->
     calm = counts[12, False]
     assert calm.of > 10
     assert calm.found == calm.of
-    if fault.within == 1:  # what is no number is seen wherever it is
+    if fault.within == 1:  # NaN is detected wherever it is
         assert counts[12, True].found == counts[12, True].of > 0
 
 
@@ -73,7 +74,7 @@ def test_spikes_that_mend_themselves_are_left_alone(length: str, healthy: list[T
 
     total = Found(*map(sum, zip(*counts, strict=True)))
     assert total.of > 70
-    # One or two in a thousand meet a spike of the host's own and are one of three ticks.
+    # One or two in a thousand coincide with the host's own spike and are one of three ticks.
     assert total.found <= 0.01 * total.of
 
 
@@ -85,7 +86,7 @@ def test_hosts_that_are_broken_while_they_train_are_rolled_back(name: str, withi
 
 
 def test_a_host_that_unlearns_little_by_little_is_found_when_it_is_worse_than_guessing() -> None:
-    """At this learning rate the loss passes that of guessing in the third tick with wrong labels."""
+    """Labels are wrong at a learning rate at which the loss exceeds that of guessing in the third tick."""
     found = break_live(CALM_CNN, "labels off by one", after=8, hosts=2)
 
     assert all(host.learned and host.tick is not None and host.tick <= 5 for host in found)
@@ -103,7 +104,7 @@ def test_a_kind_of_host_learns_and_its_traces_can_be_kept(traces: list[Trace], t
 
 
 def decisions(losses: Sequence[float], watch: Watch) -> list[Decision]:
-    """Of the Governor on host epochs with these losses."""
+    """Return the Governor's verdicts on host epochs with these losses."""
     taken = []
     for loss in losses:
         verdict, watch = judge(watch, Reading(loss, 1.0), CHANCE, CONFIG)

@@ -18,7 +18,7 @@ FILES = {name: "\n\n".join(text for named, text in FENCED if named == name) for 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with the page's files; the registered blueprint is removed afterwards."""
+    """Change to a folder with the page's files, and remove the registered blueprint afterwards."""
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

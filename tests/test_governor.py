@@ -14,7 +14,7 @@ HEALTHY, SUSPICIOUS, ROLL_BACK, END = Decision
 
 CHANCE = math.log(10.0)
 
-# Numbers of this file's own: what is tested are the rules, not how sharp they are by default.
+# Thresholds of this file: the tests check the rules, not the default thresholds.
 CONFIG = GovernorConfig(
     window=4,
     max_loss=12.0,
@@ -28,7 +28,7 @@ CONFIG = GovernorConfig(
 )
 
 WAVES = (0.5, 1.5, 0.5, 1.5)
-"""Losses with mean 1 and deviation 0.5."""
+"""Losses with mean 1 and standard deviation 0.5."""
 
 LEARNED = (0.2, 0.2, 0.2, 0.2)
 
@@ -44,7 +44,7 @@ def of(loss: float, watch: Watch, config: GovernorConfig = CONFIG, **more: Any) 
 
 
 def through(losses: Iterable[float], watch: Watch = NEW, config: GovernorConfig = CONFIG) -> tuple[list, Watch]:
-    """The decisions on host epochs with these losses, one after the other, and what is known in the end."""
+    """Return the verdicts on host epochs with these losses, one after the other, and the final state."""
     decisions = []
     for loss in losses:
         verdict, watch = judge(watch, reading(loss), CHANCE, config)
@@ -87,7 +87,7 @@ def test_a_host_that_unlearns_little_by_little_had_learned_all_the_same() -> Non
 def test_a_host_that_has_not_learned_yet_may_guess() -> None:
     assert of(CHANCE, Watch((0.59 * CHANCE,) * 4)).decision is SUSPICIOUS
     assert of(CHANCE, Watch((0.61 * CHANCE,) * 4)).decision is HEALTHY
-    assert of(CHANCE, Watch()).decision is HEALTHY  # nothing is known of it
+    assert of(CHANCE, Watch()).decision is HEALTHY  # without any history
 
 
 def test_a_loss_is_out_of_range_beyond_so_many_times_the_normal_mean() -> None:
@@ -135,7 +135,7 @@ def test_a_rollback_is_not_repeated_while_it_cools_down_except_for_what_is_no_nu
 
     assert decisions == [SUSPICIOUS] * 5
     assert cooled == Watch(panic=5, cooldown=0, rollbacks=1)
-    assert of(20.0, cooled).decision is ROLL_BACK  # at once: patience was over long ago
+    assert of(20.0, cooled).decision is ROLL_BACK  # at once: the patience has been exceeded long ago
     assert of(CHANCE, Watch(LEARNED, panic=9, cooldown=1)).decision is SUSPICIOUS
     assert of(CHANCE, Watch(LEARNED, panic=9, cooldown=0)).decision is ROLL_BACK
     assert of(math.nan, Watch(cooldown=5, rollbacks=1)).decision is ROLL_BACK
@@ -167,7 +167,7 @@ def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
     assert of(5.0, Watch(LEARNED)).decision is SUSPICIOUS
     assert verdict.decision is HEALTHY and after == Watch((5.0,))
     assert of(CHANCE, Watch(LEARNED), reshaped=True).decision is HEALTHY
-    # What is bad whatever was normal stays so.
+    # Absolute limits hold whatever was normal.
     assert of(12.1, Watch(LEARNED), reshaped=True).decision is SUSPICIOUS
     assert of(math.nan, Watch(LEARNED), reshaped=True).decision is ROLL_BACK
 
@@ -225,7 +225,7 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[Reading
         assert (verdict.decision is HEALTHY) == (verdict.cause == "")
         numbers = (one.loss, one.train_loss, *one.gradients)
         assert verdict.diverged >= (not all(map(math.isfinite, numbers))), "at once, even in the cooldown"
-        # While it cools down nothing else leads to a rollback.
+        # During the cooldown no other rule leads to a rollback.
         assert not (verdict.diverged and calm) or not all(map(math.isfinite, numbers))
         calm = config.cooldown if verdict.diverged else max(0, calm - 1)
 

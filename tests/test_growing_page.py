@@ -1,4 +1,4 @@
-"""docs/guides/growing.md: what it shows is what happens."""
+"""docs/guides/growing.md: its examples produce the results that it shows."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ BLOCKS = [text for language, text in FENCED if language == "python"]
 
 @pytest.fixture(autouse=True)
 def own_blueprints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the page registers is forgotten again."""
+    """Unregister the blueprints that the page registers."""
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
 
 

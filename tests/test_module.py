@@ -1,4 +1,4 @@
-"""TamiyoModule: trains the policy and nothing else, at the rates that were asked for."""
+"""The LightningModule trains only the policy, at the configured learning rates."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_the_gradient_is_clipped_to_what_was_asked_for(tmp_path: Path) -> None:
 
     moments = frozen.trainer.optimizers[0].state.values()
     assert all(state["exp_avg"].abs().max() < 1e-30 for state in moments)
-    assert values(only_run(tmp_path), "train/grad_norm")[0] > 0.0  # logged as it was before
+    assert values(only_run(tmp_path), "train/grad_norm")[0] > 0.0  # logged unchanged
 
 
 def practise(
@@ -146,7 +146,7 @@ def practise(
     precision: Literal["32", "bf16-mixed"] = "32",
     rollouts: int = 1,
 ) -> None:
-    """A few rollouts under a Trainer of one's own, without the command line's checks."""
+    """Train for a few rollouts under a plain Trainer, without the checks of the command line."""
     env = EnvConfig(horizon=4, executor=executor, training=HostTraining(batches=1))
     trainer = Trainer(
         max_epochs=rollouts,
@@ -175,11 +175,11 @@ def test_hosts_and_policy_stay_in_float32_under_a_trainers_autocast(executor: Li
 
 
 class Twice(TamiyoModule):
-    """Learns, and then a twin of its policy learns the same by hand."""
+    """Update the module, then update a copy of its policy by hand."""
 
     def build(self, shape: PolicyShape) -> None:
         super().build(shape)
-        self.twins = [deepcopy(self.policy)]  # in a list: no part of the module
+        self.twins = [deepcopy(self.policy)]  # in a list, so that it is no submodule
         self.adam = Adam(self.twins[0].parameters(), eps=self.ppo.adam_eps)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
@@ -207,7 +207,7 @@ class Twice(TamiyoModule):
             norms.append(clip_grad_norm_(twin.parameters(), config.max_grad_norm))
             self.adam.step()
         after = parameters_to_vector(twin.parameters()).detach()
-        self.ratios = [terms.ratio for terms in seen[-config.minibatches :]]  # of the last pass
+        self.ratios = [terms.ratio for terms in seen[-config.minibatches :]]  # of the last epoch
         self.expected = {
             "minibatches": len(norms),
             "grad_norm": sum(norms) / len(norms),
@@ -226,7 +226,7 @@ class Twice(TamiyoModule):
 def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
     target_kl: float | None, learned_from: float
 ) -> None:
-    """Each with a gradient of its own, clipped; where the policy moves too far, only those before."""
+    """Every update has its own clipped gradient; where the KL exceeds the target, only the earlier ones are applied."""
     module = Twice(
         ppo=PPOConfig(
             lr=Anneal(start=0.02, end=0.01),

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py in miniature; how good and how fast is said by the benchmark itself."""
+"""benchmarks/peers.py in miniature; the benchmark itself measures returns and speed."""
 
 import csv
 import sys
@@ -17,7 +17,7 @@ from esper_lightning.module import TamiyoModule
 
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
-    """The benchmark takes one."""
+    """Reset the number of threads, which the benchmark sets to one."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def test_what_is_learned_is_measured_on_the_cart_that_hides_its_velocities() -> 
 def test_the_policy_that_did_best_is_kept_and_games_that_judge_it_do_not_choose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Looked at after rollouts 1, 5 and 9."""
+    """The policy is evaluated after rollouts 1, 5 and 9."""
     looks, biases = [], []
 
     def found(module: TamiyoModule, seed: int) -> float:

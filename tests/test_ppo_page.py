@@ -1,4 +1,4 @@
-"""docs/guides/ppo.md: what it shows runs; docs/results/ppo.md: its returns are those of the kept results."""
+"""docs/guides/ppo.md: its examples run; docs/results/ppo.md: its returns are those of the kept results."""
 
 import csv
 import re

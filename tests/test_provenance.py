@@ -1,4 +1,4 @@
-"""run.json says with what, where and how a run was made, and nothing of the environment's."""
+"""run.json says how a run was made, without environment variables."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def test_the_revision_is_that_of_the_file(tmp_path: Path) -> None:
     assert revision(file) is None  # no repository
 
     git(tmp_path, "init")
-    assert revision(file) is None  # somebody else's repository, in which we are installed
+    assert revision(file) is None  # another repository, into which the package is installed
 
     git(tmp_path, "add", "a.py")
     git(tmp_path, "commit", "-m", "a")

@@ -1,4 +1,4 @@
-"""README.md: its example runs, its links lead somewhere; it and docs/results show the kept results."""
+"""README.md: its example runs and its links are valid; it and docs/results show the kept results."""
 
 import re
 from collections.abc import Container
@@ -17,7 +17,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
-    """The table of kept results in Markdown, a line for each controller, or for some of them and Tamiyo."""
+    """Return the table of kept results in Markdown, a line for Tamiyo and each controller; None: all of them."""
     tables = script("tables")
     results = tables.read(ROOT / "benchmarks" / "results" / f"{name}.csv")
     wanted = [one for one in results if controllers is None or one == "tamiyo" or one in controllers]
@@ -43,7 +43,7 @@ def test_every_link_leads_to_a_file(page: str) -> None:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a row of a table."""
+    """Return the cells of a row of a table."""
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 

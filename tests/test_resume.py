@@ -1,4 +1,4 @@
-"""A run that is stopped, in whatever way, and resumed equals one that was never interrupted, bit for bit."""
+"""A run that is stopped and resumed equals an uninterrupted one bit for bit, however it was stopped."""
 
 import itertools
 import shutil
@@ -53,19 +53,19 @@ def stages(checkpoint: Path) -> set[str]:
 
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """What a run wrote to TensorBoard, but for its speed and its memory."""
+    """Return what a run wrote to TensorBoard, except for speed and memory."""
     return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))}
 
 
 def assert_same_end(run: Run, reference: Run) -> None:
-    """Policy, normalisers, optimizer, hosts, rollout, random numbers and Lightning's loops are what they should be."""
+    """Check policy, normalisers, optimizer, hosts, rollout, random states and Lightning's loops."""
     assert differences(continuation(run.latest), continuation(reference.latest)) == []
 
 
 def test_the_checkpoints_to_resume_from_are_worth_the_test(saved: Run) -> None:
     ticks = [saved.checkpoints / f"tick{tick}.ckpt" for tick in range(1, END + 1)]
 
-    assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(stages, ticks))  # seeds are alive in them
+    assert {"DORMANT", "BLENDING", "PROBATIONARY"} <= set.union(*map(stages, ticks))  # hosts have living seeds
     assert all(differences(continuation(a), continuation(b)) for a, b in itertools.pairwise(ticks))
 
 
@@ -92,7 +92,7 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_that_chooses_in_all_heads_resumes_too(tmp_path: Path) -> None:
-    flags = (*FREE_CHOICE, "--trainer.max_epochs=2", "--seed_everything=1")  # under which seeds are alive by then
+    flags = (*FREE_CHOICE, "--trainer.max_epochs=2", "--seed_everything=1")  # after which hosts have living seeds
     fit(tmp_path / "whole", *flags, *with_callback(SaveEveryTick))
     whole, run = only_run(tmp_path / "whole"), Run(tmp_path / "part" / "version_0")
     run.checkpoints.mkdir(parents=True)

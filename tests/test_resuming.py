@@ -1,4 +1,4 @@
-"""A run that goes on with another number of environments begins the rollout anew, and says so."""
+"""A run resumed with another number of environments begins the rollout anew and prints a note."""
 
 import shutil
 from itertools import product

@@ -33,7 +33,7 @@ def test_seeds_of_training_and_of_evaluation_have_nothing_in_common() -> None:
     assert {seed % 2 for seed in drawn[TRAINING]} == {0}
     assert {seed % 2 for seed in drawn[EVALUATION]} == {1}
     for seed in drawn[TRAINING] | drawn[EVALUATION]:
-        torch.Generator().manual_seed(seed)  # every one of them is a seed that torch accepts
+        torch.Generator().manual_seed(seed)  # each is a valid RNG seed for torch
 
 
 def test_seeds_are_reproducible_and_differ_by_run_episode_and_host() -> None:
@@ -50,7 +50,7 @@ def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
 ) -> None:
     loop = make_loop(2)
     play_rollout(loop)
-    loop.finish_rollout()  # from now on observations are normalised by real statistics
+    loop.finish_rollout()  # observations are now normalised by real statistics
     seen: list[list[Tensor]] = []
     done: list[list[Tensor]] = []
     decide, act = loop.policy.step, loop.pool.step
@@ -100,7 +100,7 @@ def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: 
     rollout, _ = loop.finish_rollout()
     assert loop.observation_norm.count == loop.value_norm.count == 2 * 12
     assert torch.equal(rollout.observation.features, stored), "what was seen stays as it was seen"
-    # The statistics take in raw features, also those of the rollout before.
+    # The statistics are those of raw features, including the rollout before.
     assert not torch.equal(loop.observation_norm.mean, before[0])
     torch.testing.assert_close(
         loop.observation_norm.mean, (before[0] + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5
@@ -113,7 +113,7 @@ def test_a_rollout_that_is_saved_at_any_tick_continues_bit_for_bit(
 ) -> None:
     loop, other = make_loop(2), make_loop(2)
     other.run_seed = 8
-    play_rollout(other)  # it was in the middle of something else
+    play_rollout(other)  # the collector was in the middle of another rollout
     loop.begin_rollout()
     for _ in range(ticks):
         loop.tick()
@@ -178,7 +178,7 @@ CUTS = {0: [2], 2: [1], 3: [2]}
 
 @pytest.fixture(scope="module")
 def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> MakeWatched:
-    """Three hosts of which nothing is known but that they diverge if they are told to."""
+    """Return three hosts without history that diverge on demand."""
 
     def make(governor: GovernorConfig = CALM, **ppo: Any) -> RolloutLoop:
         pool = make_pool(3, governor=governor)
@@ -231,7 +231,7 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     for env, ends in enumerate(([5], [2, 5], [0, 3, 5])):
         begin = 0
         for end in ends:
-            beyond = last[env].double() if end == 5 and not horizon_is_end else 0.0  # a rollback's end is worth nothing
+            beyond = last[env].double() if end == 5 and not horizon_is_end else 0.0  # 0 after a rollback
             worth = [*values[begin : end + 1, env], beyond]
             deltas = [rewards[begin + k, env] + gamma * worth[k + 1] - worth[k] for k in range(end - begin + 1)]
             for t in range(len(deltas)):
@@ -251,7 +251,7 @@ def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
     def values(env: int, begin: int, end: int, state: RecurrentState) -> Tensor:
-        """Of a stretch of the rollout, as if it were all there ever was."""
+        """Return the values of one segment, computed as if it were the whole rollout."""
         one = rollout.of(torch.tensor([env]))
 
         def stretch(parts: Any) -> Any:
@@ -274,7 +274,7 @@ ENDING = replace(CALM, max_rollbacks=0)
 def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched: MakeWatched) -> None:
     loop = make_watched(ENDING, gae_lambda=0.5)
     play_broken(loop, {2: [1]})
-    loop.finish_rollout()  # from now on values are on a scale of their own
+    loop.finish_rollout()  # values have another scale from now on
     play_broken(loop, {2: [1]})
     scale = deepcopy(loop.value_norm)
     rollout, summary = loop.finish_rollout()
@@ -292,7 +292,7 @@ def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched:
 
 
 def spoil_what_is_over(loop: RolloutLoop) -> None:
-    """What is stored of host 1 after its end becomes something else."""
+    """Overwrite the stored steps of host 1 after its end."""
     buffer, over = loop.buffer, loop.buffer.masks.ended
     assert over.nonzero().tolist() == [[3, 1], [4, 1], [5, 1]]
     for stored in (buffer.observation.features, loop.raw, buffer.rewards, buffer.values):
@@ -341,7 +341,7 @@ def test_the_policy_has_no_choice_after_an_end_and_its_ratio_is_one(make_watched
 def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeWatched) -> None:
     loop = make_watched()
     with torch.no_grad():
-        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # she loves to germinate
+        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
     loop.begin_rollout()
     vetoes = []
     for _ in range(6):
@@ -353,7 +353,7 @@ def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeW
     assert len(vetoes) > 3 and {host for host, _ in vetoes} == {0}
     assert not any(s.occupied for s in loop.pool.envs[0].slots) and any(s.occupied for s in loop.pool.envs[1].slots)
     assert (torch.stack(rollout.action)[:, :, 0] == 0).all(), "WAIT, in every head"
-    # By a policy that rather germinates: e^3 to the one WAIT, so it waits with probability 1 / (1 + e^3) at most.
+    # The policy prefers GERMINATE: its odds are e^3 against one WAIT, so it waits with probability ≤ 1 / (1 + e^3).
     for _, tick in vetoes:
         assert rollout.log_prob[tick - 1, 0].item() < -2.0
     assert (rollout.action.op[:, 1:] == Op.GERMINATE).any()

@@ -1,4 +1,4 @@
-"""Every setting can be set from YAML, and help says what it is for."""
+"""Every setting can be set from YAML and is explained in the help."""
 
 import ast
 import importlib
@@ -27,21 +27,21 @@ from esper_lightning.trainer import EsperTrainer
 from tests.runs import CONFIGS
 
 ENTRY = "entry"
-"""Key of the one entry of a dictionary of settings."""
+"""Key of the only entry in a dictionary of settings."""
 
 REQUIRED = {"task": "esper_lightning.tasks.Digits", "host": "esper_lightning.hosts.CNN"}
 """Settings without a default."""
 
 LINKED = {("data", "env", "reward"): {"gamma", "horizon_is_end"}}
-"""Fields that are taken from another setting, and cannot be set themselves."""
+"""Fields that are linked to another setting and cannot be set themselves."""
 
 
 NO_SETTINGS = {Rule, Variant}
-"""Records that look like settings: a line of the table of anomalies, and what is made of the facts of a family."""
+"""Records that look like settings but are none: a row of the table of anomalies, and a context of a family."""
 
 
 class Group(NamedTuple):
-    """Settings that belong together."""
+    """A group of settings."""
 
     command: str
     path: tuple[str, ...]
@@ -49,7 +49,7 @@ class Group(NamedTuple):
     settings: type
     """Dataclass of these settings."""
     there: bool
-    """True: these settings always have values. False: null stands there until somebody asks for them."""
+    """True: the group always has values. False: it is null unless it is set."""
 
     def __str__(self) -> str:
         return f"{self.command} {'.'.join(self.path)}"
@@ -61,13 +61,13 @@ class Group(NamedTuple):
 
 
 def is_settings(thing: object) -> bool:
-    """Says whether this is a class of settings: a frozen dataclass, each of whose fields is given by its name."""
+    """Return True for classes of settings: frozen dataclasses, all of whose fields are keyword-only."""
     frozen = inspect.isclass(thing) and is_dataclass(thing) and thing.__dataclass_params__.frozen
     return frozen and all(field.kw_only for field in fields(thing))
 
 
 def settings_within(hint: Any, path: tuple[str, ...]) -> Iterator[tuple[type, tuple[str, ...]]]:
-    """Classes of settings that a type is or is made of, with the keys that lead there."""
+    """Yield the classes of settings within a type, with the keys that lead to them."""
     if is_settings(hint):
         yield hint, path
     below = (*path, ENTRY) if get_origin(hint) is dict else path
@@ -76,14 +76,13 @@ def settings_within(hint: Any, path: tuple[str, ...]) -> Iterator[tuple[type, tu
 
 
 def groups_of(command: str, path: tuple[str, ...], takes: Callable[..., Any], known: set[type]) -> Iterator[Group]:
-    """Groups of settings among what a class or a function takes, and the groups within them.
+    """Yield the groups of settings among the parameters of a class or function, and the groups within them.
 
     Args:
-        command: Of the command line.
-        path: Keys that lead to what is taken.
-        takes: Class or function.
-        known: Classes that were met; of those that somebody has to ask for, each is met once.
-    """
+        command: Name of the command.
+        path: Keys that lead to the class or function.
+        takes: The class or function.
+        known: Classes found so far; a class that is null by default is yielded only once."""
     hints = get_type_hints(takes.__init__ if inspect.isclass(takes) and not is_settings(takes) else takes)
     for name, hint in hints.items():
         for settings, below in settings_within(hint, (*path, name)):
@@ -94,7 +93,7 @@ def groups_of(command: str, path: tuple[str, ...], takes: Callable[..., Any], kn
 
 
 def all_groups() -> Iterator[Group]:
-    """Groups of settings that the command line takes: of the two modules, of the callbacks, of the commands."""
+    """Yield the groups of settings on the command line: of the two modules, the callbacks and the commands."""
     roots: list[tuple[str, tuple[str, ...], Callable[..., Any]]] = [
         ("fit", ("model",), TamiyoModule),
         ("fit", ("data",), HostPoolData),
@@ -107,7 +106,7 @@ def all_groups() -> Iterator[Group]:
 
 
 def imported(path: str) -> Any:
-    """The class or function of this dotted path."""
+    """Return the class or function with this dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -116,7 +115,7 @@ GROUPS = list(all_groups())
 
 
 def printed(command: str, *args: str) -> str:
-    """What a command prints before it ends."""
+    """Return the output of a command that prints and exits."""
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(sys, "argv", sys.argv[:1])
@@ -126,13 +125,13 @@ def printed(command: str, *args: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Without white space: help breaks lines wherever it likes."""
+    """Remove white space, because help breaks lines anywhere."""
     return re.sub(r"\s+", "", text)
 
 
 @cache
 def help_of_options(command: str, *args: str) -> dict[str, str]:
-    """What help says, by option; of an option with options of its own: the title above them."""
+    """Return the help text of each option; for an option with suboptions, the title above them."""
     said = {}
     title = ""
     for block in re.split(r"^(?=  --|\S)", printed(command, *args), flags=re.MULTILINE):
@@ -146,7 +145,7 @@ def help_of_options(command: str, *args: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def printed_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`printed_config(command)`: every setting as YAML, also of groups that somebody has to ask for."""
+    """`printed_config(command)` returns every setting as YAML, including groups that are null by default."""
     folder = tmp_path_factory.mktemp("config")
 
     @cache
@@ -170,7 +169,7 @@ def printed_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
+    """Return the docstring under each field of a dataclass."""
     body = ast.parse(inspect.getsource(config)).body[0].body
     return {
         field.target.id: doc.value.value
@@ -180,7 +179,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def test_no_class_of_settings_is_out_of_reach() -> None:
-    """A8: every class of settings that the project defines is among those that the command line takes."""
+    """A8: every class of settings in the project is on the command line."""
     defined = set()
     for package in (esper_lightning, callbacks):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -195,7 +194,7 @@ def test_no_class_of_settings_is_out_of_reach() -> None:
 def test_every_setting_is_reachable_from_yaml_and_explained_by_help(
     group: Group, printed_config: Callable[[str], dict[str, Any]]
 ) -> None:
-    """A8: every field of every class of settings stands in the printed YAML, with its docstring in help."""
+    """A8: every field of every class of settings is in the printed YAML, and its docstring in the help."""
     docs = field_docs(group.settings)
     section: Any = printed_config(group.command)
     for key in group.path:

@@ -1,4 +1,4 @@
-"""What the source holds nowhere: errors that vanish, code that is not used, devices as strings, private torch."""
+"""Patterns that the source must not contain: swallowed errors, unused code, devices as strings, private torch names."""
 
 import ast
 import re
@@ -10,19 +10,19 @@ from tests.runs import ROOT
 SOURCES = [path for folder in ("esper_lightning", "callbacks", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 PACKAGE = [path for path in SOURCES if "benchmarks" not in path.parts]
 tree_of = cache(lambda path: ast.parse(path.read_text()))
-"""The syntax of a file."""
+"""Return the syntax tree of a file."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def broad(caught: ast.AST) -> bool:
-    """Says whether every error is among those that are named here, wherever their names come from."""
+    """Return True if the caught classes include Exception or BaseException, under any module name."""
     names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(caught)}
     return bool(names & {"Exception", "BaseException"})
 
 
 def swallowing(code: ast.AST) -> list[int]:
-    """Lines where every error is caught or suppressed, or where a caught one has no consequence."""
+    """Return the lines where every error is caught or suppressed, or where a caught error is ignored."""
     lines = []
     for node in ast.walk(code):
         if isinstance(node, ast.ExceptHandler):
@@ -34,7 +34,7 @@ def swallowing(code: ast.AST) -> list[int]:
 
 
 def test_no_broad_except() -> None:
-    """F19: nothing catches or suppresses every error, or catches one to say nothing."""
+    """F19: no code catches or suppresses every error, or ignores a caught one."""
     lines = "try:\n    f()\nexcept (KeyError, Exception):\n    g()\nexcept A:\n    pass\nexcept:\n    g()\n"
     assert swallowing(ast.parse(lines)) == [3, 5, 7], "the check below sees them"
     lines = "with suppress(Exception):\n    f()\nwith contextlib.suppress(KeyError, BaseException):\n    f()\n"
@@ -46,7 +46,7 @@ def test_no_broad_except() -> None:
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
-    """Names that are read, attributes, and the last word of every string; not what a module offers in `__all__`."""
+    """Yield names that are read, attributes, and the last word of every string, but not the names in `__all__`."""
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
         return
     if isinstance(node, ast.Name):
@@ -60,7 +60,7 @@ def names_in(node: ast.AST) -> Iterator[str]:
 
 
 def test_nothing_is_defined_that_nobody_uses() -> None:
-    """A3: every function and class of a module is named in code or in a config, or shown to users, or registered."""
+    """A3: every function and class of a module is used in code, configs or docs, or is registered."""
     trees = [tree_of(path) for path in SOURCES]
     used = {name for tree in trees for name in names_in(tree)}
     used |= {word for path in (ROOT / "configs").glob("*.yaml") for word in re.findall(r"\w+", path.read_text())}
@@ -77,7 +77,7 @@ def test_nothing_is_defined_that_nobody_uses() -> None:
 
 
 def misnamed_devices(code: ast.AST) -> list[int]:
-    """Lines where what is called a device is something else, or where a call is given a GPU by a string."""
+    """Return the lines where a `device` parameter has another type, or where a call is given a GPU by a string."""
     lines = []
     for node in ast.walk(code):
         if isinstance(node, ast.arg) and node.arg == "device":
@@ -92,7 +92,7 @@ def misnamed_devices(code: ast.AST) -> list[int]:
 
 
 def test_devices_are_devices_inside() -> None:
-    """A4: what is called a device is a torch.device, and no call is given a GPU by a string."""
+    """A4: every `device` parameter is a torch.device, and no call is given a GPU by a string."""
     lines = "def a(device: str): ...\ndef b(device): ...\ndef c(device: torch.device | None): ...\nx.to('cuda:1')\n"
     lines += "x.cuda()\nf('cuda is missing', device='cuda')\nx.to(device)\n"
     assert misnamed_devices(ast.parse(lines)) == [1, 2, 4, 5, 6], "the check below sees them"
@@ -101,7 +101,7 @@ def test_devices_are_devices_inside() -> None:
 
 
 def torch_names(code: ast.AST) -> Iterator[str]:
-    """What `code` imports from torch and reaches below it, in dots."""
+    """Yield the dotted names that `code` imports from torch or accesses below it."""
     roots = {"torch": "torch"}
     for node in ast.walk(code):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -122,7 +122,7 @@ def torch_names(code: ast.AST) -> Iterator[str]:
 
 
 def private_torch(code: ast.AST) -> set[str]:
-    """Names of torch that have an underscored part."""
+    """Return the names of torch that have an underscored part."""
     return {name for name in torch_names(code) if "._" in name}
 
 

@@ -1,4 +1,4 @@
-"""What holds for the code as a whole: what it imports, and that all of it is documented."""
+"""Properties of the code as a whole: its imports and its documentation."""
 
 import ast
 import os
@@ -17,7 +17,7 @@ MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").glob("*.py"))]
 
 
 def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:
-    """In a process of its own: here they are loaded already."""
+    """Run in a subprocess, since this one has already loaded the modules."""
     code = "import sys, esper_lightning.growth.network, esper_lightning.hosts; print(*sys.modules, sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""The fast tier has every pair of values, and nothing is lost to the slow tier."""
+"""The fast tier has every pair of values, and no case is lost to the slow tier."""
 
 from itertools import combinations, product
 

@@ -1,4 +1,4 @@
-"""docs/guides/transfer.md: its settings are understood; docs/results/transfer.md: its tables are the kept results'."""
+"""docs/guides/transfer.md: its settings are valid; docs/results/transfer.md: its tables are the kept results'."""
 
 import re
 from pathlib import Path

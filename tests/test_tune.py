@@ -1,4 +1,4 @@
-"""benchmarks/tune.py: rules get the settings that serve them best, on training hosts alone."""
+"""benchmarks/tune.py: controllers get their best settings, on training hosts alone."""
 
 import sys
 from collections import Counter
@@ -46,7 +46,7 @@ def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_memb
         return real(seeds)
 
     monkeypatch.setattr(pool, "reset", watched)
-    # Growth is ruinous, so who grows least is best; the last one has no time to grow more than once.
+    # Growth is very expensive, so the setting that grows least is best; the last one grows only once.
     dear, cheap = PeriodicConfig(every=1, blueprints=["conv_light"]), PeriodicConfig(every=5, blueprints=["norm"])
     best, objective = tune.tune(pool, [dear, cheap, dear], seed=3)
 

@@ -1,4 +1,4 @@
-"""The module under a plain Lightning trainer, on environments that are not ours."""
+"""The module under a plain Lightning trainer, on environments outside of this project."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def train(epochs: int, policy: PolicyConfig, delay: int = 3, **changes: Any) -> 
 
 
 def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
-    """Share of games that the greedy policy wins."""
+    """Return the share of games that the greedy policy wins."""
     pool = CueMemory(games, 1, delay)
     pool.reset(range(1000, 1000 + games))
     controller = LearnedController(module.policy, module.observation_norm)

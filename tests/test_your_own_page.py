@@ -1,4 +1,4 @@
-"""docs/guides/your_own.md: with its files, and images in folders, the program runs."""
+"""docs/guides/your_own.md: the program runs with its files, and with images in folders."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ SHORT = (
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the page's files and a few images, where the command is given."""
+    """Change to a folder with the page's files and a few images."""
     monkeypatch.chdir(tmp_path)
     generator = torch.Generator().manual_seed(0)
     for part, each in {"train": 24, "val": 8, "test": 8}.items():
@@ -47,7 +47,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def config_with(place: Path, **parts: Any) -> str:
-    """The page's config with other parts of `data`, in a file."""
+    """Write the page's config with other parts of `data` to a file."""
     config = yaml.safe_load((place / "leaves.yaml").read_text())
     config["data"] |= parts
     config["data"]["env"].pop("actions")  # they are for images

@@ -1,4 +1,4 @@
-"""Which cases of a long table run in the fast tier: the rest is marked slow, and runs with `make test-all`."""
+"""Selection of the cases of a long table for the fast tier; the others are marked slow and run with `make test-all`."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import combinations, product
@@ -9,10 +9,9 @@ from _pytest.mark import ParameterSet
 
 
 def rest_is_slow(cases: Iterable[Any], fast: Container[Any] | Callable[[Any], bool]) -> list[ParameterSet]:
-    """All `cases` as parameters of a test; those that are not in `fast`, or for which it is false, are marked slow.
+    """Return all `cases` as parameters of a test, marked slow unless they are in `fast` or satisfy it.
 
-    A case that is a tuple gives a value to each argument of the test, any other case to its only one.
-    """
+    A case that is a tuple gives a value to each argument of the test, any other case to its only one."""
     chosen = fast if callable(fast) else fast.__contains__
     cases = list(cases)
     assert any(chosen(case) for case in cases), "some case must run in the fast tier"
@@ -36,7 +35,7 @@ def pairs_of(*axes: Sequence[Any]) -> list[ParameterSet]:
 
 
 def _pairs(axes: Sequence[Sequence[Any]], case: Sequence[Any]) -> set[tuple[tuple[int, int], ...]]:
-    """Pairs of (axis, index of the value) that meet in a combination."""
+    """Return the pairs of (axis, index of the value) in a combination."""
     places = [(axis, list(values).index(value)) for axis, (values, value) in enumerate(zip(axes, case, strict=True))]
     return set(combinations(places, 2))
 

@@ -1,16 +1,15 @@
-"""How well does the Governor tell hosts that diverge from hosts that learn, and what does it cost?
+"""Measure how well the Governor distinguishes diverging hosts from healthy ones, and what it costs.
 
-    python -m benchmarks.governor                        # all of it: half an hour of one core
-    python -m benchmarks.governor --part recorded --traces FILE     # recorded once, judged as often as you like
+    python -m benchmarks.governor                        # all parts: half an hour on one core
+    python -m benchmarks.governor --part recorded --traces FILE     # record once, judge many times
     python -m benchmarks.governor --part live --markdown
 
-recorded: hosts of several kinds are trained on real data while seeds grow on them, and what the Governor would have
-    seen is recorded, though nobody acts on it. A host is *healthy* unless for three ticks running it loses more than
-    1.5 times what guessing would: a standard that no rule of the Governor knows of. A rollback of a healthy host is a
-    false one. Into copies of the healthy traces faults are injected, each at a random tick from the fourth to the last
-    but two.
-live: hosts are broken while they train, under the Governor.
-cost: share of a tick that judging and snapshots take.
+recorded: hosts of several kinds are trained on real data while seeds grow on them, without a Governor, and its inputs
+    are recorded. A host is *healthy* unless its loss exceeds 1.5 times that of guessing in three consecutive ticks, a
+    standard that is independent of the Governor's rules. A rollback of a healthy host is a false positive. Faults are
+    injected into copies of the healthy traces, each at a random tick from the fourth to the third-last.
+live: hosts are broken while they train under the Governor.
+cost: share of a tick that judgements and snapshots take.
 """
 
 import argparse

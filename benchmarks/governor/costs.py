@@ -1,4 +1,4 @@
-"""What share of a tick judging and snapshots take."""
+"""Share of a tick that the Governor's judgements and snapshots take."""
 
 import time
 from collections.abc import Callable
@@ -15,17 +15,18 @@ COSTS = {
     "CNN 3×3, base 8, 32×32 images, 16 hosts, loop": ("32x8", 16, Choice("loop", True), 10),
     "CNN 1×1, digits, 48 hosts, fused": ("digits", 48, Choice("fused", False), 20),
 }
+"""Measured cases by name: case, number of hosts, executor, and ticks per round."""
 
 
 class Cost(NamedTuple):
-    """Shares of a tick."""
+    """Shares of the time of one tick."""
 
     judging: float
     snapshots: float
 
 
 def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    """The same, which notes how long it takes."""
+    """Return `work` wrapped so that each call appends its duration in seconds to `spent`."""
 
     def call(*args: Any) -> Any:
         begin = time.perf_counter()
@@ -37,7 +38,7 @@ def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
 
 
 def open_costly(name: str) -> tuple[HostPool, list[float]]:
-    """Hosts with seeds, no two alike, and where the seconds of every judgement are noted."""
+    """Return a pool of hosts with different seeds, and the list that collects the seconds of every judgement."""
     case, hosts, choice, _ = COSTS[name]
     pool, spent = make_pool(CASES[case], CASES[case].task.load(), hosts, choice, "different"), []
     for env in pool.envs:
@@ -46,14 +47,14 @@ def open_costly(name: str) -> tuple[HostPool, list[float]]:
 
 
 def cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
-    """Of so many ticks, with a snapshot of every host as often as the settings say."""
+    """Measure the Governor's cost over `ticks` ticks, with snapshots as often as the settings say."""
     wait, kept = WaitOnly(), []
     spent.clear()
     pool.clock.take()
     begin = time.perf_counter()
     for _ in range(ticks):
         pool.step(wait.act(pool))
-    # Random targets are learned by heart, which no Governor likes: when it takes snapshots there says nothing.
+    # Hosts overfit random targets, so the Governor takes snapshots at unusual times: these are measured separately.
     without = time.perf_counter() - begin - pool.clock.take()["governor"]
     for env in pool.envs:
         timed(env.keep, kept)()
@@ -63,6 +64,7 @@ def cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
 
 
 def measure_costs(rounds: int, markdown: bool) -> None:
+    """Print the table of costs: medians and extremes over rounds."""
     rows = []
     for name, (*_, ticks) in COSTS.items():
         pool, spent = open_costly(name)

@@ -1,4 +1,4 @@
-"""The hosts that the Governor is tried on: real data, small networks, rates from careful to bold."""
+"""Kinds of hosts on which the Governor is tested: small networks on real data, with low to high learning rates."""
 
 import argparse
 import inspect
@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 
 
 class Text(Task):
-    """Which character of a Python source comes next, 32 at a time."""
+    """Next-character prediction on a Python source file, in sequences of 32."""
 
     LENGTH = 32
 
     def load(self) -> TaskData:
-        letters = inspect.getsource(argparse)  # real text that every Python has
+        letters = inspect.getsource(argparse)  # real text in every installation of Python
         alphabet = sorted(set(letters))
         codes = torch.tensor([alphabet.index(letter) for letter in letters])
         rows = codes[: (len(codes) - 1) // self.LENGTH * self.LENGTH].view(-1, self.LENGTH)
@@ -34,7 +34,7 @@ class Text(Task):
 
 
 class Kind(NamedTuple):
-    """Hosts of one kind, and how they learn."""
+    """Task, host and training settings of one kind of hosts."""
 
     task: Task
     host: HostFactory
@@ -48,7 +48,7 @@ mlp = partial(MLP, width=64)
 gpt = partial(GPT, width=32, blocks=2, heads=2, context=Text.LENGTH)
 
 FEW = Digits(validation=500, test=1100)
-"""With 197 training images: hosts that learn them by heart."""
+"""Digits with 197 training images, which hosts overfit."""
 
 KINDS = {
     "CNN 1×1, 390 parameters, Adam .005": Kind(Digits(), tiny, {"lr": 0.005}),
@@ -73,14 +73,14 @@ ACTIONS = ActionConfig(
     set_alpha=True,
     slow_cull=True,
 )
-"""Every op but ADVANCE, and every head."""
+"""Action space with every operation but ADVANCE, and every head."""
 
 QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
-"""As in configs/digits.yaml: short episodes, and it is for the controller to judge seeds."""
+"""Lifecycle of configs/digits.yaml: short episodes, and no automatic judgement of seeds."""
 
 
 def open_pool(kind: Kind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
-    """Hosts of one kind, under a Governor with its defaults."""
+    """Return a pool of hosts of one kind, under a Governor with default settings."""
     training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
     return HostPool(kind.task, kind.task.load(), kind.host, config, hosts, CPU)

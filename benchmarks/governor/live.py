@@ -1,4 +1,4 @@
-"""Hosts are broken while they train, under the Governor."""
+"""Detection of hosts that are broken while they train under the Governor."""
 
 import math
 from collections import Counter
@@ -18,24 +18,27 @@ from esper_lightning.tasks import Split
 
 
 def fill(value: float, env: HostEnv) -> None:
-    """Sets the host's weights."""
+    """Set all weights of the host to `value`."""
     with torch.no_grad():
         for parameter in env.optimizer.param_groups[0]["params"]:
             parameter.fill_(value)
 
 
 def scale(factor: float, env: HostEnv) -> None:
+    """Multiply all weights of the host by `factor`."""
     with torch.no_grad():
         for parameter in env.optimizer.param_groups[0]["params"]:
             parameter.mul_(factor)
 
 
 def learn_faster(factor: float, env: HostEnv) -> None:
+    """Multiply the host's learning rate by `factor`."""
     for group in env.optimizer.param_groups:
         group["lr"] *= factor
 
 
 def one_weight(value: float, env: HostEnv) -> None:
+    """Set one weight of the host to `value`."""
     with torch.no_grad():
         env.optimizer.param_groups[0]["params"][0].view(-1)[0] = value
 
@@ -48,6 +51,7 @@ BREAKS: dict[str, Callable[[HostEnv], None]] = {
     "all weights 0": partial(fill, 0.0),
     "learning rate × 1000": partial(learn_faster, 1000.0),
 }
+"""Ways to break the weights or the optimizer of a host."""
 
 WRONG_LABELS: dict[str, Callable[[Split, int], Split]] = {
     "labels off by one": lambda split, classes: split._replace(targets=(split.targets + 1) % classes),
@@ -55,6 +59,7 @@ WRONG_LABELS: dict[str, Callable[[Split, int], Split]] = {
         targets=torch.randint(classes, split.targets.shape, generator=torch.Generator().manual_seed(0))
     ),
 }
+"""Ways to break the training labels."""
 
 LIVE = (
     "CNN 1×1, 390 parameters, Adam .005",
@@ -63,21 +68,21 @@ LIVE = (
     "MLP of width 64, Adam .002",
     "GPT of width 32 on text, Adam .003",
 )
-"""Kinds that are broken while they train."""
+"""Kinds of hosts that are broken."""
 
 BREAK_AT, AFTERWARDS = (4, 12), 10
-"""Ticks that a host learns before it is broken, and for which it is watched after that."""
+"""Numbers of ticks before a host is broken, and number of ticks that are observed afterwards."""
 
 
 class Broken(NamedTuple):
-    """What became of a host that was broken."""
+    """Outcome of one broken host."""
 
-    learned: bool  # the mean loss of the three ticks before was below 60 % of that of guessing
-    tick: int | None  # of its rollback, counted from the break; None: not within `AFTERWARDS`
+    learned: bool  # the mean loss of the last three ticks before the break was below 60 % of the loss of guessing
+    tick: int | None  # tick of its rollback, counted from the break; None: not within `AFTERWARDS`
 
 
 def break_live(kind: str, name: str, after: int, hosts: int) -> list[Broken]:
-    """Breaks every host after so many ticks; those that were rolled back before are left out."""
+    """Break every host after `after` ticks and return the outcomes, except for hosts that were rolled back earlier."""
     pool = open_pool(KINDS[kind], after + AFTERWARDS, hosts, QUICK, "fused")
     pool.reset(range(hosts))
     wait = WaitOnly()
@@ -98,6 +103,7 @@ def break_live(kind: str, name: str, after: int, hosts: int) -> list[Broken]:
 
 
 def judge_live(hosts: int, markdown: bool) -> None:
+    """Print how many broken hosts the Governor detects, for each way to break them."""
     rows = []
     for name in (*BREAKS, *WRONG_LABELS):
         broken = [one for after, kind in product(BREAK_AT, LIVE) for one in break_live(kind, name, after, hosts)]

@@ -1,4 +1,4 @@
-"""The Governor judges recorded hosts: as they were, and with faults injected."""
+"""Judgements of the Governor on recorded hosts, unchanged and with injected faults."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from esper_lightning.governor import GovernorConfig
 
 
 def first_rollback(trace: Trace, ticks: Sequence[Seen], config: GovernorConfig) -> tuple[int, str] | None:
-    """In which tick (from 0 on) the Governor would have stepped in, and why; None: never."""
+    """Return the tick (from 0) and the cause of the first rollback by the Governor, or None."""
     guard = Guard(config, trace.chance, trace.steps)
     for i, seen in enumerate(ticks):
         verdict = guard.judge(*seen)
@@ -27,7 +27,7 @@ def first_rollback(trace: Trace, ticks: Sequence[Seen], config: GovernorConfig) 
 
 
 def with_losses(ticks: Sequence[Seen], begin: int, losses: Sequence[float]) -> list[Seen]:
-    """A copy in which these are the losses from tick `begin` on."""
+    """Return a copy of `ticks` with the given losses from tick `begin` on."""
     changed = list(ticks)
     for i, loss in enumerate(losses, begin):
         changed[i] = ticks[i]._replace(reading=ticks[i].reading._replace(loss=loss))
@@ -35,19 +35,20 @@ def with_losses(ticks: Sequence[Seen], begin: int, losses: Sequence[float]) -> l
 
 
 class Fault(NamedTuple):
-    """Something that is injected into a trace."""
+    """A fault that is injected into a trace."""
 
     name: str
-    inject: Callable[[Trace, int, random.Random], list[Seen] | None]  # None: makes no sense here
-    within: int  # ticks in which it should be found; 0: not at all
+    inject: Callable[[Trace, int, random.Random], list[Seen] | None]  # returns None where the fault is not applicable
+    within: int  # number of ticks within which it should be detected; 0: it should not be detected
 
 
 def level(trace: Trace, tick: int) -> float:
-    """What was normal up to a tick: the mean loss of the three before it."""
+    """Return the normal loss at a tick: the mean of the three ticks before it."""
     return fmean(seen.loss for seen in trace.ticks[tick - 3 : tick])
 
 
 def not_a_number(value: float, field: str, trace: Trace, tick: int, _: random.Random) -> list[Seen]:
+    """Replace a field of one tick by NaN or infinity."""
     ticks = list(trace.ticks)
     wrong = (value,) if field == "gradients" else value
     ticks[tick] = ticks[tick]._replace(reading=ticks[tick].reading._replace(**{field: wrong}))
@@ -55,14 +56,14 @@ def not_a_number(value: float, field: str, trace: Trace, tick: int, _: random.Ra
 
 
 def spike(factor: float, length: int | None, trace: Trace, tick: int, rng: random.Random) -> list[Seen]:
-    """`factor` times what was normal, give or take 5 %, for `length` ticks or to the end."""
+    """Set the loss to `factor` times the normal one, ± 5 %, for `length` ticks (None: to the end)."""
     normal, length = level(trace, tick), length or len(trace.ticks) - tick
     losses = [factor * normal * rng.uniform(0.95, 1.05) for _ in range(length)]
     return with_losses(trace.ticks, tick, losses)
 
 
 def collapse(trace: Trace, tick: int, rng: random.Random) -> list[Seen] | None:
-    """The loss of guessing, give or take 3 %, in a host that had learned."""
+    """Set the loss to that of guessing, ± 3 %, or return None for a host that has not learned yet."""
     if level(trace, tick) > 0.6 * trace.chance:
         return None
     losses = [trace.chance * rng.uniform(0.97, 1.03) for _ in trace.ticks[tick:]]
@@ -70,6 +71,7 @@ def collapse(trace: Trace, tick: int, rng: random.Random) -> list[Seen] | None:
 
 
 FACTORS = (3, 5, 10, 30, 100)
+"""Heights of spikes, as multiples of the normal loss."""
 
 FAULTS = [
     *(
@@ -89,8 +91,19 @@ FAULTS = [
 def inject(
     fault: Fault, traces: Sequence[Trace], config: GovernorConfig, rng: random.Random
 ) -> dict[tuple[int, bool], Found]:
-    """Found in time, or for spikes that mend themselves: rolled back; by horizon and by whether a seed lost weight in
-    the host's output from three ticks before to two ticks after. Traces that are rolled back anyway are left out."""
+    """Inject a fault into each trace at a random tick and count how often the Governor detects it in time.
+
+    For faults that should not be detected (`within` 0) any later rollback counts.
+
+    Args:
+        fault: The fault.
+        traces: Traces without a rollback.
+        config: Settings of the Governor.
+        rng: Random numbers for the tick and the fault.
+
+    Returns:
+        Counts by horizon and by whether a seed's alpha fell between three ticks before and two ticks after.
+    """
     counts: dict[tuple[int, bool], Found] = defaultdict(lambda: Found(0, 0))
     for trace in traces:
         tick = rng.randrange(3, len(trace.ticks) - 2)
@@ -106,6 +119,7 @@ def inject(
 
 
 def judge_recorded(traces: Sequence[Trace], config: GovernorConfig, markdown: bool) -> None:
+    """Print false rollbacks of healthy hosts, and detected faults in copies of their traces."""
     healthy = [trace for trace in traces if trace.healthy]
     false = {id(trace): first_rollback(trace, trace.ticks, config) for trace in healthy}
     rows = []

@@ -1,4 +1,4 @@
-"""How findings are counted and printed."""
+"""Counting and printing of detected faults."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 PATIENCE = 3
-"""Ticks within which a fault should be found."""
+"""Number of ticks within which a fault should be detected."""
 
 
 class Found(NamedTuple):
-    """How often a fault was found in time, and how often it was injected."""
+    """Counts of a fault: detected in time, and injected."""
 
     found: int
     of: int
@@ -24,6 +24,7 @@ class Found(NamedTuple):
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], markdown: bool) -> None:
+    """Print a table, in Markdown on request."""
     cells = [[str(cell) for cell in row] for row in rows]
     if markdown:
         lines = [columns, ["---"] * len(columns), *cells]

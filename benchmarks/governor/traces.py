@@ -1,4 +1,4 @@
-"""What the Governor would have seen of hosts that nobody watched over, recorded once."""
+"""Recordings of the Governor's inputs for hosts that train without it."""
 
 import json
 import math
@@ -21,13 +21,14 @@ CONTROLLERS: dict[str, tuple[Callable[[], Any], LifecycleConfig]] = {
     "heuristic": (Heuristic, LifecycleConfig()),
     "wait": (WaitOnly, QUICK),
 }
+"""Controllers of the recorded hosts, with the lifecycle of their seeds."""
 
 EPISODES = {12: (20, 14, 8, 8), 40: (12, 8, 5, 5)}
-"""By horizon: hosts of each kind under each controller."""
+"""Number of hosts of each kind under each controller, by horizon."""
 
 
 class Seen(NamedTuple):
-    """What the Governor is told of a tick."""
+    """Inputs of the Governor after one tick."""
 
     reading: Reading
     skipped_steps: int
@@ -39,18 +40,21 @@ class Seen(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One episode of one host."""
+    """Recording of one episode of one host."""
 
     kind: str
     controller: str
     horizon: int
     chance: float
-    steps: int  # in a tick
+    steps: int  # optimizer steps per tick
     ticks: list[Seen]
 
     @property
     def healthy(self) -> bool:
-        """By a standard of its own: see the top of `__main__.py`."""
+        """True unless the loss exceeds 1.5 times that of guessing in three consecutive ticks, or is not finite.
+
+        This standard is independent of the Governor's rules.
+        """
         limit = 1.5 * self.chance
         losses = [seen.loss for seen in self.ticks]
         return all(map(math.isfinite, losses)) and not any(
@@ -59,7 +63,7 @@ class Trace(NamedTuple):
 
     @property
     def weight_lost(self) -> list[bool]:
-        """By tick: was there less of a seed in the host's output than in the tick before?"""
+        """For each tick, True if the alpha of a seed was lower than in the tick before."""
         alphas = [self.ticks[0].alphas, *(seen.alphas for seen in self.ticks)]
         return [
             any(now < before for now, before in zip(alphas[i + 1], alphas[i], strict=True))
@@ -68,7 +72,7 @@ class Trace(NamedTuple):
 
 
 class Recorder(Guard):
-    """Sees what a Guard sees, finds everything healthy and keeps nothing."""
+    """A `HostMonitor` that records its inputs, judges every host healthy, and takes no snapshots."""
 
     def begin(self) -> None:
         super().begin()
@@ -86,7 +90,7 @@ class Recorder(Guard):
 
 
 def record(kind: str, controller: str, horizon: int, hosts: int) -> list[Trace]:
-    """Episodes that nobody watches over."""
+    """Record one episode of each of `hosts` hosts without a Governor."""
     make, lifecycle = CONTROLLERS[controller]
     pool, acting = open_pool(KINDS[kind], horizon, hosts, lifecycle, "fused"), make()
     for env in pool.envs:
@@ -100,7 +104,7 @@ def record(kind: str, controller: str, horizon: int, hosts: int) -> list[Trace]:
 
 
 def record_all() -> Iterator[Trace]:
-    """Of every kind, under every controller, over short and long episodes."""
+    """Record hosts of every kind under every controller, over short and long episodes."""
     for (horizon, numbers), kind in product(EPISODES.items(), KINDS):
         for controller, hosts in zip(CONTROLLERS, numbers, strict=True):
             yield from record(kind, controller, horizon, hosts)
@@ -108,10 +112,13 @@ def record_all() -> Iterator[Trace]:
 
 
 def save(traces: Sequence[Trace], path: Path) -> None:
+    """Write traces as JSON."""
     path.write_text(json.dumps(traces))
 
 
 def load(path: Path) -> list[Trace]:
+    """Read traces from JSON."""
+
     def seen(reading: list, skipped_steps: int, alphas: list[float]) -> Seen:
         loss, train_loss, gradients, *flags = reading
         return Seen(Reading(loss, train_loss, tuple(gradients), *flags), skipped_steps, alphas)

@@ -1,13 +1,13 @@
-"""What can be grown: the registry and the blueprints that come with it.
+"""Blueprints, the kinds of seeds: their registry and the built-in ones.
 
-A blueprint of your own is three lines:
+A custom blueprint takes three lines:
 
     @register("mixer", {"image"}, parameters=lambda c: c * c + c, flops=lambda c, n: 2 * n * c * c)
     def mixer(channels: int) -> nn.Module:
         return Residual(nn.Conv2d(channels, channels, 1))
 """
 
-from esper_lightning.blueprints import conv as conv  # these three register their blueprints
+from esper_lightning.blueprints import conv as conv  # importing these three registers their blueprints
 from esper_lightning.blueprints import dense as dense
 from esper_lightning.blueprints import transformer as transformer
 from esper_lightning.blueprints.initialise import build_on, initialise

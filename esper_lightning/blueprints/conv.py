@@ -1,6 +1,6 @@
-"""Blueprints for image features [B, C, H, W]. c = channels, n = H·W places, m = inner channels.
+"""Blueprints for image features [B, C, H, W]. c = channels, n = H·W positions, m = inner channels.
 
-Sizes are those of the layers in order, a weight and a bias each.
+Formulas of sizes add up the layers in order, weight before bias.
 """
 
 import torch
@@ -11,21 +11,21 @@ from esper_lightning.blueprints.registry import register
 from esper_lightning.blueprints.residual import Norm, Residual
 
 MIN_INNER = 8
-"""Least inner channels of a bottleneck: fewer carry too little to be worth a seed."""
+"""Minimum number of inner channels of a bottleneck; fewer carry too little information."""
 
 MIN_SQUEEZE = 4
-"""Least inner channels of the squeeze: it sees only C means, so it needs fewer than a bottleneck."""
+"""Minimum number of inner channels of the squeeze, whose input is only C means: fewer than for a bottleneck."""
 
 
 def group_norm_groups(channels: int) -> int:
-    """The largest of 32, 16, 8, 4, 2 that divides `channels` with at least 16 channels a group, else 1."""
+    """Return the largest of 32, 16, 8, 4, 2 that divides `channels` into groups of at least 16, otherwise 1."""
     return next((g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels // g >= 16), 1)
 
 
 class GroupNorm(nn.GroupNorm):
-    """nn.GroupNorm that can learn from a feature that needs no gradient, whatever its memory format.
+    """nn.GroupNorm that trains on inputs without gradient in any memory format.
 
-    On the CPU torch 2.11 crashes in the backward pass of the original if such a feature is in channels_last.
+    On the CPU, torch 2.11 crashes in the backward pass of the original if such an input is in channels_last.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,16 +33,16 @@ class GroupNorm(nn.GroupNorm):
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # [B, C, H, W]
-    """F.group_norm, spared that crash."""
+    """Apply F.group_norm without the crash described at `GroupNorm`."""
     if torch.is_grad_enabled() and not x.requires_grad:
-        # Not contiguous(): to it a feature of one position has either format already.
+        # Not contiguous(), which leaves a feature of one position in channels_last, as it fits both formats.
         x = x.clone(memory_format=torch.contiguous_format)
     return F.group_norm(x, groups, weight, bias, eps)
 
 
 @register("norm", {"image"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)
 def norm(channels: int) -> nn.Module:
-    """Towards GroupNorm (https://arxiv.org/abs/1803.08494)."""
+    """Build an interpolation from the identity to GroupNorm (https://arxiv.org/abs/1803.08494)."""
     return Norm(GroupNorm(group_norm_groups(channels), channels))
 
 
@@ -72,7 +72,7 @@ class ChannelAttention(nn.Module):
 
 @register("conv_small", {"image"}, parameters=lambda c: c * c + c, flops=lambda c, n: 2 * n * c * c)
 def conv_small(channels: int) -> nn.Module:
-    """One 1×1 convolution: mixes channels at a place."""
+    """Build a residual 1×1 convolution, which mixes the channels at each position."""
     return Residual(nn.Conv2d(channels, channels, 1))
 
 
@@ -83,7 +83,7 @@ def conv_small(channels: int) -> nn.Module:
     flops=lambda c, n: 2 * n * (9 * c + c * c),
 )
 def depthwise(channels: int) -> nn.Module:
-    """3×3 per channel, then 1×1 across channels (https://arxiv.org/abs/1704.04861)."""
+    """Build a residual depthwise-separable convolution: 3×3 per channel, then 1×1 (https://arxiv.org/abs/1704.04861)."""
     return Residual(
         nn.Conv2d(channels, channels, 3, padding=1, groups=channels), nn.ReLU(), nn.Conv2d(channels, channels, 1)
     )
@@ -96,7 +96,7 @@ def depthwise(channels: int) -> nn.Module:
     flops=lambda c, n: 2 * n * (2 * c * (m := max(MIN_INNER, c // 4)) + 9 * m * m),
 )
 def bottleneck(channels: int) -> nn.Module:
-    """1×1 down, 3×3, 1×1 up (https://arxiv.org/abs/1512.03385)."""
+    """Build a residual bottleneck: 1×1 down, 3×3, 1×1 up (https://arxiv.org/abs/1512.03385)."""
     inner = max(MIN_INNER, channels // 4)
     return Residual(
         nn.Conv2d(channels, inner, 1),
@@ -109,11 +109,11 @@ def bottleneck(channels: int) -> nn.Module:
 
 @register("conv_light", {"image"}, parameters=lambda c: 9 * c * c + c, flops=lambda c, n: 2 * n * 9 * c * c)
 def conv_light(channels: int) -> nn.Module:
-    """One 3×3 convolution."""
+    """Build a residual 3×3 convolution."""
     return Residual(nn.Conv2d(channels, channels, 3, padding=1))
 
 
 @register("conv_heavy", {"image"}, parameters=lambda c: 2 * (9 * c * c + c), flops=lambda c, n: 2 * n * 18 * c * c)
 def conv_heavy(channels: int) -> nn.Module:
-    """Two 3×3 convolutions with a ReLU between."""
+    """Build a residual of two 3×3 convolutions with a ReLU between them."""
     return Residual(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1))

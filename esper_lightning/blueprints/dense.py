@@ -1,6 +1,6 @@
-"""Blueprints that treat every position alike: sequence features [B, T, C] and vectors [B, C].
+"""Blueprints that act on each position separately, for sequences [B, T, C] and vectors [B, C].
 
-c = width C, n = positions: T of a sequence, 1 for a vector.
+c = width C, n = number of positions: T for a sequence, 1 for a vector.
 """
 
 from torch import nn
@@ -9,12 +9,12 @@ from esper_lightning.blueprints.registry import register
 from esper_lightning.blueprints.residual import Norm, Residual
 
 SMALL_RANK, LARGE_RANK = 8, 32
-"""Inner width of the two kinds of lora, whatever the feature's."""
+"""Inner width of the two kinds of lora, independent of the feature's width."""
 
 
 @register("norm", {"sequence", "vector"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)
 def norm(width: int) -> nn.Module:
-    """Towards LayerNorm (https://arxiv.org/abs/1607.06450)."""
+    """Build an interpolation from the identity to LayerNorm (https://arxiv.org/abs/1607.06450)."""
     return Norm(nn.LayerNorm(width))
 
 
@@ -25,7 +25,7 @@ def norm(width: int) -> nn.Module:
     flops=lambda c, n: 4 * n * c * SMALL_RANK,
 )
 def lora(width: int) -> nn.Module:
-    """A linear map of low rank (https://arxiv.org/abs/2106.09685)."""
+    """Build a residual linear map of rank 8 (https://arxiv.org/abs/2106.09685)."""
     return _low_rank(width, SMALL_RANK)
 
 
@@ -33,7 +33,7 @@ def lora(width: int) -> nn.Module:
     "lora_large", {"sequence"}, parameters=lambda c: 2 * c * LARGE_RANK, flops=lambda c, n: 4 * n * c * LARGE_RANK
 )
 def lora_large(width: int) -> nn.Module:
-    """The same with a higher rank."""
+    """Build a residual linear map of rank 32 (https://arxiv.org/abs/2106.09685)."""
     return _low_rank(width, LARGE_RANK)
 
 
@@ -44,7 +44,7 @@ def lora_large(width: int) -> nn.Module:
     flops=lambda c, n: 8 * n * c * c,
 )
 def mlp_small(width: int) -> nn.Module:
-    """Two layers with twice the width between."""
+    """Build a residual MLP of two layers, with twice the width between them."""
     return _two_layers(width, 2)
 
 
@@ -55,13 +55,13 @@ def mlp_small(width: int) -> nn.Module:
     flops=lambda c, n: 16 * n * c * c,
 )
 def mlp(width: int) -> nn.Module:
-    """Two layers with four times the width between, as in a transformer block (https://arxiv.org/abs/1706.03762)."""
+    """Build a residual MLP of two layers, four times as wide inside, as in https://arxiv.org/abs/1706.03762."""
     return _two_layers(width, 4)
 
 
 @register("gated", {"vector"}, parameters=lambda c: 3 * c * c + 3 * c, flops=lambda c, n: 6 * n * c * c)
 def gated(width: int) -> nn.Module:
-    """One half of a linear map gates the other: GLU (https://arxiv.org/abs/1612.08083)."""
+    """Build a residual gated linear unit: half of a linear map gates the other (https://arxiv.org/abs/1612.08083)."""
     return Residual(nn.Linear(width, 2 * width), nn.GLU(), nn.Linear(width, width))
 
 

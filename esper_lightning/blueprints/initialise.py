@@ -1,4 +1,4 @@
-"""Initial weights from an explicit generator, so that a network depends on its seed alone."""
+"""Initialisation from an explicit generator, so that a network depends on its RNG seed alone."""
 
 import math
 from collections.abc import Callable
@@ -15,6 +15,7 @@ WEIGHTED = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+"""Layers initialised uniformly within 1/sqrt(fan in)."""
 
 CONSTANT = (
     nn.BatchNorm1d,
@@ -29,11 +30,11 @@ CONSTANT = (
     nn.RMSNorm,
     nn.PReLU,
 )
-"""Layers whose `reset_parameters` sets ones, zeros and the like, and draws nothing."""
+"""Layers whose `reset_parameters` sets constants and draws no random numbers."""
 
 
 def _initialise_weighted(module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
-    # The field's usual start for these layers: uniform within 1/sqrt(fan in), weight and bias alike.
+    # PyTorch's default for these layers: uniform within 1/sqrt(fan in), for weight and bias.
     bound = 1.0 / math.sqrt(module.weight[0].numel())
     nn.init.uniform_(module.weight, -bound, bound, generator=generator)
     if module.bias is not None:
@@ -47,7 +48,7 @@ def _initialise_embedding(module: nn.Embedding | nn.EmbeddingBag, generator: tor
 
 
 def _initialise_attention(module: nn.MultiheadAttention, generator: torch.Generator) -> None:
-    # Its output projection is a child, and has been drawn; by custom that layer's bias begins at zero.
+    # The output projection is a child and initialised already; as in PyTorch, its bias starts at zero.
     for name, parameter in module.named_parameters(recurse=False):
         if name == "in_proj_bias":
             nn.init.zeros_(parameter)
@@ -61,12 +62,12 @@ def _initialise_attention(module: nn.MultiheadAttention, generator: torch.Genera
 
 @torch.no_grad()
 def initialise(network: nn.Module, generator: torch.Generator) -> None:
-    """Sets every parameter and buffer of `network` in place; nothing else is random.
+    """Initialise every parameter and buffer of `network` in place, with random numbers from `generator` only.
 
-    Knows linear layers, convolutions, embeddings, normalisations and MultiheadAttention. Any other module that owns
-    parameters or buffers must have a method `initialise(generator)`. Modules are visited children first, so that method
-    may also correct its children (zero a last layer, say). A method `initialise_whole(generator)` answers for a module
-    and all its children. Raises ValueError for a module it cannot initialise.
+    Supports linear layers, convolutions, embeddings, normalisations and MultiheadAttention. Any other module that owns
+    parameters or buffers must have a method `initialise(generator)`. Children are visited first, so that this method
+    may also change them (set a last layer to zero, for example). A method `initialise_whole(generator)` initialises a
+    module and all its children. Raises ValueError for an unsupported module.
     """
     whole: Callable[[torch.Generator], None] | None = getattr(network, "initialise_whole", None)
     if whole is not None:
@@ -90,7 +91,7 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
 
 
 def build_on(device: torch.device, build: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
-    """Builds a module on `device` with weights from `generator`, leaving the global random state alone."""
+    """Build a module on `device` with weights from `generator`, without using the global random state."""
     with torch.device("meta"):
         module = build()
     module.to_empty(device=device)

@@ -1,4 +1,4 @@
-"""What can be grown: blueprints by layout and name."""
+"""Registry of blueprints by layout and name."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -11,27 +11,30 @@ from torch import nn
 from esper_lightning.blueprints.initialise import build_on
 
 Birth = Literal["identity", "random"]
-"""How a seed begins: its output is exactly its input, or every layer has its usual random start."""
+"""Initial state of a seed: its output is exactly its input, or every layer has its usual random initialisation."""
 
 
 class Blueprint(NamedTuple):
-    """A kind of seed. One name may stand for another module on each layout."""
+    """A kind of seed. One name may denote a different module for each layout."""
 
     name: str
+    """Name under which the blueprint is registered."""
     layouts: frozenset[str]
-    """Layouts of features it can grow on: image, sequence, vector."""
+    """Supported layouts of features: image, sequence, vector."""
     build: Callable[[int], nn.Module]
-    """Width C of the feature -> a module whose output has its input's shape."""
+    """Function of the feature's width C that builds a module whose output has the shape of its input."""
     parameters: Callable[[int], int]
-    """Width C -> number of parameters, by arithmetic."""
+    """Number of parameters, as a function of the width C."""
     flops: Callable[[int, int], int]
-    """Width C, positions (H·W of an image, T of a sequence, 1 for a vector) -> floating-point operations of the forward
-    pass of one sample: two per multiply-add of a matrix product, convolution or attention, as PyTorch's FlopCounterMode
-    counts. A causal mask saves nothing by this count; normalisation and elementwise work are not part of it."""
+    """FLOPs of the forward pass for one sample, as a function of the width C and the number of positions (H·W of an
+    image, T of a sequence, 1 for a vector): two per multiply-add of a matrix product, convolution or attention, as in
+    PyTorch's FlopCounterMode. A causal mask does not lower the count; normalisation and elementwise operations are
+    not counted."""
     devices: frozenset[str] | None
-    """Types of device it runs on. None: all."""
+    """Supported device types. None: all."""
 
     def runs_on(self, device: torch.device) -> bool:
+        """Return True if the blueprint supports the type of `device`."""
         return self.devices is None or device.type in self.devices
 
 
@@ -47,9 +50,9 @@ def register(
     flops: Callable[[int, int], int],
     devices: AbstractSet[str] | None = None,
 ) -> Callable[[Build], Build]:
-    """Decorator that makes a seed module known as `name` on `layouts`. The arguments are the fields of `Blueprint`.
+    """Return a decorator that registers a seed module as `name` for `layouts`; arguments are the fields of `Blueprint`.
 
-    Raises ValueError if the name is taken on one of them.
+    Raises ValueError if the name is already registered for one of the layouts.
     """
 
     def add(build: Build) -> Build:
@@ -65,7 +68,7 @@ def register(
 
 
 def names(layout: str, device: torch.device | None = None) -> list[str]:
-    """Blueprints that can grow on features of `layout`, in the order of registration; with a device, there only."""
+    """Return the names of the blueprints for `layout` (and `device`, if given), in the order of registration."""
     return [
         name
         for (its_layout, name), blueprint in _BLUEPRINTS.items()
@@ -74,20 +77,20 @@ def names(layout: str, device: torch.device | None = None) -> list[str]:
 
 
 def check_known(name: str) -> None:
-    """Raises ValueError, with the nearest name, if no layout has a blueprint called `name`."""
+    """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`."""
     known = list(dict.fromkeys(known for _, known in _BLUEPRINTS))
     if name not in known:
         raise ValueError(f"unknown blueprint {name!r}; {nearest(name, known)}")
 
 
 def nearest(name: str, available: Sequence[str]) -> str:
-    """What somebody may have meant by a mistyped `name`, as the end of an error."""
+    """Return the end of an error message for an unknown `name`: the most similar available name, or all of them."""
     near = difflib.get_close_matches(name, available, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(available)}"
 
 
 def get(name: str, layout: str) -> Blueprint:
-    """The blueprint called `name` for features of `layout`. Raises ValueError, naming those that fit, if none is."""
+    """Return the blueprint `name` for `layout`. Raises ValueError, with the names that fit, if there is none."""
     check_known(name)
     if (layout, name) not in _BLUEPRINTS:
         fitting = ", ".join(names(layout)) or "none"
@@ -98,11 +101,11 @@ def get(name: str, layout: str) -> Blueprint:
 def build_seed(
     name: str, layout: str, width: int, device: torch.device, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
-    """A new seed for a feature of `width` channels, its weights drawn from `generator` (on `device`).
+    """Build a seed for a feature of `width` channels, with weights drawn from `generator` (on `device`).
 
-    Both births make the same draws from `generator`, but for what a module's method `start_at_random(generator)` adds
-    under birth "random". Birth "identity" is then the module's method `start_as_identity()`. Raises ValueError if the
-    blueprint is unknown, does not fit, or has no such method.
+    First all layers are initialised at random. Then birth "random" calls the seed's method
+    `start_at_random(generator)`, if it has one, and birth "identity" calls `start_as_identity()`. Raises ValueError if
+    the blueprint is unknown, does not fit, or lacks `start_as_identity` for birth "identity".
     """
     blueprint = get(name, layout)
     if not blueprint.runs_on(device):

@@ -1,7 +1,7 @@
-"""Forms of seeds that can begin as the identity, on any layout.
+"""Modules that can be initialised as the identity, for any layout.
 
-What starts at zero is the last linear map before the residual sum, and nothing follows it: a normalisation or ReLU
-behind a zeroed layer would have a zero gradient for ever.
+The last linear map before the residual sum is zeroed, and nothing may follow it: with a normalisation or ReLU after a
+zeroed layer the gradient would stay zero.
 """
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """x + body(x).
+    """Residual block x + body(x).
 
     Args:
-        body: Layers whose output has their input's shape; the last one is linear, and zero at birth as the identity.
+        body: Layers whose joint output has the shape of their input. The last one is linear (or a convolution), and is
+            zeroed for birth "identity".
     """
 
     def __init__(self, *body: nn.Module) -> None:
@@ -23,6 +24,7 @@ class Residual(nn.Module):
         self.body = nn.Sequential(*body)
 
     def start_as_identity(self) -> None:
+        """Zero the last layer, so that the output equals the input."""
         for parameter in self.body[-1].parameters():
             nn.init.zeros_(parameter)
 
@@ -31,10 +33,10 @@ class Residual(nn.Module):
 
 
 class Norm(nn.Module):
-    """x + tanh(scale)·(norm(x) - x): how far to go from x towards its normalisation is learned.
+    """Learned interpolation from x to its normalisation: x + tanh(scale)·(norm(x) - x).
 
     Args:
-        norm: A normalisation that keeps its input's shape.
+        norm: Normalisation that keeps the shape of its input.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -43,13 +45,15 @@ class Norm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
 
     def initialise(self, generator: torch.Generator) -> None:
-        # Draws nothing, so that under birth "identity" a generator goes on to the next seed untouched.
+        # Draws no random numbers, so that with birth "identity" later seeds do not depend on this one.
         self.start_as_identity()
 
     def start_as_identity(self) -> None:
+        """Set the scale to zero, so that the output equals the input."""
         nn.init.zeros_(self.scale)
 
     def start_at_random(self, generator: torch.Generator) -> None:
+        """Draw the scale uniformly from [-1, 1]."""
         nn.init.uniform_(self.scale, -1.0, 1.0, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
@@ -57,5 +61,5 @@ class Norm(nn.Module):
 
     @staticmethod
     def towards(x: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
-        """What `forward` gives; `scale` broadcasts."""
+        """Return x + tanh(scale)·(normed - x), the output of `forward`; `scale` broadcasts."""
         return x + torch.tanh(scale) * (normed - x)

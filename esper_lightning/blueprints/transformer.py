@@ -1,4 +1,4 @@
-"""Blueprints for sequence features [B, T, C] that look at other positions, never at later ones.
+"""Causal self-attention blueprints for sequence features [B, T, C].
 
 c = width C, n = T positions, H heads of D = C / H channels.
 """
@@ -15,22 +15,22 @@ from esper_lightning.blueprints.registry import register
 from esper_lightning.blueprints.residual import Residual
 
 WINDOW = 64
-"""Positions that windowed attention sees: the present one and those just before it."""
+"""Number of positions in the attention window: the present one and those directly before it."""
 
 MIN_FLEX_CHANNELS = 16
-"""Least channels per head that FlexAttention's GPU kernel takes."""
+"""Minimum number of channels per head in FlexAttention's GPU kernel."""
 
 
 def attention_heads(width: int) -> int:
-    """4 where they divide `width`, else 2, else 1."""
+    """Return the number of heads: the largest of 4, 2, 1 that divides `width`."""
     return next(heads for heads in (4, 2, 1) if width % heads == 0)
 
 
 class Attend(nn.Module):
-    """Each position gathers what it and all before it hold: causal scaled dot-product attention, without weights.
+    """Causal scaled dot-product attention without projections: each position attends to itself and all earlier ones.
 
     Args:
-        heads: Number of heads H; divides C.
+        heads: Number of heads H, which must divide C.
     """
 
     def __init__(self, heads: int) -> None:
@@ -46,9 +46,9 @@ class Attend(nn.Module):
 
 
 class AttendWindow(Attend):
-    """The same over the last `WINDOW` positions only (https://arxiv.org/abs/2004.05150).
+    """Causal attention over the last `WINDOW` positions only (https://arxiv.org/abs/2004.05150).
 
-    By FlexAttention (https://arxiv.org/abs/2412.05496), which skips the blocks of scores that the window hides.
+    It uses FlexAttention (https://arxiv.org/abs/2412.05496), which skips blocks of scores outside the window.
     """
 
     def __init__(self, heads: int) -> None:
@@ -58,15 +58,18 @@ class AttendWindow(Attend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # each [B, H, T, D] -> [B, H, T, D]
         positions, channels = q.shape[-2:]
         missing = max(0, MIN_FLEX_CHANNELS - channels)
-        q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))  # channels of zeros add nothing to the scores
+        q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))  # zero channels do not change the scores
         mask = self.mask(positions, q.device)
         return compiled_flex_attention()(q, k, v, block_mask=mask, scale=channels**-0.5)[..., :channels]
 
     def mask(self, positions: int, device: torch.device) -> BlockMask:
-        """Kept, as building it takes longer than attending. A seed has its own: a common one might be made on the CUDA
-        stream of one host and read on that of another before it is there."""
+        """Return the block mask of the window, cached because building it takes longer than the attention itself.
+
+        The cache belongs to this module: a shared mask might be built on the CUDA stream of one host and read on the
+        stream of another before it is complete.
+        """
         if self._mask is None or self._mask[:2] != (positions, device):
-            # Usable in training wherever it was first asked for.
+            # The cached mask must be usable in training even if it is first built in inference mode.
             with torch.inference_mode(False):
                 built = create_block_mask(in_window, None, None, positions, positions, device)
             self._mask = (positions, device, built)
@@ -74,13 +77,13 @@ class AttendWindow(Attend):
 
 
 def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Whether position `query` sees position `key`."""
+    """Return True where position `query` may attend to position `key`."""
     return (key <= query) & (query - key < WINDOW)
 
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    # Not compiled, it would compute all T×T scores; compiled here, at first use, as importing the compiler is slow.
+    # Uncompiled it would compute all T×T scores. Compiled at first use, because importing the compiler is slow.
     return torch.compile(flex_attention)
 
 
@@ -93,16 +96,16 @@ def _parameters(c: int) -> int:
 
 
 def _flops(c: int, n: int) -> int:
-    return 8 * n * c * c + 4 * n * n * c  # four linear maps; scores, and the sums that they weigh
+    return 8 * n * c * c + 4 * n * n * c  # four linear maps; scores and their weighted sums
 
 
 @register("attention", {"sequence"}, _parameters, _flops)
 def attention(width: int) -> nn.Module:
-    """Causal self-attention (https://arxiv.org/abs/1706.03762)."""
+    """Build residual causal self-attention (https://arxiv.org/abs/1706.03762)."""
     return _with_projections(width, Attend)
 
 
 @register("flex_attention", {"sequence"}, _parameters, _flops, devices={"cuda"})
 def windowed_attention(width: int) -> nn.Module:
-    """Causal self-attention within a window; its FLOPs are counted as if there were none."""
+    """Build residual causal self-attention within a window; FLOPs are counted as without the window."""
     return _with_projections(width, AttendWindow)

@@ -1,4 +1,4 @@
-"""What a controller can do to a host. N environments, K slots; every other head's choices are in the ActionSpace."""
+"""Actions on a host: operations, heads and the choices of each head. N environments, K slots."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from esper_lightning.growth.blend import Style
 
 
 class Op(IntEnum):
-    """What can be done to a slot. The numbers are the op head's choices."""
+    """Operations on a slot. The numbers are the choices of the head `op`."""
 
     WAIT = 0
     GERMINATE = 1
@@ -28,16 +28,16 @@ class Op(IntEnum):
 
 
 class Action(NamedTuple):
-    """One decision per environment; heads that do not matter for the op are 0."""
+    """One action per environment, as an index per head; heads that the op does not use are 0."""
 
-    op: Tensor  # [..., N] int64, as all of them
+    op: Tensor  # [..., N] int64, like every field
     slot: Tensor
     blueprint: Tensor
-    style: Tensor  # curve and way of blending
-    tempo: Tensor  # of the rise to full alpha
-    target: Tensor  # of alpha
-    speed: Tensor  # of a change of alpha, or of a cull
-    curve: Tensor  # of a change of alpha, or of a slow cull
+    style: Tensor  # blend style and curve of the alpha ramp
+    tempo: Tensor  # duration of the alpha ramp
+    target: Tensor  # target of alpha
+    speed: Tensor  # duration of a change of alpha or of a cull
+    curve: Tensor  # curve of a change of alpha or of a slow cull
 
 
 HEADS = Action._fields
@@ -52,28 +52,30 @@ RELEVANT: dict[str, frozenset[Op]] = {
     "speed": frozenset({Op.SET_ALPHA, Op.CULL}),
     "curve": frozenset({Op.SET_ALPHA, Op.CULL}),
 }
-"""For which ops a head's choice has any effect. Only then may it carry log-probability, entropy or gradient.
+"""Ops for which each head has an effect. Only then does a head contribute log-probability, entropy and gradient.
 
-A change at speed 0 has no curve: then the mask leaves one choice, which carries none either.
+A change at speed 0 has no curve; there the mask leaves a single choice, which contributes nothing either.
 """
 
 STYLES: dict[str, tuple[Curve, Style]] = {
     f"{curve}_{style}": (curve, style) for curve, style in product(get_args(Curve), get_args(Style))
 }
-"""Choices of the style head by name: `linear_add`, `sigmoid12_add`, `linear_multiply`, `linear_gate` …"""
+"""Choices of the head `style` by name: `linear_add`, `sigmoid12_add`, `linear_multiply`, `linear_gate` …"""
 
 
 @cache
-def relevance(device: torch.device | None = None) -> Tensor:  # [ops, heads] float: RELEVANT as numbers
-    """1 where a head matters for an op, else 0. One table per device, to read: making it waits for the device."""
-    with torch.inference_mode(False):  # usable in training wherever it was first asked for
+def relevance(device: torch.device | None = None) -> Tensor:  # [ops, heads] float
+    """Return a read-only table: 1 where an op uses a head, else 0. It is cached: creating it waits for the device."""
+    with torch.inference_mode(False):  # usable in autograd even if first created in inference mode
         return torch.tensor([[op in RELEVANT[head] for head in HEADS] for op in Op], dtype=torch.float32, device=device)
 
 
 def blank_irrelevant(action: Action, relevant: Tensor) -> Action:
-    """The same decision with every choice that does not matter for its op as 0: equal decisions are equal actions.
+    """Set the heads that the op does not use to 0, so that equivalent actions have equal indices.
 
-    `relevant` is the table of `relevance`, on the action's device.
+    Args:
+        action: Actions of N environments.
+        relevant: Table of `relevance_table` on the action's device, [ops, heads].
     """
     matters = relevant[action.op].long()  # [..., heads]
     return Action(*(head * matters[..., i] for i, head in enumerate(action)))
@@ -81,38 +83,38 @@ def blank_irrelevant(action: Action, relevant: Tensor) -> Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionConfig:
-    """Which choices the heads offer. A head with one choice is no head."""
+    """Choices that each head offers. A head with one choice has no effect on learning."""
 
     blueprints: list[str] | None = None
-    """Seeds on offer. None: all that can grow on the host's features."""
+    """Blueprints of seeds to offer. None: all that fit the host's features."""
 
     styles: list[str] = field(default_factory=lambda: ["linear_add"])
-    """Ways of blending: a curve of the alpha ramp (linear, cosine, sigmoid6, sigmoid12, sigmoid24), an underscore, and
-    how the seed's output meets the host's feature (add, multiply, gate)."""
+    """Blend styles: a curve of the alpha ramp (linear, cosine, sigmoid6, sigmoid12, sigmoid24), an underscore, and
+    how the seed's output combines with the host's feature (add, multiply, gate)."""
 
     tempos: dict[str, int] = field(default_factory=lambda: {"FAST": 3, "STANDARD": 5, "SLOW": 8})
-    """Host epochs that blending takes, by name of the tempo."""
+    """Duration of blending in host epochs, by name of the tempo."""
 
     advance: bool = False
-    """Offer ADVANCE: for seeds that do not advance by themselves (lifecycle.auto_blend, auto_probation)."""
+    """Offer ADVANCE, for seeds that do not advance automatically (lifecycle.auto_blend, auto_probation)."""
 
     set_alpha: bool = False
-    """Offer SET_ALPHA: send a blended seed's alpha to one of `targets`."""
+    """Offer SET_ALPHA, which moves a blended seed's alpha to one of `targets`."""
 
     slow_cull: bool = False
-    """Let a cull of a blended seed take one of `speeds`: alpha falls to 0 first."""
+    """Offer slow culls of blended seeds: alpha first falls to 0 over one of `speeds`."""
 
     targets: list[float] = field(default_factory=lambda: [0.5, 0.7, 1.0])
-    """Targets that SET_ALPHA offers."""
+    """Targets of alpha that SET_ALPHA offers, in (0, 1]."""
 
     speeds: list[int] = field(default_factory=lambda: [0, 3, 5, 8])
-    """Host epochs that a change of alpha or a slow cull takes; the first is 0, at once."""
+    """Durations of a change of alpha or a slow cull in host epochs; the first must be 0, an immediate change."""
 
     curves: list[Curve] = field(default_factory=lambda: ["linear"])
-    """Shapes of a change of alpha or of a slow cull."""
+    """Curves of a change of alpha or a slow cull."""
 
     max_seeds: int | None = None
-    """Most slots that may hold a seed at once. None: all of them."""
+    """Maximum number of slots that hold a seed at the same time. None: all of them."""
 
     def __post_init__(self) -> None:
         for name in self.blueprints or ():
@@ -137,7 +139,7 @@ class ActionConfig:
             raise ValueError(f"actions.max_seeds must be at least 1, got {self.max_seeds}")
 
     def space(self, slots: list[str], blueprints: list[str]) -> "ActionSpace":
-        """The choices on a host with these slots, where these blueprints can grow."""
+        """Return the action space of a host with these slots and blueprints."""
         last = Op.SET_ALPHA if self.set_alpha else Op.ADVANCE if self.advance else Op.FOSSILIZE
         moves = self.set_alpha or self.slow_cull
         return ActionSpace(
@@ -153,7 +155,7 @@ class ActionConfig:
 
 
 class ActionSpace(NamedTuple):
-    """The choices of one pool, head by head; an action's numbers index them."""
+    """Choices of each head for one pool; the numbers of an action index them."""
 
     op: list[str]
     slot: list[str]
@@ -166,19 +168,19 @@ class ActionSpace(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of choices by head."""
+        """Number of choices of each head."""
         return {head: len(choices) for head, choices in zip(HEADS, self, strict=True)}
 
     def blank(self, n_envs: int, device: torch.device) -> Action:
-        """Storage for an action."""
+        """Return an action of zeros for `n_envs` environments, as storage."""
         return Action(*(torch.zeros(n_envs, dtype=torch.int64, device=device) for _ in HEADS))
 
     def heads_of(self, action: Action) -> Iterator[tuple[Tensor, int]]:
-        """What each head chose, and among how many."""
+        """Iterate over the heads: chosen indices [..., N] and number of choices."""
         return zip(action, self.sizes.values(), strict=True)
 
     def describe(self, decision: Sequence[int]) -> str:
-        """`GERMINATE conv_light in block1.pool (FAST, linear_add)`: one environment's decision in words."""
+        """Describe one environment's action, as in `GERMINATE conv_light in block1.pool (FAST, linear_add)`."""
         chosen = self.choose(decision)
         change = "at once" if chosen.speed == 0 else f"in {chosen.speed} ticks, {chosen.curve}"
         match Op(decision[0]):
@@ -194,12 +196,12 @@ class ActionSpace(NamedTuple):
                 return f"{op.name} {chosen.slot}"
 
     def choose(self, decision: Sequence[int]) -> "Decision":
-        """What the numbers stand for."""
+        """Return the choices that the indices of one environment's action stand for."""
         return Decision(*(choices[number] for choices, number in zip(self, decision, strict=True)))
 
 
 class Decision(NamedTuple):
-    """One environment's action, spelled out."""
+    """Action of one environment, with the chosen values in place of indices."""
 
     op: str
     slot: str
@@ -212,6 +214,6 @@ class Decision(NamedTuple):
 
 
 def to_action(decisions: Sequence[Sequence[int]], device: torch.device) -> Action:
-    """One decision per environment, the numbers of its first heads; those left out are 0."""
+    """Build an action from one row of indices per environment; heads missing at the end of a row become 0."""
     padded = [[*decision, *[0] * (len(HEADS) - len(decision))] for decision in decisions]
     return Action(*send(torch.tensor(padded), device).unbind(1))

@@ -1,4 +1,4 @@
-"""GymVector: any gymnasium vector environment, as PPO needs it. Needs the extra `gym`."""
+"""Adapter from gymnasium vector environments to `VectorEnv`, the interface of PPO. Needs the extra `gym`."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ from esper_lightning.envs.execution.timing import PhaseClock, make_timer
 from esper_lightning.envs.vector import Ended, Seen, VectorStep
 
 RECENT = 100
-"""Episodes over which return and length are averaged."""
+"""Number of recent episodes over which return and length are averaged."""
 
 
 class GymVector:
-    """Steps gymnasium's environments and keeps what they show in tensors.
+    """Vector environment that wraps a gymnasium vector environment and stores its observations in tensors.
 
     Args:
-        envs: The environments. They must reset themselves in the step in which an episode ends
-            (`AutoresetMode.SAME_STEP`): only then every step is one of an episode, and the last state is shown.
+        envs: Environments with `AutoresetMode.SAME_STEP`. Only in this mode every step belongs to an episode, and the
+            final observation is available.
         horizon: Steps of a rollout.
-        device: Where observations, rewards and masks live. None: torch's default.
-        mask: Name in the environments' info of what is possible: a row of flags per environment, one for each choice,
-            the heads of a MultiDiscrete action one after the other. A head that is given another has as many times its
-            choices: first those for the other's choice 0.
-        privileged: Name in the environments' info of a row of numbers that the critic alone may see.
-        given: By head of a MultiDiscrete action (`head0`, `head1` …) the earlier one that it is drawn after. Without it
-            heads know nothing of each other.
+        device: Device of observations, rewards and masks. None: torch's default.
+        mask: Key of the action mask in the environments' info: one row of flags per environment with one flag per
+            choice, and the heads of a MultiDiscrete action one after the other. A conditional head has one group of
+            flags for each choice of its parent, in order.
+        privileged: Key in the environments' info of a row of numbers for the critic alone.
+        given: Parent of each conditional head of a MultiDiscrete action (`head0`, `head1` …): the earlier head whose
+            choice it depends on. Heads without a parent are independent.
     """
 
     goes_on = True
@@ -62,7 +62,7 @@ class GymVector:
         self.horizon = horizon
         self.device = device = device or torch.get_default_device()
         self.space = action_space(envs.single_action_space, given or {}, mask is not None)
-        self._first = np.asarray(envs.single_action_space.start)  # gymnasium may count from another number than 0
+        self._first = np.asarray(envs.single_action_space.start)  # gymnasium may not number actions from 0
         self._one = isinstance(envs.single_action_space, Discrete)
         self._mask, self._privileged = mask, privileged
         self.clock = PhaseClock(make_timer(device))
@@ -74,19 +74,19 @@ class GymVector:
         self._begin(seen, info)
 
     def reset(self, seeds: Sequence[int]) -> Seen:
-        """Begins an episode everywhere."""
+        """Start an episode in every environment; `seeds` holds one RNG seed for each."""
         self._begin(*self.envs.reset(seed=list(seeds)))
         return self.observation
 
     def _begin(self, seen: np.ndarray, info: dict[str, Any]) -> None:
         self.returns, self.lengths = np.zeros(self.n_envs), np.zeros(self.n_envs, dtype=np.int64)
-        self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return and length of an episode
+        self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return and length of each episode
         self._shown = {"episode_return": float("nan"), "episode_length": float("nan")}
         self.episode_starts.zero_()
         self._look(seen, info)
 
     def step(self, action: Choices) -> VectorStep:
-        """Acts in every environment; where an episode ends the next one begins."""
+        """Step every environment; where an episode ends, the next one starts in the same step."""
         chosen = action.numbers.cpu().numpy() + self._first
         seen, reward, terminated, truncated, info = self.envs.step(chosen[:, 0] if self._one else chosen)
         ended = self._ended(info) if truncated.any() else None
@@ -112,7 +112,7 @@ class GymVector:
             self.masks.forced.copy_(self.space.forced(self.masks.possible))
 
     def _ended(self, info: dict[str, Any]) -> Ended:
-        """The last observations of episodes that are over."""
+        """Return the final observations of the episodes that ended in this step."""
         there = info["_final_obs"].nonzero()[0]
         final = np.zeros((self.n_envs, *self.envs.single_observation_space.shape), dtype=np.float32)
         for i in there:
@@ -135,7 +135,7 @@ class GymVector:
 
 
 def action_space(space: gymnasium.Space, given: Mapping[str, str], masked: bool) -> ChoiceSpace:
-    """The heads of a gymnasium action space. Raises ValueError if it is not made of choices."""
+    """Convert a gymnasium action space to heads. Raises ValueError if it is not Discrete or a flat MultiDiscrete."""
     if isinstance(space, Discrete):
         return ChoiceSpace({"action": int(space.n)}, given, masked)
     if isinstance(space, MultiDiscrete) and space.nvec.ndim == 1:
@@ -151,15 +151,15 @@ def gym_vector(
     time_limit: int | None = None,
     **adapter: Any,
 ) -> GymVector:
-    """N environments of one kind, in this process.
+    """Create N equal environments that run in this process.
 
     Args:
-        env: An id of gymnasium (`CartPole-v1`); or what makes an environment, by itself or as `module:name`.
-        n_envs: Environments N.
+        env: Id of a gymnasium environment (`CartPole-v1`), or a factory: a callable or its `module:name`.
+        n_envs: Number of environments N.
         horizon: Steps of a rollout.
-        settings: Passed to each environment.
-        time_limit: Steps after which an episode is cut. None: what the environment's id says, or none.
-        adapter: Of GymVector.
+        settings: Keyword arguments of each environment.
+        time_limit: Steps after which an episode is truncated. None: the limit registered with the id, if any.
+        adapter: Further arguments of `GymVector`.
     """
     make = env
     if isinstance(env, str):

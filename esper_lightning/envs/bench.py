@@ -1,4 +1,4 @@
-"""The bench: hosts of every kind of a family, made when an episode first wants them, and kept for the others."""
+"""Factory of environments, which creates one per host index and architecture when first needed and reuses it."""
 
 from collections.abc import Sequence
 
@@ -19,22 +19,23 @@ from esper_lightning.tasks import Split, Task, TaskData, vary
 
 
 class Bench:
-    """Makes and keeps environments, and finds the one that an episode wants.
+    """Creates environments, and returns the one for a host index and an episode.
 
     Args:
-        task: Judges outputs; its data are `data`.
-        data: As the task has them, on the hosts' devices.
-        host: Makes a host.
-        config: What an environment is, and which facts differ.
-        devices: Where hosts live: they are dealt out to these in turn.
-        held_out: Of the members that training never meets.
-        common: What hosts of other tasks share with these.
+        task: Computes loss and accuracy of outputs on `data`.
+        data: Data of the task, on the hosts' devices.
+        host: Factory of host networks.
+        config: Settings of the environments, with the distribution over contexts.
+        devices: Devices of hosts, which are assigned to them in turn.
+        held_out: True to draw held-out contexts.
+        common: Slots and blueprints shared with the hosts of other tasks.
 
     Attributes:
-        data: All variants that the family's members learn from, on the devices.
-        space, growable: What a controller can do: the same on hosts of every kind.
+        data: All data variants that the contexts need, on the devices.
+        space: Action space, the same for hosts of every architecture.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, the same for every architecture.
 
-    Raises ValueError if members do not fit the task, the host, or one another.
+    Raises ValueError if contexts do not fit the task, the host, or each other.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Bench:
         self.steps = config.training.steps(data.train.samples)
         self.shape = data.input_shape
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-        # Those held out, too, whoever is drawn here: who learns on the others will meet them in the end.
+        # Held-out contexts are included even if they are not drawn here, because evaluation will use them.
         architectures = {kind_of(member): member for member in every}
         if config.training.compile is not None and len(architectures) > 1:
             raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
@@ -85,10 +86,10 @@ class Bench:
             }
         self.host_kind = self._describe()
         self.habitats = {repr(member): self._habitat(member) for member in self.family.members}
-        self.kept: dict[tuple[int, str], HostEnv] = {}  # by place and kind
+        self.kept: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 
     def _describe(self) -> str:
-        """Of the hosts that training meets, whoever is drawn here: a policy is made for those."""
+        """Describe the hosts of training, even if held-out contexts are drawn: policies are built for the former."""
         family = self.config.family
         kinds = {kind_of(member): member for member in family.members()}
         hosts = [describe_host(self._build(member, self.devices[0])) for member in kinds.values()]
@@ -113,11 +114,11 @@ class Bench:
         return Habitat(member, training, self.variants.index(variant.stored), variant.classes or self.classes)
 
     def seat(self, place: int, seed: int) -> HostEnv:
-        """The environment of the pool's `place` in the episode that begins with `seed`; to be reset."""
+        """Return the environment of a host index for the episode with this RNG seed; the caller must reset it."""
         return self._take(place, self.habitats[repr(self.family.draw(seed))])
 
     def samples(self) -> list[HostEnv]:
-        """An environment of each kind that may be wanted."""
+        """Return one environment of each architecture that may be drawn."""
         kinds = {kind_of(habitat.member): habitat for habitat in self.habitats.values()}
         return [self._take(0, habitat) for habitat in kinds.values()]
 
@@ -150,11 +151,11 @@ class Bench:
 
     @property
     def secrets(self) -> int:
-        """Numbers in `tell`; 0: nothing is hidden."""
+        """Number of privileged features P; 0: nothing is hidden."""
         return len(self.family.tell(self.family.members[0])) + self.family.fails * self.growable.numel()
 
     def tell(self, env: HostEnv) -> list[float]:
-        """What an episode hides, as numbers: the facts of its member, and which grafts fail."""
+        """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""
         told = self.family.tell(env.habitat.member)
         if self.family.fails:
             told += [
@@ -166,5 +167,5 @@ class Bench:
 
 
 def kind_of(member: Member) -> str:
-    """Members of one kind have hosts of one architecture."""
+    """Return the name of a context's host architecture."""
     return ", ".join(f"{name} {value}" for name, value in member.architecture.items())

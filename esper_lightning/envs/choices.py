@@ -1,4 +1,4 @@
-"""Actions of any environment: one choice or several, independent or each given another, with or without masks."""
+"""Discrete actions of any environment: one head or several, independent or conditional, with or without masks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,31 +9,31 @@ from torch import Tensor
 
 
 class Choices(NamedTuple):
-    """One decision per environment. H heads."""
+    """One action per environment with H heads."""
 
     numbers: Tensor  # [..., N, H] int64
 
 
 class ChoiceMasks(NamedTuple):
-    """What is possible. C: the cells of all heads' tables, see `ChoiceSpace.tables`; 0 if everything always is."""
+    """Action masks with C = `ChoiceSpace.mask_size` flags per environment; C = 0 if all choices are always possible."""
 
     possible: Tensor  # [..., N, C] bool
-    forced: Tensor  # [..., N] bool: nothing is left to decide
-    ended: Tensor  # [..., N] bool: this was over before, so what is decided here is nothing
+    forced: Tensor  # [..., N] bool: only one action is possible
+    ended: Tensor  # [..., N] bool: the episode had ended, so actions have no effect
 
 
 @dataclass(frozen=True)
 class ChoiceSpace:
-    """Heads that are drawn one after the other, and what each is given."""
+    """Action space of heads that are sampled in order, each of which may depend on an earlier one."""
 
     sizes: Mapping[str, int]
-    """Number of choices by head."""
+    """Number of choices of each head."""
 
     given: Mapping[str, str] = field(default_factory=dict)
-    """By head the earlier one that it knows: it then has a row of logits, and of the mask, for each choice of that."""
+    """Parent of each conditional head: an earlier head. Logits and mask have one row for each choice of the parent."""
 
     masked: bool = False
-    """Whether anything is ever impossible."""
+    """True if choices can be impossible."""
 
     def __post_init__(self) -> None:
         names = list(self.sizes)
@@ -45,24 +45,24 @@ class ChoiceSpace:
 
     @property
     def tables(self) -> dict[str, tuple[int, int]]:
-        """Rows and choices of each head: a row for each choice of what it is given. Masks hold them one by one."""
+        """Shape (rows, choices) of each head's mask: one row per choice of its parent, or a single row."""
         return {head: (self.sizes.get(self.given.get(head, ""), 1), size) for head, size in self.sizes.items()}
 
     @property
     def cells(self) -> int:
-        """C of the masks."""
+        """Number of flags C in the masks of one environment."""
         return sum(rows * size for rows, size in self.tables.values()) if self.masked else 0
 
     def blank(self, n_envs: int, device: torch.device) -> Choices:
-        """Storage for an action."""
+        """Return an action of zeros for `n_envs` environments, as storage."""
         return Choices(torch.zeros(n_envs, len(self.sizes), dtype=torch.int64, device=device))
 
     def heads_of(self, action: Choices) -> Iterator[tuple[Tensor, int]]:
-        """What each head chose, and among how many."""
+        """Iterate over the heads: chosen indices [..., N] and number of choices."""
         return zip(action.numbers.unbind(-1), self.sizes.values(), strict=True)
 
     def free(self, n_envs: int, device: torch.device) -> ChoiceMasks:
-        """Masks that leave everything possible, as storage too."""
+        """Return masks under which every choice is possible; they also serve as storage."""
         only = all(size == 1 for size in self.sizes.values())
         return ChoiceMasks(
             possible=torch.ones(n_envs, self.cells, dtype=torch.bool, device=device),
@@ -71,10 +71,10 @@ class ChoiceSpace:
         )
 
     def split(self, possible: Tensor) -> dict[str, Tensor]:  # [..., C] -> [..., rows, choices] by head
-        """The masks of the heads."""
+        """Split flags into the masks of the heads."""
         parts = possible.split([rows * size for rows, size in self.tables.values()], -1)
         return {head: part.unflatten(-1, shape) for (head, shape), part in zip(self.tables.items(), parts, strict=True)}
 
     def forced(self, possible: Tensor) -> Tensor:  # [..., C] -> [...]
-        """Where every head has one choice, whatever was chosen before it."""
+        """Return True where every row of every head's mask allows at most one choice."""
         return torch.stack([mask.sum(-1).le(1).all(-1) for mask in self.split(possible).values()]).all(0)

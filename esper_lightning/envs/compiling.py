@@ -1,4 +1,4 @@
-"""Compiled hosts: each part that holds no slot goes through torch.compile, so that seeds cause no compilation."""
+"""Compilation of hosts: torch.compile is applied to each part without slots, so seeds cause no recompilation."""
 
 import functools
 import logging
@@ -21,19 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: LoopExecutor, batch: Split) -> None:
-    """Compiles the hosts of `envs`, once those of `trials` have learned from `batch` and been validated on it.
+    """Compile the hosts of `envs` after a trial: one training and validation pass of `trials` on `batch`.
 
-    Raises ValueError if that fails, unless the settings have a fallback: then the hosts stay as they are.
+    Raises ValueError if the trial fails, unless the settings allow a fallback to uncompiled hosts.
 
     Args:
-        trials: An environment like the others on each of their devices; they are used up.
-        executor: Trains and validates them.
+        envs: Environments whose hosts are compiled in place.
+        trials: One equal environment on each device; they cannot be used afterwards.
+        executor: Executor that trains and validates the trials.
+        batch: Minibatch of training data.
     """
     config = trials[0].training.compile
     try:
         for trial in trials:
             _try_out(trial, executor, batch)
-    except RuntimeError as error:  # the nearest public kin of what torch.compile raises
+    except RuntimeError as error:  # the closest public base class of the errors of torch.compile
         reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")
         if not config.fallback:
             raise ValueError(
@@ -47,10 +49,10 @@ def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: 
 
 
 def _try_out(trial: HostEnv, executor: LoopExecutor, batch: Split) -> None:
-    batch = Split(*(part.clone() for part in batch))  # for what is no view the first part would be compiled once more
+    batch = Split(*(part.clone() for part in batch))  # the first part, compiled for a view, would be recompiled
     trial.training = replace(trial.training, batches=1)
     compile_parts(trial.network, trial.training.compile)
-    generators = {"cuda": [trial.device]}.get(trial.device.type, [])  # beside the CPU's: a host may have dropout
+    generators = {"cuda": [trial.device]}.get(trial.device.type, [])  # beside that of the CPU; hosts may use dropout
     with torch.random.fork_rng(generators):
         executor.train_epoch([trial], batch)
         executor.validate([trial], batch)
@@ -62,7 +64,7 @@ def _say_once(message: str) -> None:
 
 
 def compile_parts(network: nn.Module, config: CompileConfig) -> None:
-    """Compiles the parts in place. State dict and hooks are as before, and a deep copy is compiled too."""
+    """Compile the parts of a network in place. State dict and hooks do not change; deep copies are compiled, too."""
     found = parts(network)
     if not found:
         raise ValueError(
@@ -74,15 +76,15 @@ def compile_parts(network: nn.Module, config: CompileConfig) -> None:
 
 
 def parts(network: nn.Module) -> list[nn.Module]:
-    """The largest modules of `network` that have parameters, a forward pass and no slot in it."""
+    """Return the largest submodules of `network` with parameters, a forward pass and no slot inside it."""
     behind = {module.get_submodule(entry["module"]) for module in network.modules() for entry in attachments(module)}
 
     def within(module: nn.Module) -> list[nn.Module]:
         if isinstance(module, SeedSlot) or not any(True for _ in module.parameters()):
             return []
-        # A slot behind the module itself is a hook of it: that runs around the forward pass, not in it.
+        # A slot attached to the module itself is a hook, which runs after the forward pass and not inside it.
         slots = [m for m in module.modules() if isinstance(m, SeedSlot) or (m in behind and m is not module)]
-        if slots or type(module).forward is nn.Module.forward:  # which a list of modules has not overridden
+        if slots or type(module).forward is nn.Module.forward:  # containers such as ModuleList define no forward pass
             return [part for child in module.children() for part in within(child)]
         return [module]
 
@@ -91,12 +93,12 @@ def parts(network: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _compiled_forward(layout: str, device: torch.device, config: CompileConfig) -> Callable[..., Any]:
-    """A forward pass for all parts that look the same, in whatever host: compiled for one, it serves them all."""
+    """Return a compiled forward pass, cached so that all parts of one layout share it across hosts."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
-    # torch counts what it has compiled for a code object, and runs the rest as it is after eight. So nn.Module.compile
-    # will not do: there all modules have the same code, and with torch 2.11 those of torch itself are never compiled.
+    # torch compiles a code object at most eight times and runs it uncompiled afterwards, so each layout gets its own.
+    # nn.Module.compile shares one code object between all modules, and in torch 2.11 skips modules of torch itself.
     forward.__code__ = forward.__code__.replace(co_name=f"forward_{layout.partition('(')[0]}")
     return torch.compile(forward, fullgraph=not config.fallback, dynamic=config.dynamic, backend=config.backend)

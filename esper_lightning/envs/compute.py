@@ -1,4 +1,4 @@
-"""What a host's forward pass costs: floating-point operations, of the host by counting, of its seeds by arithmetic."""
+"""FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
 
 from typing import NamedTuple
 
@@ -14,15 +14,15 @@ from esper_lightning.growth.slot import SeedSlot
 
 
 class Compute(NamedTuple):
-    """Of one sample."""
+    """FLOPs of the forward pass for one sample."""
 
     host: int
-    """Floating-point operations of the host with empty slots."""
+    """FLOPs of the host with empty slots, for one sample."""
     positions: dict[str, list[int]]
-    """Positions of the feature in each slot, once for every time that it passes there."""
+    """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
 
     def of(self, slot: SeedSlot) -> int:
-        """Floating-point operations of the seed in `slot`, its gate included."""
+        """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
         if not slot.occupied:
             return 0
         passes = self.positions[slot.name]
@@ -35,7 +35,7 @@ class Compute(NamedTuple):
 
 @torch.no_grad()
 def measure_compute(host: nn.Module, inputs: Tensor) -> Compute:
-    """Counts on a host with empty slots, which is put in evaluation mode; `inputs` [1, …] is one sample."""
+    """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
     slots = slots_of(host).values()
     positions: dict[str, list[int]] = {slot.name: [] for slot in slots}
 
@@ -47,7 +47,7 @@ def measure_compute(host: nn.Module, inputs: Tensor) -> Compute:
     for slot in slots:
         slot.branch = look
     try:
-        # Attention as plain matrix products: not every PyTorch counts its fused kernel on a CPU.
+        # Attention as plain matrix products: some PyTorch versions do not count the fused CPU kernel.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             host(inputs)
     finally:

@@ -1,4 +1,4 @@
-"""What an environment is: settings, and whether they fit."""
+"""Settings of environments, and checks that they fit together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,45 +18,45 @@ from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tasks import TaskData
 
 HostFactory = Callable[[Sequence[int], int], nn.Module]
-"""Shape of one input and number of outputs -> a host with slots."""
+"""Factory of host networks: shape of one input and number of outputs -> a host with slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """What an environment is: how its host learns, how its seeds live, what can be done and what it is worth."""
+    """Settings of an environment: host training, seed lifecycle, actions, objective, reward and observation."""
 
     horizon: int = 12
-    """Ticks T in an episode."""
+    """Length T of an episode in environment steps (host epochs)."""
 
     executor: Literal["loop", "threads", "streams", "fused", "auto"] = "loop"
-    """How the hosts are trained. loop: one after the other. threads (on the CPU): one per core. streams (on CUDA): one
-    per stream, dealt out to all GPUs that are visible. fused: all of them as one network, for many small hosts. With
-    the first three the results are the same bit for bit, with fused but for rounding. auto: whatever is fastest on
-    these hosts, measured at the start, remembered on this machine, and kept by a run that goes on."""
+    """Executor of host training. loop: one host after the other. threads (CPU): one host per core. streams (CUDA): one
+    host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many small hosts. The first three
+    give the same results bit for bit, fused gives them up to rounding. auto: the fastest one for these hosts, measured
+    at the start, cached on this machine, and kept when a run is resumed."""
 
     training: HostTraining = field(default_factory=HostTraining)
-    """How hosts learn."""
+    """Training of hosts."""
 
     lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
-    """How seeds live."""
+    """Lifecycle of seeds."""
 
     actions: ActionConfig = field(default_factory=ActionConfig)
-    """What a controller can do."""
+    """Actions on offer."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What a grown network is worth."""
+    """Objective J of a grown network: accuracy minus the price of growth."""
 
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """What a controller is paid for."""
+    """Reward of a step."""
 
     governor: GovernorConfig = field(default_factory=GovernorConfig)
-    """When a host counts as diverged, and what follows."""
+    """Detection of diverged hosts, and rollback."""
 
     family: FamilyConfig = field(default_factory=FamilyConfig)
-    """Which facts differ between episodes, hidden until training reveals them."""
+    """Distribution over contexts: hidden variables that differ between episodes."""
 
     sight: SightConfig = field(default_factory=SightConfig)
-    """What a policy is shown."""
+    """Features that a policy observes."""
 
     def __post_init__(self) -> None:
         if self.horizon < 1:
@@ -73,7 +73,7 @@ class EnvConfig:
 
 
 def check_fits(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
-    """Raises ValueError if settings fit neither each other nor the task nor the device."""
+    """Raise ValueError if the settings do not fit each other, the task's data or the device."""
     if n_envs < 1:
         raise ValueError(f"n_envs must be at least 1, got {n_envs}")
     if config.training.batch_size > data.train.samples:

@@ -1,4 +1,4 @@
-"""A host that runs out of memory ends its own episode, and not the run."""
+"""Out-of-memory errors: they end the episode of the host that caused them, and not the run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,25 +8,25 @@ import torch
 from esper_lightning.envs.host_env import HostEnv
 
 CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-"""How torch says it of the CPU, in a plain RuntimeError."""
+"""Text in the RuntimeError that torch raises if the CPU is out of memory."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Did a GPU, torch on the CPU or Python itself find no more memory?"""
+    """Return True if a GPU, torch on the CPU or Python itself ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
 
 
 def in_a_line(error: Exception) -> str:
-    """`out of memory: …`"""
-    said = str(error).strip() or "Python has no more"  # which does not say anything itself
+    """Return the first line of an error message, as `out of memory: …`."""
+    said = str(error).strip() or "Python has no more"  # a MemoryError of Python has no message
     return f"out of memory: {said.splitlines()[0]}"
 
 
 @contextmanager
 def alone(env: HostEnv) -> Iterator[None]:
-    """What happens here concerns this host only: if memory runs out it is noted as the host's failure, for the pool.
+    """Turn an out-of-memory error in this block into `env.failure`, so that only this host is affected.
 
-    Where nobody watches over the host, nobody could bring it back, and the error is raised.
+    Without a monitor (the Governor is disabled) the host cannot be rolled back, and the error is raised.
     """
     try:
         yield
@@ -34,12 +34,12 @@ def alone(env: HostEnv) -> Iterator[None]:
         if env.guard is None or not is_out_of_memory(error):
             raise
         env.failure = in_a_line(error)
-        env.optimizer.zero_grad()  # gives the memory of its gradients back
+        env.optimizer.zero_grad()  # frees the memory of its gradients
 
 
 @contextmanager
 def together(envs: Sequence[HostEnv]) -> Iterator[None]:
-    """What happens here concerns all of these hosts: if memory runs out nobody can tell for whom: it is an error."""
+    """Raise MemoryError if memory runs out in this block, in which all hosts run as one network and fail together."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,6 +1,7 @@
-"""Families of environments: hosts that differ by facts which an episode hides, and only training reveals.
+"""Distribution over contexts: episodes differ in hidden settings, as in a contextual Markov decision process.
 
-A *fact* is a setting that is drawn anew for every episode, from its seed alone. A *member* has one value for each.
+A *variable* (a "fact" in messages) is a setting that is drawn for every episode from its RNG seed alone. A *context*
+(a "member" of the family) has one value for each variable. Policies do not observe it.
 """
 
 import math
@@ -16,26 +17,26 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.tasks import Variant
 
 Facts = dict[str, list[Any]]
-"""Name of a fact -> its values. Every combination is a member."""
+"""Name of a variable -> its values. Every combination of values is a context."""
 
 HOST, DATA, FAIL, TRAINING, PRICE = "host", "data", "fail", "training", "objective.price"
 
 OPTIONS = ("lr", "seed_lr_factor", "weight_decay")
-"""Settings of host training that may be facts: all that hosts trained side by side need not share."""
+"""Settings of host training that may be variables: those that may differ between hosts trained together."""
 
 
 class Member(NamedTuple):
-    """The facts of one kind of episode: pairs of name and value, in a fixed order."""
+    """Context of an episode: pairs of variable name and value, in a fixed order."""
 
     facts: tuple[tuple[str, Any], ...] = ()
 
     def of(self, group: str) -> dict[str, Any]:
-        """The facts whose names begin so, by the rest of their names."""
+        """Return the variables named `<group>.<rest>`, by `<rest>`."""
         return {name.removeprefix(f"{group}."): value for name, value in self.facts if name.startswith(f"{group}.")}
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Arguments of the host."""
+        """Keyword arguments of the host factory."""
         return self.of(HOST)
 
     @property
@@ -48,16 +49,16 @@ class Member(NamedTuple):
 
     @property
     def may_fail(self) -> bool:
-        """Is there a chance that seeds get no gradient?"""
+        """True if seeds may fail, that is, receive no gradient."""
         return FAIL in dict(self.facts) or bool(self.of(FAIL))
 
     def training(self, usual: HostTraining) -> HostTraining:
-        """How its hosts learn."""
+        """Return the training settings of this context's hosts; `usual` holds the configured ones."""
         facts = self.of(TRAINING)
         return replace(usual, **facts) if facts else usual
 
     def chance_to_fail(self, blueprint: str) -> float:
-        """Of each seed of this blueprint."""
+        """Return the probability that a slot gives seeds of this blueprint no gradient."""
         return self.of(FAIL).get(blueprint, dict(self.facts).get(FAIL, 0.0))
 
     def __str__(self) -> str:
@@ -66,18 +67,18 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """Which facts differ between episodes.
+    """Contexts of episodes: the variables that differ between episodes, and their values.
 
-    Names of facts are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise, label_noise,
-    classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, and `fail` or
-    `fail.<blueprint>`: the chance that a slot gives a blueprint's seeds no gradient for the whole episode.
+    Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
+    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, and `fail` or
+    `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole episode.
     """
 
     train: list[Facts] = field(default_factory=list)
-    """Members that training meets, all combinations of each of these groups of facts. Empty: no facts."""
+    """Contexts of training episodes: in each group of variables, all combinations of values. Empty: no variables."""
 
     held_out: list[Facts] = field(default_factory=list)
-    """Members that only evaluations meet."""
+    """Contexts that only evaluations use, in the same form."""
 
     def __post_init__(self) -> None:
         for name in ("train", "held_out"):
@@ -90,7 +91,7 @@ class FamilyConfig:
                 raise ValueError(f"family.held_out: {member} is a member of family.train; it would not be held out")
 
     def members(self, held_out: bool = False) -> list[Member]:
-        """Those of training, or those that are held out; one without facts where there are none."""
+        """Return the distinct contexts of training or the held-out ones; a single empty context if there are none."""
         groups = self.held_out if held_out else self.train
         made = [
             Member(tuple(sorted(zip(facts, values, strict=True))))
@@ -101,7 +102,7 @@ class FamilyConfig:
 
     @property
     def checksum(self) -> str:
-        """Equal for families of which training meets the same members."""
+        """Checksum of the training contexts, to compare families."""
         return f"{zlib.crc32(chr(10).join(map(repr, self.members())).encode()):08x}"
 
 
@@ -153,7 +154,7 @@ def _build(where: str, name: str, kind: Callable[..., Any], settings: Mapping[st
 
 
 def values_of(members: Sequence[Member]) -> dict[str, list[Any]]:
-    """Of each fact its different values, in order; None where a member leaves it as configured."""
+    """Return the distinct values of each variable, in order; None where a context leaves it as configured."""
     names = sorted({name for member in members for name, _ in member.facts})
     found: dict[str, list[Any]] = {name: [] for name in names}
     for facts in (dict(member.facts) for member in members):
@@ -164,28 +165,30 @@ def values_of(members: Sequence[Member]) -> dict[str, list[Any]]:
 
 
 class Family:
-    """The members that environments are drawn from.
+    """Uniform distribution over contexts.
 
     Args:
-        config: Which facts there are.
-        held_out: Draw from the members that training never meets.
+        config: Variables and values.
+        held_out: True to draw held-out contexts instead of those of training.
     """
 
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
         if held_out and not config.held_out:
             raise ValueError("there are no held-out members; name some in data.env.family.held_out")
         self.members = config.members(held_out)
-        # What training knows, whoever the members are: a critic is made for that.
+        # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
         self.known = {name: values for name, values in values_of(config.members()).items() if len(values) > 1}
         self.fails = any(member.may_fail for member in config.members())
 
     def draw(self, seed: int) -> Member:
-        """The member of the episode that begins with `seed`: of that alone, so every controller meets the same."""
+        """Draw the context of the episode with this RNG seed, from it alone, so all controllers meet the same."""
         return self.members[random.Random(f"member {seed}").randrange(len(self.members))]
 
     def tell(self, member: Member) -> list[float]:
-        """Its facts as numbers: for each that differs between members of training, 1 at its value and 0 elsewhere;
-        nothing but 0 where it has none."""
+        """Encode a context as concatenated one-hot vectors, one per variable that differs between training contexts.
+
+        A vector is all zeros if the context leaves the variable as configured.
+        """
         facts = dict(member.facts)
         return [
             float(facts.get(name) == value)
@@ -196,5 +199,5 @@ class Family:
 
 
 def fails(seed: int, slot: str, blueprint: str, chance: float) -> bool:
-    """Does `slot` give this blueprint's seeds no gradient in the episode that begins with `seed`?"""
+    """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
     return chance > 0.0 and random.Random(f"graft {seed} {slot} {blueprint}").random() < chance

@@ -1,4 +1,4 @@
-"""What the Governor holds of one host: what is normal for it, and its last good state."""
+"""State of the Governor for one host: loss statistics and a snapshot of the last good state."""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ from esper_lightning.governor import Decision, GovernorConfig, Reading, Verdict,
 
 
 class Guard:
-    """Watches one host through its episodes.
+    """Monitors one host across episodes: judges its epochs and holds its snapshot.
 
     Args:
         config: Thresholds and limits.
-        chance: Loss of guessing, ln(classes).
+        chance: Loss of uniform guessing, ln(classes).
         steps: Optimizer steps in a host epoch.
-        device: Where the host is.
+        device: Device of the host.
     """
 
     def __init__(self, config: GovernorConfig, chance: float, steps: int, device: torch.device = CPU) -> None:
@@ -27,33 +27,33 @@ class Guard:
         self.begin()
 
     def begin(self) -> None:
-        """A new episode: nothing is known yet, and nothing kept."""
+        """Reset the statistics at the start of an episode."""
         self.watch = Watch()
         self.healthy_ticks = 0  # since the last snapshot
-        self.alphas: list[float] = []  # of each slot, in the last host epoch
+        self.alphas: list[float] = []  # alpha of each slot in the last host epoch, [K]
 
     def vet(self, op: str, growth: float) -> list[str]:
-        """Reasons against a mutation; see `governor.vet`."""
+        """Return the reasons to veto an op; see the function of the Governor."""
         return vet(op, growth, self.watch, self.config)
 
     def judge(self, reading: Reading, skipped_steps: int, alphas: list[float]) -> Verdict:
-        """Judges a host epoch, and remembers.
+        """Judge a host epoch and update the statistics.
 
         Args:
-            reading: What it showed; `stuck` and `reshaped` are found out here.
-            skipped_steps: Of this epoch.
-            alphas: How much of each slot's seed was in the host's output.
+            reading: Statistics of the epoch; `stuck` and `reshaped` are filled in here.
+            skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
+            alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
         """
         reshaped = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
         reading = reading._replace(stuck=skipped_steps >= self.steps, reshaped=reshaped)
         verdict, self.watch = judge(self.watch, reading, self.chance, self.config)
         self.alphas = alphas
-        # A restored host is kept again once it has proved itself.
+        # A restored host gets a new snapshot only after enough healthy epochs.
         self.healthy_ticks = 0 if verdict.diverged else self.healthy_ticks + (verdict.decision is Decision.HEALTHY)
         return verdict
 
     def give_up(self, cause: str) -> Verdict:
-        """The host cannot go on, whatever it showed."""
+        """Return a verdict that ends the episode, for a host that cannot continue."""
         mean, deviation = spread(self.watch.losses)
         verdict = Verdict(Decision.END, cause, math.nan, mean, deviation, self.watch.panic, self.watch.rollbacks)
         self.watch = Watch(rollbacks=self.watch.rollbacks)
@@ -61,11 +61,11 @@ class Guard:
 
     @property
     def due(self) -> bool:
-        """Is it time for a snapshot? Only right after a host epoch that was healthy."""
+        """True if a snapshot is due, which is only the case right after a healthy epoch."""
         return self.watch.panic == 0 and self.healthy_ticks >= self.config.snapshot_every
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Takes a snapshot."""
+        """Replace the snapshot by a copy of `state`."""
         self.snapshot.take(state)
         self.healthy_ticks = 0
 

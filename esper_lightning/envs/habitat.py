@@ -1,4 +1,4 @@
-"""A habitat: what a host lives in during an episode, by the facts of its family's member."""
+"""Context of a host during an episode: data variant, training settings, prices and failing seeds."""
 
 import math
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from esper_lightning.tasks import Batches, draw_choices
 
 @dataclass(frozen=True)
 class Habitat:
-    """What all hosts of a member have in common, and how what they do not have in common is drawn from their seed."""
+    """Settings of all hosts in one context, and the draws that depend on the RNG seed of an episode."""
 
     member: Member
     training: HostTraining
-    """How they learn."""
+    """Training settings of the hosts."""
     variant: int
-    """Number of their data among the variants of the family."""
+    """Index of the hosts' data among the data variants of the pool."""
     classes: int
-    """That they learn to tell apart."""
+    """Number of classes."""
 
     @property
     def chance(self) -> float:
-        """Loss of guessing."""
+        """Loss of uniform guessing, ln(classes)."""
         return math.log(self.classes)
 
     def prices(self, objective: ObjectiveConfig, seed: int) -> Prices:
-        """What growth costs in the episode that begins with `seed`."""
+        """Return the prices of growth in the episode with this RNG seed."""
         prices, own = objective.prices(seed), self.member.price
         return prices if own is None else prices._replace(parameters=own)
 
     def failing(self, slots: Sequence[SeedSlot], seed: int) -> list[SeedSlot]:
-        """Slots whose seed gets no gradient: a graft that fails."""
+        """Return the slots whose seed fails, that is, receives no gradient, in the episode with this RNG seed."""
         if not self.member.may_fail:
             return []
         chance = self.member.chance_to_fail
@@ -47,13 +47,13 @@ class Habitat:
     def draw_batches(
         self, training: HostTraining, samples: int, seed: int, generator: torch.Generator
     ) -> Batches:  # [batches, B], on the generator's device
-        """Minibatches of a tick: the host's training data in a new order, again and again if need be.
+        """Draw the minibatches of one epoch: shuffled passes over the host's training data, as many as needed.
 
         Args:
-            training: How many, and how images are varied.
-            samples: Of each variant of the data; a host of few samples has its own, drawn from these.
-            seed: Of the episode.
-            generator: Draws the order.
+            training: Batch size, number of batches and data augmentation.
+            samples: Number of samples of each data variant. A context with fewer samples uses a fixed subset of them.
+            seed: RNG seed of the episode, which determines the subset.
+            generator: Generator of the order.
         """
         size = training.batch_size
         needed = size * training.steps(samples)
@@ -63,7 +63,7 @@ class Habitat:
         orders = [torch.randperm(own, generator=generator, device=device) for _ in range(passes)]
         indices = torch.cat(orders)[:needed].view(-1, size)
         if own < samples:
-            chosen = torch.Generator(device).manual_seed(seed)  # another one: the same samples in every tick
+            chosen = torch.Generator(device).manual_seed(seed)  # a separate generator: the same subset in every epoch
             indices = torch.randperm(samples, generator=chosen, device=device)[indices]
         if self.variant:
             indices = indices + self.variant * samples

@@ -1,4 +1,4 @@
-"""One environment: a host in training, its optimizer, its random numbers and what has been measured of it."""
+"""One environment: a host network in training with its optimizer, random generator and measurements."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,20 +32,22 @@ if TYPE_CHECKING:
 
 
 class HostEnv:
-    """A host whose training is an episode. What happens depends on the seed of `reset` and on the actions alone.
+    """An environment whose episode is the training of one host network.
+
+    An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch.
 
     Args:
-        network: A host with empty slots, on its device.
-        space: The choices that actions index.
-        habitat: What it lives in, until it joins another one.
+        network: Host with empty slots, on `device`.
+        space: Choices that the numbers of an action index.
+        habitat: Context of the first episode; `set_context` replaces it.
         lifecycle, actions, objective: Settings.
-        horizon: Ticks T in an episode.
-        device: Where the network is.
-        laps: Of the time that is spent on this host.
-        guard: Watches over it. None: nobody does.
-        bare: Validate it without any seed, too.
-        compute: What its forward pass costs. None: nobody asks.
-        kind: Its architecture: hosts of one kind can be stacked.
+        horizon: Length T of an episode in environment steps.
+        device: Device of the network.
+        laps: Timer of the work on this host.
+        guard: Monitor that the Governor uses for this host. None: the Governor is disabled.
+        bare: True to validate the host with every seed switched off, too.
+        compute: FLOPs of the host. None: compute has no price.
+        kind: Name of the architecture; hosts of one architecture can be stacked.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class HostEnv:
         self._begin()
 
     def join(self, habitat: Habitat) -> None:
-        """From the next reset on it is a host of this habitat."""
+        """Set the context that holds from the next reset on."""
         self.habitat = habitat
         self.training = habitat.training
         if self.guard is not None:
@@ -105,13 +107,13 @@ class HostEnv:
         self.tick = 0
         self.last_op = Op.WAIT
         self.history = History()
-        self.objective = 0.0  # J as last measured
+        self.objective = 0.0  # J at the last measurement
         self.accounts = [Account() for _ in self.growing.slots]
-        self.validated: Validation | None = None  # as last validated
+        self.validated: Validation | None = None  # of the last validation
         self.host_gradient: GradientStats | None = None
-        self.skipped_steps = 0  # since the episode began: their gradients left fp16's range
-        self.ended = False  # before the horizon: nothing happens to this host any more
-        self.failure: str | None = None  # why its last host epoch could not be finished
+        self.skipped_steps = 0  # in this episode, because gradients overflowed fp16
+        self.ended = False  # before the horizon: the host is idle until the next reset
+        self.failure: str | None = None  # out-of-memory message of the last host epoch
         self.lr_factor = 1.0
 
     @property
@@ -120,7 +122,7 @@ class HostEnv:
 
     @property
     def records(self) -> list[SeedRecord]:
-        """What is known of the seed in each slot."""
+        """Measurements of the seed in each slot, [K]."""
         return list(self.growing.records.values())
 
     @property
@@ -128,11 +130,11 @@ class HostEnv:
         return self.growing.lifecycle
 
     def reset(self, seed: int) -> None:
-        """Starts a new episode in place: fresh weights, empty slots, no momentum."""
+        """Start a new episode in place: fresh weights, empty slots, no optimizer state."""
         self.seed = seed
         self.generator.manual_seed(seed)
         self.scaler = self.training.make_scaler(self.device)
-        self.growing.clear()  # first: an old seed would draw from the generator and change what follows
+        self.growing.clear()  # first: an old seed would consume random numbers of the new episode
         initialise(self.network, self.generator)
         self._begin()
         self._set_options()
@@ -140,7 +142,7 @@ class HostEnv:
             self.guard.begin()
 
     def _set_options(self) -> None:
-        """Learning rates and the like are this run's settings, not those of a state that was loaded."""
+        """Set the optimizer options of this run, in place of those of a loaded state."""
         for group in self.optimizer.param_groups:
             options = self.training.options(group["name"])
             group.update(options, lr=options["lr"] * self.lr_factor)
@@ -148,7 +150,7 @@ class HostEnv:
         self.growing.seed_options = seed | {"lr": seed["lr"] * self.lr_factor}
 
     def apply(self, decision: Sequence[int]) -> list[SeedEvent]:
-        """Carries out one action, a number per head. Raises ValueError if the lifecycle forbids it."""
+        """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
         chosen, growing = self.space.choose(decision), self.growing
         self.last_op = Op(decision[0])
         match self.last_op:
@@ -176,7 +178,7 @@ class HostEnv:
         self.accounts[k] = (account or self.accounts[k])._replace(**changes)
 
     def against(self, decision: Sequence[int]) -> list[str]:
-        """The Governor's reasons against an action; empty: none."""
+        """Return the Governor's reasons to veto an action; an empty list allows it."""
         if self.guard is None:
             return []
         chosen, parameters = self.space.choose(decision), self.host_parameters + self.seed_parameters(OCCUPIED)
@@ -186,7 +188,7 @@ class HostEnv:
         return self.guard.vet(chosen.op, parameters / self.host_parameters)
 
     def draw_batches(self, samples: int) -> Batches:  # [batches, B], on the generator's device
-        """The next tick's minibatches, with so many samples in each variant of the data."""
+        """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.seed, self.tick))
         batches = self.habitat.draw_batches(self.training, samples, self.seed, self.generator)
@@ -199,52 +201,52 @@ class HostEnv:
         data_order: Callable[[int, int], int] | None = None,
         on_batches: Callable[[Batches], None] | None = None,
     ) -> None:
-        """Fixes and watches the minibatches of the host epochs to come; without arguments: no longer.
+        """Set hooks that fix and observe the minibatches of the coming host epochs; no arguments remove them.
 
         Args:
-            data_order: RNG seed of a host epoch's minibatches, from the episode's RNG seed and the tick. None: they
-                depend on all that was drawn before, as the weights of seeds.
-            on_batches: Called with the minibatches of each host epoch, after the action and before training.
+            data_order: Function of the episode's RNG seed and the tick, which returns the RNG seed of the epoch's
+                minibatches. None: they depend on everything drawn before, such as the weights of seeds.
+            on_batches: Callback for the minibatches of each host epoch, after the action and before training.
         """
         self.data_order, self.on_batches = data_order, on_batches
 
     def end(self) -> None:
-        """Ends the episode before the horizon: nothing happens to this host until it is reset."""
+        """End the episode before the horizon; the host stays idle until the next reset."""
         self.ended = True
 
     @property
     def prices(self) -> Prices:
-        """Prices of growth in this episode."""
+        """Prices of added parameters and compute in this episode."""
         return self.habitat.prices(self.objective_config, self.seed)
 
     @property
     def failing(self) -> list[SeedSlot]:
-        """Slots whose seed gets no gradient."""
+        """Slots whose seed receives no gradient in this episode."""
         return self.habitat.failing(self.slots, self.seed)
 
     def variants(self) -> list[Variant]:
-        """Combinations of seeds to validate with: see `Validation`."""
+        """Return the combinations of seeds to validate with; see `Validation`."""
         return variants_to_validate(self.growing.slots, committed_only(self.network), host_only=self.bare)
 
     def record(self, validation: Validation) -> None:
-        """Takes in a validation of the host as it is now."""
+        """Record a validation of the current host."""
         self.validated = validation
         self.history.loss.append(validation.all_seeds.loss)
         self.history.accuracy.append(validation.all_seeds.accuracy)
 
     def measure(self) -> Score:
-        """Updates the objective J from the last validation.
+        """Update the objective J from the last validation.
 
-        Returns the score that J was computed from: with all seeds, or at the horizon with the fossilized ones alone.
+        Returns the score that J is computed from: with all seeds, or at the horizon with the fossilized ones only.
         """
         score = self.validated.committed if self.tick >= self.horizon else self.validated.all_seeds
         self.objective = self.objective_with(score.accuracy)
         return score
 
     def objective_with(self, accuracy: float) -> float:
-        """Objective J of the host and its fossilized seeds if they had this accuracy.
+        """Return the objective J of the host with its fossilized seeds for a given accuracy in 0 … 1.
 
-        Computed in the network's precision, at least float32.
+        The precision is that of the network, at least float32.
         """
         config, prices = self.objective_config, self.prices
         dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
@@ -257,34 +259,34 @@ class HostEnv:
         return objective(measured, *parameters, config, price, charge).item()
 
     def judge(self, result: EpochResult | None) -> Verdict:
-        """The Governor's word on a host epoch, before anything else is made of it; None: it did not take place."""
+        """Return the Governor's verdict on a host epoch. `result` is None if the host ran out of memory."""
         if self.failure is not None:
             return self.guard.give_up(self.failure)
         training, validation = result
         stats = (training.host_gradient, *training.seed_gradients)
-        # Scaled gradients leave half precision's range now and then, and then nothing is learned from them.
+        # With loss scaling, gradients overflow fp16 occasionally, and the optimizer skips those steps.
         gradients = () if self.scaler.is_enabled() else tuple(one.norm for one in stats)
         alphas = [slot.alpha_now if slot.blended else 0.0 for slot in self.slots]
         reading = Reading(validation.all_seeds.loss, training.loss, gradients)
         return self.guard.judge(reading, training.skipped_steps, alphas)
 
     def keep(self) -> None:
-        """Takes a snapshot of the host as it is now."""
+        """Take a snapshot of the current host for a later rollback."""
         self.guard.keep(self._host_state())
 
     def restore(self, ended: bool, cause: str) -> list[SeedEvent]:
-        """Makes the host what it was at its last snapshot, without the seeds that were alive; time is not given back.
+        """Roll the host back to its last snapshot and cull its live seeds; the tick count still moves on by one.
 
         Args:
-            ended: Is the episode over?
-            cause: Of the seeds' end, for their events.
+            ended: True to end the episode.
+            cause: Reason for the culls, for the events.
 
-        Returns a change for every slot that is not in the stage any more that it was in before, so that whoever follows
-        the events knows where each slot is.
+        Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
+        events stays complete.
         """
         before = [self.growing.standing(slot.name) for slot in self.slots]
         tick, factor = self.tick, self.lr_factor * self.guard.config.lr_factor
-        # Of a view the optimizer would keep the whole snapshot's memory, again and again.
+        # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.guard.snapshot.copy())
         self.tick, self.lr_factor, self.ended = tick + 1, factor, ended
         self._set_options()
@@ -293,7 +295,7 @@ class HostEnv:
         return [replace(was, after=slot.stage, cause=cause) for was, slot in now if was.before is not slot.stage]
 
     def finish_tick(self, result: EpochResult, hold: bool = False) -> list[SeedEvent]:
-        """Takes in what the host epoch showed, and lets time pass for the seeds; with `hold` none of them advances."""
+        """Record the result of a host epoch and advance the lifecycle of the seeds; with `hold`, no stage advances."""
         training, validation = result
         self.history.train_loss.append(training.loss)
         self.history.train_accuracy.append(training.accuracy)
@@ -306,22 +308,22 @@ class HostEnv:
         return self.growing.tick(contributions, gradients, hold=hold)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
-        """Parameters of the seeds that are in one of `stages`."""
+        """Return the number of parameters of all seeds in one of `stages`."""
         return sum(count_parameters(slot.seed) for slot in self.slots if slot.stage in stages)
 
     @property
     def committed_parameters(self) -> int:
-        """Parameters of the host and of what is kept for good."""
+        """Number of parameters of the host and its fossilized seeds."""
         return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
 
     @property
     def committed_flops(self) -> int:
-        """Floating-point operations of a sample's forward pass through the host and what is kept for good."""
+        """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
         kept = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
         return self.compute.host + sum(self.compute.of(slot) for slot in kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continuation needs, in types that `torch.load(weights_only=True)` accepts."""
+        """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
         guard = self.guard.state_dict() if self.guard is not None else None
         return self._host_state() | {"ended": self.ended, "guard": guard}
 
@@ -342,20 +344,20 @@ class HostEnv:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Raises ValueError if no such host can have been there."""
+        """Restore a state of `state_dict`. Raises ValueError if it is invalid for this host."""
         check_host(state, self.horizon, len(self.slots))
         check_parts("a host", state, ("ended", "guard"))
         if state["guard"] is not None:
             check_guard(state["guard"], self.horizon, len(self.slots))
         self.reset(state["seed"])
         if state["guard"] is not None:
-            self._load_host(state["guard"]["snapshot"])  # what could not be restored is found out now
+            self._load_host(state["guard"]["snapshot"])  # a trial: reports an invalid snapshot now
         self._load_host(state)
         self.ended = bool(state["ended"])
         if self.guard is not None:
             if state["guard"] is not None:
                 self.guard.load_state_dict(state["guard"])
-            else:  # nobody watched so far: this is the first state that is known
+            else:  # the Governor was disabled, so this is the first state to snapshot
                 self.keep()
 
     def _load_host(self, state: dict[str, Any]) -> None:

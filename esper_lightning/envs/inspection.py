@@ -1,4 +1,4 @@
-"""A closer look at one host of a pool. Nothing of the host, and no random number, is changed by it."""
+"""Diagnostics of one host of a pool, which change neither the host nor any random generator."""
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from esper_lightning.tasks import fetch
 from esper_lightning.telemetry.events import SeedCredited
 
 PAIRS = 8
-"""Pairs of random orders for the Shapley values of more seeds than can be known exactly."""
+"""Pairs of random permutations for Shapley values of more seeds than can be enumerated exactly."""
 
 
 def shares_of_kept(pool: HostPool, host: int) -> Shares | None:
-    """What the seeds that a host has kept are worth, in accuracy points (of 100) on validation data. None: no seeds.
+    """Return the Shapley values of a host's fossilized seeds, in accuracy points on validation data.
 
-    Raises MemoryError if the host cannot be measured.
+    Returns None without fossilized seeds. Raises MemoryError if the host runs out of memory.
     """
     pool, host = pool.home_of(host)
     players = [slot.name for slot in pool.envs[host].slots if slot.stage is Stage.FOSSILIZED]
@@ -32,7 +32,7 @@ def shares_of_kept(pool: HostPool, host: int) -> Shares | None:
 
 
 def share_among_kept(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited]:
-    """What the kept seeds of the first `hosts` hosts are worth at the end of their episodes."""
+    """Return the Shapley value of each fossilized seed of the first `hosts` hosts, as events at `tick`."""
     found = []
     for host, env in enumerate(pool.envs[:hosts]):
         if (shares := shares_of_kept(pool, host)) is not None:
@@ -43,8 +43,7 @@ def share_among_kept(pool: HostPool, hosts: int, tick: int) -> list[SeedCredited
 
 
 def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
-    """Norm of the gradient of every parameter, by its name, on what the host would learn from next: a minibatch, or a
-    part of one where it learns in parts."""
+    """Return the gradient norm of each parameter by name, on the host's next minibatch or its first micro-batch."""
     pool, host = pool.home_of(host)
     env = pool.envs[host]
     before = env.generator.get_state()
@@ -53,13 +52,13 @@ def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
     data = fetch(pool.data.train.to(env.device), batch, env.training.augment)
     network, training = env.network, env.network.training
     names, parameters = zip(*network.named_parameters(), strict=True)
-    running = {name: buffer.clone() for name, buffer in network.named_buffers()}  # statistics move with each pass
+    running = {name: buffer.clone() for name, buffer in network.named_buffers()}  # for the pass to update
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), env.training.autocast(env.device):
         outputs = functional_call(network.train(), running, (data.inputs,))
         loss = pool.task.measure(outputs, data.targets).loss.mean()
     network.train(training)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    idle = {id(parameter) for slot in env.failing for parameter in slot.seed.parameters()}  # grafts that fail
+    idle = {id(parameter) for slot in env.failing for parameter in slot.seed.parameters()}  # failing seeds
     norms = [
         torch.linalg.vector_norm(gradient) * (id(parameter) not in idle)
         for parameter, gradient in zip(parameters, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""Which actions are possible now: an impossible one is never offered, so no decision is wasted."""
+"""Action masks: True where a choice is possible in the present state of an environment."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,17 +13,17 @@ from esper_lightning.growth.stages import Stage
 
 
 class Masks(NamedTuple):
-    """True where a choice is possible. K slots; heads that are not named here may always choose freely."""
+    """Masks of N environments with K slots: True where a choice is possible. Other heads are never masked."""
 
-    slot: Tensor  # [..., N, ops, K] bool: may this op be done to this slot? WAIT: True for all
-    blueprint: Tensor  # [..., N, K, blueprints] bool: does this blueprint grow in this slot?
-    target: Tensor  # [..., N, K, targets] bool: is this target another one than the slot's?
-    speed: Tensor  # [..., N, ops, K, speeds] bool: may this op on this slot take so long?
-    curve: Tensor  # [..., N, speeds, curves] bool: does a change of this speed have a curve to choose?
-    ended: Tensor  # [..., N] bool: this episode was over before the horizon, so what is decided here is nothing
+    slot: Tensor  # [..., N, ops, K] bool: this op is possible on this slot; WAIT: always True
+    blueprint: Tensor  # [..., N, K, blueprints] bool: this blueprint can grow in this slot
+    target: Tensor  # [..., N, K, targets] bool: this target differs from the slot's present one
+    speed: Tensor  # [..., N, ops, K, speeds] bool: this op on this slot may take so long
+    curve: Tensor  # [..., N, speeds, curves] bool: curves for a change of this speed; one at speed 0
+    ended: Tensor  # [..., N] bool: the episode ended before the horizon, so actions have no effect
 
     def allow(self, env: int, decision: Sequence[int]) -> bool:
-        """May environment `env` of masks [N, …] do this, a number per head? Only heads that matter are looked at."""
+        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked."""
         op, slot, blueprint, _, _, target, speed, curve = decision
         needed = [self.slot[env, op, slot]]
         if op == Op.GERMINATE:
@@ -39,13 +39,13 @@ class Masks(NamedTuple):
         return self.slot.any(-1)
 
     @property
-    def forced(self) -> Tensor:  # [..., N] bool: there is nothing to learn from the step
-        """Only one op is possible; or the episode is over, whatever a policy without masks may choose."""
+    def forced(self) -> Tensor:  # [..., N] bool
+        """True where the step teaches nothing: only one op is possible, or the episode has ended (masks or none)."""
         return (self.op.sum(-1) == 1) | self.ended
 
 
 class Legal(NamedTuple):
-    """What changes from tick to tick in the masks of one environment."""
+    """Masks of one environment that change from step to step, as nested lists."""
 
     slot: list[list[bool]]  # [ops, K]
     target: list[list[bool]]  # [K, targets]
@@ -60,14 +60,14 @@ def legal(
     config: ActionConfig,
     ended: bool = False,
 ) -> Legal:
-    """What may be done to each slot of one environment; nothing if its episode has `ended`.
+    """Compute the masks of one environment; only WAIT is possible if its episode has `ended`.
 
     Args:
-        growing: The host and its slots.
-        refusals: What the gates have against changes of the seed in each slot, [K].
-        space: The choices that the masks are of.
-        config: Which ops are offered, and how many seeds may grow at a time.
-        ended: The episode was over before the horizon.
+        growing: Host and slots.
+        refusals: Reasons of the lifecycle gates against stage changes of the seed in each slot, [K].
+        space: Choices of each head.
+        config: Ops on offer and the maximum number of seeds.
+        ended: True if the episode ended before the horizon.
     """
     slots = growing.slots
     room = config.max_seeds is None or sum(slot.occupied for slot in slots.values()) < config.max_seeds
@@ -93,10 +93,10 @@ def legal(
 
 
 def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
-    """Storage, on the CPU, for the masks of `n_envs` environments; `growable` [K, blueprints] holds for all, always."""
+    """Allocate masks of `n_envs` environments on the CPU; `growable` [K, blueprints] bool is constant."""
     sizes = space.sizes
     slots = sizes["slot"]
-    # At once there is no curve: the choice is the first, so that equal decisions are equal actions.
+    # A change at speed 0 has no curve; it always takes the first one, so that equivalent actions are equal.
     curve = torch.tensor([[ticks > 0 or c == 0 for c in range(sizes["curve"])] for ticks in space.speed])
     return Masks(
         slot=torch.zeros(n_envs, sizes["op"], slots, dtype=torch.bool),
@@ -109,6 +109,6 @@ def make_masks(n_envs: int, space: ActionSpace, growable: Tensor) -> Masks:
 
 
 def op_frequency(op: Tensor, masks: Masks) -> dict[str, float]:
-    """Share of each op among the decisions `op` [...] that were not forced."""
+    """Return the share of each op among the actions `op` [..., N] that were not forced."""
     counts = torch.bincount(op[~masks.forced], minlength=masks.slot.shape[-2]).tolist()
     return {Op(op).name: count / max(1, sum(counts)) for op, count in enumerate(counts)}

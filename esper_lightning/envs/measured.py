@@ -1,4 +1,4 @@
-"""Measurements of a host: what one host epoch and one validation pass showed, as Python numbers. K slots."""
+"""Measurements of a host in one training epoch and one validation pass, as Python numbers. K slots."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,19 +17,19 @@ class Score(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """Scores of one host in one validation pass, by the seeds that take part. Seeds that are not blended never do."""
+    """Scores of one host in one validation pass, by the active seeds. Seeds that are not blended are never active."""
 
     all_seeds: Score
     without: list[Score]
-    """Leave-one-out, [K]: every seed but the one in this slot."""
+    """Leave-one-out scores, [K]: all seeds except the one in this slot."""
     committed: Score
-    """Fossilized seeds only: what remains at the horizon."""
+    """Score with fossilized seeds only, which are the ones that remain at the horizon."""
     host_only: Score | None = None
-    """Every seed switched off. None: not asked for."""
+    """Score with every seed switched off. None: not measured."""
 
     @property
     def contributions(self) -> list[float]:
-        """Accuracy points of 100 that depend on the seed in each slot, [K]; 0 for a seed that is not blended."""
+        """Accuracy points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
         return [POINTS * (self.all_seeds.accuracy - rest.accuracy) for rest in self.without]
 
 
@@ -37,14 +37,14 @@ class TrainingStats(NamedTuple):
     """Statistics of one epoch of host training. Gradients are those of the last minibatch, before clipping."""
 
     loss: float
-    """Mean over minibatches."""
+    """Mean loss over minibatches."""
     accuracy: float
-    """Mean over minibatches, 0 … 1."""
+    """Mean accuracy over minibatches, 0 … 1."""
     skipped_steps: int
-    """Optimizer steps that were not taken because gradients left fp16's range."""
+    """Optimizer steps skipped because gradients overflowed fp16."""
     host_gradient: GradientStats
     seed_gradients: list[GradientStats]
-    """One for the seed in each slot, [K]."""
+    """Gradient statistics of the seed in each slot, [K]."""
 
 
 class EpochResult(NamedTuple):
@@ -56,7 +56,7 @@ class EpochResult(NamedTuple):
 
 @dataclass
 class History:
-    """One entry per tick since the episode began; validation also has one from before the first tick."""
+    """Metrics of each epoch of the episode; validation loss and accuracy also have an entry before the first epoch."""
 
     train_loss: list[float] = field(default_factory=list)
     train_accuracy: list[float] = field(default_factory=list)

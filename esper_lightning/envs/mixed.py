@@ -1,4 +1,4 @@
-"""MixedPool: hosts of several tasks as one pool. N environments in all."""
+"""A vector environment of the hosts of several tasks. N environments in all."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ from esper_lightning.growth.restoring import check_parts
 
 
 class MixedPool:
-    """Several pools side by side, the hosts of each behind those of the one before.
+    """Several pools of one task each, concatenated into one vector environment.
 
     Args:
-        pools: By task. All share the same `Common`, horizon, reward, and every choice but slots and seeds.
+        pools: Pool of each task by name. All have the same `SharedSpace`, horizon, reward and action choices.
 
     Attributes:
-        privileged: Which task a host is of, [N, tasks]: the critic may be shown it. The policy is not told.
+        privileged: One-hot encoding of each host's task, [N, tasks], for the critic alone.
     """
 
     goes_on = False
@@ -48,18 +48,18 @@ class MixedPool:
         self.episode_starts = torch.cat([pool.episode_starts for pool in self.pools.values()])
 
     def _join(self, part: Any) -> Iterator[Tensor]:
-        """Fields of a record, those of all pools one behind the other: storage of our own."""
+        """Concatenate each field of a record over all pools, into new storage."""
         return (torch.cat(fields) for fields in zip(*map(part, self.pools.values()), strict=True))
 
     def _spans(self) -> Iterator[tuple[HostPool, slice]]:
-        """Each pool, and where its hosts are among all."""
+        """Iterate over the pools with the slice of their host indices."""
         begin = 0
         for pool in self.pools.values():
             yield pool, slice(begin, begin + pool.n_envs)
             begin += pool.n_envs
 
     def _look(self) -> None:
-        """Brings what is seen of all up to date."""
+        """Copy observations, masks and episode starts from the pools."""
         for pool, span in self._spans():
             for ours, theirs in (
                 (self.observation, pool.observation),
@@ -72,7 +72,7 @@ class MixedPool:
 
     @property
     def tasks(self) -> dict[str, slice]:
-        """Where the hosts of each task are among all."""
+        """Slice of the host indices of each task."""
         return {name: span for name, (_, span) in zip(self.pools, self._spans(), strict=True)}
 
     @property
@@ -81,34 +81,34 @@ class MixedPool:
 
     @property
     def choice(self) -> str:
-        """How the hosts of each task are executed."""
+        """Description of the executor of each task."""
         return ", ".join(f"{name}: {pool.choice}" for name, pool in self.pools.items())
 
     @property
     def host_kind(self) -> str:
-        """Tells pools of different hosts apart."""
+        """Description of the hosts that differs between pools of different hosts."""
         return "; ".join(f"{name}: {pool.n_envs} hosts, {pool.host_kind}" for name, pool in self.pools.items())
 
     @property
     def samples_per_epoch(self) -> tuple[float, float]:
-        """That a host learns from in a tick, and is validated on, in the mean."""
+        """Training and validation samples of one host epoch, averaged over hosts."""
         rows = [[pool.n_envs * samples for samples in pool.samples_per_epoch] for pool in self.pools.values()]
         learned, judged = (sum(column) / self.n_envs for column in zip(*rows, strict=True))
         return learned, judged
 
     def home_of(self, host: int) -> tuple[HostPool, int]:
-        """The pool of one task that a host is in, and its place there."""
+        """Return the single-task pool that holds a host, and the host's index in it."""
         return next((pool, host - span.start) for pool, span in self._spans() if host < span.stop)
 
     def reset(self, seeds: Sequence[int]) -> Observation:
-        """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
+        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
         for pool, span in self._spans():
             pool.reset(seeds[span])
         self._look()
         return self.observation
 
     def step(self, action: Action) -> StepResult:
-        """As `HostPool.step`."""
+        """Step all pools and join the results; see `HostPool.step`."""
         steps = [(pool.step(Action(*(part[span] for part in action))), span.start) for pool, span in self._spans()]
         self._look()
         results = [result for result, _ in steps]
@@ -141,7 +141,7 @@ class MixedPool:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> str | None:
-        """As `HostPool.load_state_dict`."""
+        """Restore the state of every pool; see `HostPool.load_state_dict`."""
         check_parts("the pool", state, ("executors", "envs"))
         if not isinstance(state["executors"], list) or len(state["executors"]) != len(self.pools):
             raise ValueError(f"the checkpoint is not of hosts of {len(self.pools)} tasks")

@@ -1,6 +1,6 @@
-"""What a controller sees of an environment: named features, each within [-1, 1] or nearly so.
+"""Observation of an environment: named features, each approximately within [-1, 1].
 
-The names are the layout: `features` of an environment returns them with their values, in a fixed order.
+`compute_features` returns names and values in a fixed order, which is the layout of the feature vector.
 """
 
 import math
@@ -19,50 +19,50 @@ from esper_lightning.growth.network import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
 
 WINDOW = 5
-"""Host epochs of history that are shown: enough to see a trend, and a plateau as `plateau`."""
+"""Host epochs of history in an observation: enough for a trend; longer plateaus are the feature `plateau`."""
 
 MISSING = -1.0
-"""Stands for what has not been measured; no measured value of these features is negative."""
+"""Value of a feature that has not been measured; measured values of those features are never negative."""
 
 PLATEAU_STEP = 0.005
-"""Rise of the best accuracy below which a tick counts as part of a plateau: one image of 200."""
+"""Minimum rise of the best accuracy that ends a plateau: one image of 200."""
 
 CONTRIBUTION_SCALE = 10.0
-"""Accuracy points of contribution that count as 1; more is clipped."""
+"""Contribution in accuracy points that maps to 1; larger ones are clipped."""
 
 LOG_LOSS_SCALE = 7.0
-"""Symlog of a loss is divided by this, and larger ones count as 1: that is a loss of 1,096."""
+"""Divisor of a loss after symlog; a loss of 1,096 maps to 1 and larger ones are clipped."""
 
 LOG_SIZE_SCALE = 5.0
-"""Log of the growth is divided by this, and more counts as 1: that is 148 times the host."""
+"""Divisor of log growth; growth to 148 times the host maps to 1 and more is clipped."""
 
 LOG_NORM_SCALE = 5.0
-"""Natural log of 1 + gradient norm is divided by this, and larger ones count as 1: that is a norm of 147."""
+"""Divisor of log(1 + gradient norm); a norm of 147 maps to 1 and larger ones are clipped."""
 
 
 SHARE = "share."
-"""Begins the names of the shares of slots in each stage."""
+"""Prefix of the names of features that give the share of slots in a stage."""
 
 BLUEPRINTS = "blueprints"
-"""Name of the blueprint in each slot, which is seen beside the features."""
+"""Name that selects the blueprint ids of slots, a separate field of the observation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SightConfig:
-    """What a policy is shown: for ablations. Hand-written rules know what they ask for in any case."""
+    """Features that a policy observes, for ablations. Rule-based controllers are not affected."""
 
     shown: list[str] = field(default_factory=lambda: ["*"])
-    """Names or patterns of features (`loss.*`); `blueprints` for what grows in each slot. [progress]: time alone."""
+    """Names or patterns of observed features (`loss.*`); `blueprints`: blueprint ids. [progress]: time only."""
 
     hidden: list[str] = field(default_factory=list)
-    """Names or patterns of those that are not shown all the same. ["*.contribution*"]: no counterfactuals."""
+    """Names or patterns of features to remove from `shown`. ["*.contribution*"]: no counterfactuals."""
 
     masks: bool = True
-    """Whether the policy is offered only what is possible. False: everything, always, and what is impossible is done as
-    WAIT, while the policy learns from what it chose."""
+    """Mask impossible actions. False: all are offered, impossible ones are executed as WAIT, and the policy learns from
+    the action that it chose."""
 
     def select(self, names: Sequence[str]) -> list[bool]:
-        """Which of `names` are shown. Raises ValueError if a pattern fits none, or none is left."""
+        """Return True for each observed name. Raises ValueError if a pattern matches no name or no feature remains."""
         for pattern in (*self.shown, *self.hidden):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"env.sight: no feature is called {pattern!r}; {nearest(pattern, names)}")
@@ -77,14 +77,14 @@ class SightConfig:
 
 
 class Observation(NamedTuple):
-    """What a controller sees of every environment."""
+    """Observation of N environments with K slots each."""
 
     features: Tensor  # [..., N, D] float
     blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
 
 
 def symlog(x: float, scale: float) -> float:
-    """Sign and log(1 + |x|) over `scale`, at most 1 in size; not a number counts as infinity."""
+    """Return sign(x) · log(1 + |x|) / `scale`, clipped to [-1, 1]; NaN gives 1, as infinity does."""
     if math.isnan(x):
         return 1.0
     return math.copysign(min(1.0, math.log1p(abs(x)) / scale), x)
@@ -95,14 +95,14 @@ def clip(x: float, bound: float = 1.0) -> float:
 
 
 def last(values: list[float], name: str) -> dict[str, float]:
-    """The last WINDOW values, newest first, named by their age in ticks."""
+    """Return the last HISTORY_WINDOW values, newest first, named by their age in ticks."""
     newest_first = values[: -WINDOW - 1 : -1]
     padded = newest_first + [MISSING] * (WINDOW - len(newest_first))
     return {f"{name}.{age}": value for age, value in enumerate(padded)}
 
 
 def plateau_length(accuracy: list[float]) -> int:
-    """Ticks since accuracy last rose above its best by more than PLATEAU_STEP."""
+    """Return the ticks since accuracy last exceeded its best by more than PLATEAU_MIN_RISE."""
     best, since = 0.0, -1
     for value in accuracy:
         since += 1
@@ -112,7 +112,7 @@ def plateau_length(accuracy: list[float]) -> int:
 
 
 def features(env: HostEnv) -> dict[str, float]:
-    """Every feature of one environment by name."""
+    """Return all features of one environment by name."""
     history = env.history
     seen = {"progress": env.tick / env.horizon}
     seen |= last([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
@@ -138,17 +138,17 @@ def features(env: HostEnv) -> dict[str, float]:
 
 
 def log_size(added: int, env: HostEnv) -> float:
-    """Parameters added to the host, on a bounded logarithmic scale: log(1 + added / host)."""
+    """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
     return clip(math.log1p(added / env.host_parameters) / LOG_SIZE_SCALE)
 
 
 def log_norm(gradient: GradientStats | None) -> float:
-    """A gradient's norm on a bounded logarithmic scale."""
+    """Return log(1 + gradient norm), scaled and clipped; MISSING without a gradient."""
     return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
 
 
 def slot_features(env: HostEnv, k: int) -> dict[str, float]:
-    """The features of one slot, their names beginning with the slot's."""
+    """Return the features of slot `k`, with names that begin with the slot's name."""
     slot, record = env.slots[k], env.records[k]
     gradient, contribution, before = record.gradient, record.contribution, record.previous_contribution
     seen = {stage.name: float(slot.stage is stage) for stage in Stage}
@@ -175,7 +175,7 @@ def slot_features(env: HostEnv, k: int) -> dict[str, float]:
 
 
 def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
-    """Seed gradient over host gradient on a bounded logarithmic scale; 0 where either is unknown, zero or infinite."""
+    """Return log(seed norm / host norm), scaled and clipped; 0 if either norm is unknown, zero or infinite."""
     ratio = seed.ratio(host) if seed is not None and host is not None else None
     return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
 

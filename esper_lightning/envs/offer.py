@@ -1,4 +1,4 @@
-"""What a pool's hosts are, and what can grow on them: found out once, on a host of its own."""
+"""Description of a host architecture and discovery of its action space, on a throw-away host."""
 
 import zlib
 
@@ -14,7 +14,7 @@ from esper_lightning.tasks import Split, Task
 
 
 def describe_host(network: nn.Module) -> str:
-    """Tells hosts of different architecture apart, in a few words."""
+    """Return a short description that differs between host architectures."""
     shapes = repr([(name, tuple(p.shape)) for name, p in network.named_parameters()])
     return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
 
@@ -27,14 +27,18 @@ def offer(
     birth: Birth,
     common: Common | None = None,
 ) -> tuple[ActionSpace, Tensor]:
-    """The choices there are on `host`, and which blueprint can grow in which slot [K, P]; the host is used up.
+    """Find the action space of a host, and which of P blueprints can grow in which slot, [K, P] bool.
 
     Args:
-        batch: Training data to try seeds on.
-        birth: How seeds will begin.
-        common: What is offered on hosts of other tasks, too, whether it can grow here or not; `host` has its places.
+        host: Host with empty slots; it cannot be used afterwards.
+        task: Computes the loss of outputs.
+        batch: Training data on which seeds are tried.
+        actions: Configured choices.
+        birth: Initialisation of seeds.
+        common: Slots and blueprints shared with hosts of other tasks, whether they can grow here or not; `host` must
+            already have these slots.
 
-    Raises ValueError if a blueprint or a slot is useless: nothing to learn from, nothing to grow.
+    Raises ValueError if the host has no slots, or a slot or a blueprint cannot be used at all.
     """
     slots = slots_of(host)
     if not slots:

@@ -1,4 +1,4 @@
-"""The Governor's part in one host's step: it may veto the action, and judges the host epoch that follows."""
+"""Application of the Governor to one host's step: vetoes before the epoch, verdict and rollback after it."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ from esper_lightning.governor import Decision
 
 
 def veto_of(host: int, env: HostEnv, action: Sequence[int]) -> HostVeto | None:
-    """The Governor's veto against an action, a number per head; None: it may be carried out."""
+    """Return the Governor's veto of an action, an index per head; None if the action may be executed."""
     if action[0] == Op.WAIT or not (reasons := env.against(action)):
         return None
     return HostVeto(host, env.tick + 1, env.space.describe(action), reasons)
 
 
 def finish_epoch(transition: Transition, watched: bool) -> None:
-    """Ends a host's epoch: the host is rolled back, or takes in what was measured, and time passes for its seeds.
+    """Finish the epoch of one host: roll it back, or record its results and advance the lifecycle of its seeds.
 
-    A host that was rolled back is to be validated anew.
+    The caller must validate a host again after a rollback. Tick counts move on in every case.
 
     Args:
-        transition: Gets the verdict, unless the host was healthy, and the changes of seeds.
-        watched: Is there a Governor?
+        transition: Record of the step, which receives the seed events and any verdict other than healthy.
+        watched: True if the Governor judges the epoch.
     """
     env, host = transition.env, transition.host
     if env.ended:

@@ -1,4 +1,4 @@
-"""Records of a host before, within and after a step, and the reward as a function of them. K slots."""
+"""Reward of one host's step as a function of its status before and after the action and after the epoch. K slots."""
 
 from typing import NamedTuple
 
@@ -11,34 +11,34 @@ from esper_lightning.rewards import Account, Seed, SlotTick, Tick, pay
 
 
 class HostStatus(NamedTuple):
-    """A host between two steps, as rewards see it. Nothing of the record is changed by what follows."""
+    """Status of a host between two steps, as far as rewards depend on it. An immutable copy."""
 
     ended: bool
-    """The episode was over before the horizon."""
+    """True if the episode ended before the horizon."""
     at_horizon: bool
     objective: float
     validation: Validation
-    """The last one."""
+    """Most recent validation."""
     accuracy_at_start: float
     """Accuracy before the first step of the episode."""
     chance: float
     """Loss of guessing, ln(classes)."""
     seeds: tuple[Seed, ...]
-    """What is in each slot, [K]; empty where rewards do not depend on it."""
+    """State of the seed in each slot, [K]; empty if rewards do not depend on it."""
 
 
 class AfterAction(NamedTuple):
-    """A host right after an action, before it trains."""
+    """Status of a host right after an action, before it trains."""
 
     seeds: tuple[Seed, ...]
     accounts: tuple[Account, ...]
     growth: tuple[float, ...]
-    """Parameters of the seed in each slot over those of the host, [K]."""
+    """Ratio of the parameters of the seed in each slot to those of the host, [K]."""
     alpha: tuple[float, ...]
 
 
 def status_of(env: HostEnv, with_seeds: bool) -> HostStatus:
-    """The host as it is now, its seeds too where rewards depend on them (`RewardConfig.looks_at_seeds`)."""
+    """Return the current status of a host, with its seeds if rewards depend on them (`RewardConfig.looks_at_seeds`)."""
     return HostStatus(
         ended=env.ended,
         at_horizon=env.tick >= env.horizon,
@@ -51,7 +51,7 @@ def status_of(env: HostEnv, with_seeds: bool) -> HostStatus:
 
 
 def after_action(env: HostEnv) -> AfterAction:
-    """The host as it is now, where an action has just been carried out."""
+    """Return the status of a host whose action has just been executed."""
     host = max(env.host_parameters, env.objective_config.smallest_host)
     return AfterAction(
         seeds=tuple(as_seed(slot) for slot in env.slots),
@@ -62,24 +62,25 @@ def after_action(env: HostEnv) -> AfterAction:
 
 
 def as_seed(slot: SeedSlot) -> Seed:
-    """The part of a slot's state that rewards depend on."""
+    """Return the part of a slot's state that rewards depend on."""
     return Seed(slot.stage, slot.ticks_in_stage, slot.age, slot.fading)
 
 
 def reward_terms(tick: Tick, config: EnvConfig) -> dict[str, float]:
-    """The terms that the reward of one host's step is the sum of, by name, and what a rollback costs."""
+    """Return the terms of one host's reward by name, rollback penalty included; their sum is the reward."""
     terms = pay(tick, config.reward)
     return terms | {"rollback": -config.governor.penalty * tick.diverged} if config.governor.enabled else terms
 
 
 def as_tick(op: str, before: HostStatus, acted: AfterAction | None, after: HostStatus, diverged: bool) -> Tick:
-    """One host's step as rewards see it.
+    """Combine the statuses of one host within a step into the record that rewards are computed from.
 
     Args:
-        op: Name of the op that was carried out.
-        before, after: The host before the action, and after the epoch and its validation.
-        acted: The host right after the action. None: rewards do not depend on seeds.
-        diverged: The host was rolled back.
+        op: Name of the executed op.
+        before: Status before the action.
+        acted: Status right after the action. None: rewards do not depend on seeds.
+        after: Status after the epoch and its validation.
+        diverged: True if the host was rolled back.
     """
     first, validation = before.validation, after.validation
     return Tick(
@@ -106,17 +107,17 @@ def as_tick(op: str, before: HostStatus, acted: AfterAction | None, after: HostS
 
 
 def kept_objective(objective: float, validation: Validation) -> float:
-    """J with the fossilized seeds alone, from J with live seeds: rent is the same."""
+    """Return J with fossilized seeds only, from J with live seeds; the charge is the same."""
     return objective - validation.all_seeds.accuracy + validation.committed.accuracy
 
 
 def bare(validation: Validation) -> float:
-    """Accuracy with every seed switched off; with all of them where that was not asked for."""
+    """Return the accuracy with every seed switched off, or with all seeds if that was not measured."""
     return (validation.all_seeds if validation.host_only is None else validation.host_only).accuracy
 
 
 def slot_ticks(before: HostStatus, acted: AfterAction, after: HostStatus) -> tuple[SlotTick, ...]:
-    """What happened in each slot, [K]."""
+    """Combine the statuses of each slot within a step, [K]."""
     contributions = before.validation.contributions, after.validation.contributions
     rows = zip(before.seeds, acted.seeds, after.seeds, acted.accounts, *contributions, strict=True)
     sizes = zip(acted.growth, acted.alpha, strict=True)

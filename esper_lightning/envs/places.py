@@ -1,4 +1,4 @@
-"""Places: slots that hosts of several tasks have in common, so that one policy can grow them all."""
+"""Common action space of the hosts of several tasks, so that one policy can grow all of them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,23 +12,23 @@ from esper_lightning.growth.slot import ABSENT, SeedSlot
 
 
 class Common(NamedTuple):
-    """What hosts of several tasks share."""
+    """Slots and blueprints in the common action space of several tasks."""
 
     places: list[str]
-    """Names of the slots, wherever they are."""
+    """Names of the slots; every host gets this many, under these names."""
     blueprints: list[str]
-    """That grow on the hosts of one task at least."""
+    """Names of the blueprints that can grow on the hosts of at least one task."""
 
 
 def share(offers: Sequence[tuple[ActionSpace, Tensor]]) -> Common:
-    """What hosts have in common, by the choices there are on each by itself: the most slots, and every blueprint."""
+    """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint."""
     most = max(len(space.slot) for space, _ in offers)
     blueprints = dict.fromkeys(name for space, _ in offers for name in space.blueprint)
     return Common([f"place{i + 1}" for i in range(most)], list(blueprints))
 
 
 def give_places(network: nn.Module, places: Sequence[str], device: torch.device) -> nn.Module:
-    """Renames the slots of `network`, in order; for a place too many there is a slot in which nothing can grow."""
+    """Rename the slots of a host to `places`, in order; missing ones are added as slots in which nothing can grow."""
     slots = list(slots_of(network).values())
     assert len(slots) <= len(places), "as many places as the host with the most slots has"
     for slot, place in zip(slots, places, strict=False):
@@ -40,8 +40,8 @@ def give_places(network: nn.Module, places: Sequence[str], device: torch.device)
 
 
 class AbsentPlaces(nn.ModuleList):
-    """Slots that no feature passes through."""
+    """Padding slots, through which no feature passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same: a host that is an `nn.Sequential` takes it for its last layer."""
+        """Return x unchanged, because an `nn.Sequential` host runs this module as its last layer."""
         return x

@@ -1,4 +1,4 @@
-"""HostPool: N environments stepped together, with the semantics of a Gym vector environment."""
+"""A vector environment of N host networks, which are trained, grown and validated together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -29,29 +29,30 @@ from esper_lightning.rewards import settled
 from esper_lightning.tasks import Split, Task, TaskData
 
 WAIT = (0,) * len(HEADS)
-"""The decision to do nothing."""
+"""Action that changes nothing: choice 0 of every head."""
 
 
 class HostPool:
-    """N environments, built once and reset in place.
+    """A vector environment of N hosts, built once and reset in place.
 
     Args:
-        task: Judges outputs; its data are `data`.
-        data: The data set; one copy on each device serves all hosts there.
-        host: Makes a host.
-        config: What an environment is.
-        n_envs: Environments N.
-        device: Where observations, rewards and masks live, and hosts.
-        others: More devices for hosts: they are dealt out to `device` and these in turn.
-        held_out: Meet the members of the family that training never meets.
-        common: What hosts of other tasks share with these, for a policy that grows them all.
+        task: Computes loss and accuracy of outputs on `data`.
+        data: The data set; all hosts on one device share one copy.
+        host: Factory of host networks.
+        config: Settings of the environments.
+        n_envs: Number of environments N.
+        device: Device of observations, rewards and masks, and the first device of hosts.
+        others: Further devices for hosts, which are assigned to `device` and these in turn.
+        held_out: True to draw the held-out contexts of the family, which training never draws.
+        common: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
 
     Attributes:
-        privileged: What each episode hides, [N, facts]: her critic may be shown it. None: nothing is hidden.
+        privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
+            hidden.
     """
 
-    goes_on = False  # a rollout is one episode of every host
-    tasks: Mapping[str, slice] = {}  # where hosts of each of several tasks are
+    goes_on = False  # a rollout is exactly one episode of every host
+    tasks: Mapping[str, slice] = {}  # host indices of each task; empty for a pool of one task
 
     def __init__(
         self,
@@ -79,18 +80,18 @@ class HostPool:
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
         self._choose(growable)
-        # Of what is measured: that of the hosts, at least float32.
+        # Losses and accuracies have the precision of the hosts, at least float32.
         self._dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.sight = Sight(self.envs, self.bench, device)
         self.masks, self.masks_on_cpu = self.sight.masks, self.sight.masks_on_cpu
         self.observation, self.feature_names = self.sight.observation, self.sight.names
         self.privileged = self.sight.privileged
-        self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # after a rollback
+        self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.reset(range(n_envs))
 
     def _choose(self, growable: Tensor) -> None:
-        """Decides how hosts are executed."""
-        self.selection: Selection | None = None  # how auto came to its choice
+        """Choose the executor that trains and validates the hosts."""
+        self.selection: Selection | None = None  # measurements behind the choice of executor `auto`
         choice = Choice(self.config.executor, self.config.training.onednn is not False)
         self.choices = [choice]
         if self.config.executor == "auto":
@@ -101,11 +102,11 @@ class HostPool:
 
     @property
     def host_kind(self) -> str:
-        """Tells pools of different hosts apart."""
+        """Description of the hosts that differs between pools of different hosts."""
         return self.bench.host_kind
 
     def _execute(self, choice: Choice) -> None:
-        """From now on hosts are executed so."""
+        """Switch to the executor that `choice` describes."""
         self.choice = choice
         self.executor = choice.make(self.task, self.config.training)
         self.executor.prepare(self.bench.samples(), self.data.train)
@@ -120,12 +121,12 @@ class HostPool:
 
     @property
     def categories(self) -> int:
-        """Of the observed blueprints; 0 stands for an empty slot."""
+        """Number of blueprint ids in an observation; id 0 is an empty slot."""
         return len(self.space.blueprint) + 1
 
     def reset(self, seeds: Sequence[int]) -> Observation:
-        """Starts an episode in every environment: the i-th depends on `seeds[i]` alone."""
-        assert len(seeds) == self.n_envs, "one seed per environment"
+        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        assert len(seeds) == self.n_envs, "one RNG seed per environment"
         with self.clock.measure("bookkeeping"):
             for i, seed in enumerate(seeds):
                 self.envs[i] = self.bench.seat(i, seed)
@@ -134,7 +135,7 @@ class HostPool:
             self.episode_starts.zero_()
         with self.clock.measure("validate", [env.laps for env in self.envs]):
             validated = self.executor.validate(self.envs, self.data.validation)
-        self._insist()  # there is nothing yet that a host could go back to
+        self._insist()  # there is no snapshot yet to roll back to
         with self.clock.measure("bookkeeping"):
             self._record(self.envs, validated)
             for env in self.envs:
@@ -144,22 +145,22 @@ class HostPool:
         return self.observation
 
     def load_host(self, place: int, state: dict[str, Any]) -> None:
-        """Puts a host in the pool's `place` that continues where `HostEnv.state_dict` was taken."""
+        """Restore the host of index `place` from a state of `HostEnv.state_dict`."""
         check_parts("a host", state, ("seed",))
         self.envs[place] = self.bench.seat(place, check_count("seed", state["seed"], 2**64))
         self.envs[place].load_state_dict(state)
 
     def _record(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
-        """Takes in the validation of hosts that have not trained since the last one."""
+        """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""
         validations = unpack_validations(download(validated), len(self.space.slot))
         for env, validation in zip(envs, validations, strict=True):
             if env.failure is None:
                 env.record(validation)
-            elif env.ended:  # then nothing follows from it: what was measured last holds
+            elif env.ended:  # its measurements no longer change, so the failure has no consequence
                 env.failure = None
 
     def _insist(self) -> None:
-        """Raises MemoryError if a host could not be measured now."""
+        """Raise MemoryError if a host ran out of memory in the measurement just made."""
         for i, env in enumerate(self.envs):
             if env.failure is not None:
                 raise MemoryError(
@@ -167,19 +168,19 @@ class HostPool:
                 )
 
     def step(self, action: Action) -> StepResult:
-        """Applies the actions, trains and validates every host, and returns what followed.
+        """Apply the actions, train every host for one epoch, validate it, and return the result.
 
-        Reads twice what is on the device, each time in one transfer: the actions, for they decide which modules there
-        are and so what is computed; and in the end all that was measured, for the next decision depends on it. (A
-        rollback adds a third: the restored host is validated.)
+        One step makes two device-to-host transfers: the actions, because they decide which modules exist, and all
+        measurements together, because the next action depends on them. A rollback adds a third one, since the restored
+        host is validated again.
 
-        Raises ValueError if an action is not allowed by the masks.
+        Raises ValueError if the masks forbid an action.
         """
         with self.clock.measure("bookkeeping"):
             action, transitions = self._decode(action)
             for transition in transitions:
                 self._apply(transition)
-        # What is kept for good must survive a rollback; the host was healthy, or it could not have been kept.
+        # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
         self._keep(each.env for each in transitions if fossilized(each))
         self._train(transitions)
         self._judge(transitions, watched=self.config.governor.enabled)
@@ -189,10 +190,10 @@ class HostPool:
         return result
 
     def _decode(self, action: Action) -> tuple[Action, list[Transition]]:
-        """Reads the actions. Where the Governor refuses one, or it is impossible and was offered all the same, WAIT.
+        """Read and check the actions; a vetoed one, or an impossible one under `masks: false`, is executed as WAIT.
 
-        Returns the actions as the policy shall learn from them, and as they are carried out. Raises ValueError if one
-        is not allowed: then no host has changed.
+        Returns the actions that the policy learns from, in which only vetoed ones are replaced, and one transition per
+        host with the executed action. Raises ValueError if an action is not allowed; then no host has changed.
         """
         chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
         possible = self.sight.possible(chosen, WAIT)
@@ -214,7 +215,7 @@ class HostPool:
             raise ValueError(f"host {host}: {self.space.describe(action)} is masked; choose within the masks")
 
     def _apply(self, transition: Transition) -> None:
-        """Carries out one host's action, and records the host before and after it."""
+        """Execute the action of one host and record its status before and after it."""
         env, with_seeds = transition.env, self.config.reward.looks_at_seeds
         transition.before = status_of(env, with_seeds)
         with alone(env):
@@ -223,20 +224,20 @@ class HostPool:
         transition.after_action = after_action(env) if with_seeds else None
 
     def _train(self, transitions: Sequence[Transition]) -> None:
-        """A host epoch and its validation, in every host that can go on."""
+        """Train every active host for one epoch and validate it. Ended and failed hosts are skipped."""
         learning = [each for each in transitions if not each.env.ended and each.env.failure is None]
         if not learning:
             return
         envs = [each.env for each in learning]
         trained, validated = self.executor.tick(envs, self.data.train, self.data.validation, self.clock)
         with self.clock.measure("bookkeeping"):
-            # One transfer for all that was measured: after it everything is Python numbers.
+            # A single transfer for all measurements; after it, everything is Python numbers.
             results = unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
             for transition, result in zip(learning, results, strict=True):
                 transition.result = result
 
     def _judge(self, transitions: Sequence[Transition], watched: bool) -> None:
-        """Ends the epoch of every host: see `finish_epoch`. Hosts that were rolled back are validated again."""
+        """Call `finish_epoch` for every host, and validate again those that were rolled back."""
         with self.clock.measure("bookkeeping"):
             for transition in transitions:
                 finish_epoch(transition, watched)
@@ -247,7 +248,7 @@ class HostPool:
             self._record(restored, validated)
 
     def _conclude(self, action: Action, transitions: Sequence[Transition]) -> StepResult:
-        """Rewards of the step, and the observation after it."""
+        """Compute rewards and metrics of the step and the observation after it."""
         scores = [env.measure() for env in self.envs]
         terms = self._pay(transitions)
         loss, accuracy = torch.tensor(scores, dtype=self._dtype).unbind(1)
@@ -281,7 +282,7 @@ class HostPool:
         )
 
     def _pay(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
-        """The terms of every host's reward; seeds' accounts are settled by them."""
+        """Compute the reward terms of every host by name, and update the reward accounts of its seeds."""
         paid = []
         for each in transitions:
             after = status_of(each.env, self.config.reward.looks_at_seeds)
@@ -292,8 +293,10 @@ class HostPool:
         return {name: torch.tensor([row[name] for row in paid], dtype=torch.float64) for name in paid[0]}
 
     def carry_on(self, ticks: int) -> None:
-        """Host epochs without a decision, beyond the horizon too: seeds advance and are culled by themselves alone, and
-        nobody watches over the hosts."""
+        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
+
+        Seeds still advance and are culled automatically.
+        """
         for _ in range(ticks):
             transitions = [Transition(i, env, WAIT) for i, env in enumerate(self.envs)]
             self._train(transitions)
@@ -301,20 +304,20 @@ class HostPool:
         self.sight.look()
 
     def _keep(self, envs: Iterable[HostEnv]) -> None:
-        """Takes snapshots, if there is a Governor who may want them back."""
+        """Take snapshots of these hosts if the Governor is enabled."""
         if self.config.governor.enabled:
             with self.clock.measure("governor"):
                 for env in envs:
                     env.keep()
 
     def test(self, committed: bool = True) -> Tensor:
-        """Accuracy [N] on the test split of each host with its fossilized seeds alone, or else with all its seeds."""
+        """Return the test accuracy [N] of each host, with its fossilized seeds only or with all its seeds."""
         return self.test_scores(committed)[1]
 
     def test_scores(self, committed: bool = True) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy [N] on the test split of each host with its fossilized seeds alone, or with all its seeds.
+        """Return test loss and accuracy [N] of each host, with its fossilized seeds only or with all its seeds.
 
-        Raises MemoryError if a host could not be measured.
+        Raises MemoryError if a host runs out of memory.
         """
         validated = self.executor.validate(self.envs, self.data.test)
         self._insist()
@@ -324,45 +327,45 @@ class HostPool:
         return loss, accuracy
 
     def accuracy_of(self, host: int, variants: Sequence[Variant], data: Split) -> Tensor:
-        """Accuracy [V] on `data`, a split of ours, of one host with each of these combinations of seeds."""
+        """Return the accuracy [V] of one host on `data`, a split of this pool, with each combination of seeds."""
         _, accuracy = self.executor.measure(self.envs[host], data, variants)
         self._insist()
         return accuracy.cpu()
 
     def home_of(self, host: int) -> "tuple[HostPool, int]":
-        """The pool of one task that a host is in, and its place there."""
+        """Return the single-task pool that holds a host, and the host's index in it."""
         return self, host
 
     @property
     def samples_per_epoch(self) -> tuple[float, float]:
-        """That a host learns from in a tick, and is validated on; of several tasks their mean."""
+        """Training and validation samples of one host epoch; with several tasks, averaged over hosts."""
         training = self.config.training
         return training.steps(self.data.train.samples) * training.batch_size, self.data.validation.samples
 
     @property
     def parameters(self) -> Tensor:
-        """Of each host with what it has fossilized, [N]."""
+        """Parameters of each host with its fossilized seeds, [N]."""
         return torch.tensor([env.committed_parameters for env in self.envs])
 
     def state_dict(self) -> dict[str, Any]:
         return {"executor": list(self.choice), "envs": [env.state_dict() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> str | None:
-        """Continues where `state_dict` was taken, with its executor if this pool may choose.
+        """Restore a state of `state_dict`, with its executor if the setting of this pool is `auto`.
 
-        Returns what there is to say if that is another one. Raises ValueError if the state is of another number of
-        environments.
+        Returns a note for the user if the executor differs from that of the state, else None. Raises ValueError if the
+        state has another number of environments.
         """
         if len(state["envs"]) != self.n_envs:
             raise ValueError(
                 f"the checkpoint holds {len(state['envs'])} environments, this run has {self.n_envs}; "
                 f"set data.n_envs to {len(state['envs'])}"
             )
-        # An older checkpoint names none.
+        # Older checkpoints do not name the executor.
         choice, note = go_on(Choice(*state.get("executor", self.choice)), self.choice, self.choices)
         if choice != self.choice:
             self._execute(choice)
-            self.reset(range(self.n_envs))  # an executor meets hosts before anything has grown on them
+            self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
         for i, saved in enumerate(state["envs"]):
             self.load_host(i, saved)
         self.sight.tell()
@@ -372,5 +375,5 @@ class HostPool:
 
 
 def fossilized(transition: Transition) -> bool:
-    """Was a seed fossilized by the action of this step?"""
+    """Return True if the action of this step fossilized a seed."""
     return any(event.seed.after is Stage.FOSSILIZED for event in transition.events_of_action)

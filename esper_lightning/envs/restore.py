@@ -1,4 +1,4 @@
-"""What a saved host must be before it is loaded: numbers that no host has would fail, or be believed, much later."""
+"""Checks of saved host states before they are loaded, since invalid numbers would fail much later or never."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 
 def check_host(state: Any, horizon: int, slots: int) -> None:
-    """Raises ValueError unless a host of so many slots can have this state; `growing` is checked where it is loaded."""
+    """Raise ValueError if a host of K = `slots` slots cannot have this state. Loading `growing` checks that part."""
     check_parts("a host", state, (*HOST, "lr_factor", "growing"))
     check_count("a host's seed", state["seed"], 2**64 - 1)
     check_count("a host's tick", state["tick"], horizon)
@@ -43,14 +43,14 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
 
 
 def check_accounts(state: Any, horizon: int, slots: int) -> list[Account]:
-    """The saved accounts of so many slots, new ones if there are none: an older checkpoint has none.
+    """Return the saved reward accounts of K = `slots` slots, or new ones for an older checkpoint without accounts.
 
-    Raises ValueError if no host can have them.
+    Raises ValueError if they are invalid.
     """
     if state is None:
         return [Account() for _ in range(slots)]
     if not isinstance(state, list) or len(state) != slots:
-        raise ValueError(f"a host's accounts are not those of {slots} slots")
+        raise ValueError(f"a host's accounts must be a list of {slots}, one for each slot")
     accounts = []
     for saved in state:
         start, rest, credit = check_numbers("a host's account", saved, len(Account._fields))
@@ -61,32 +61,32 @@ def check_accounts(state: Any, horizon: int, slots: int) -> list[Account]:
 
 
 def check_guard(state: Any, horizon: int, slots: int) -> None:
-    """Raises ValueError unless this is what the Governor can remember of such a host."""
+    """Raise ValueError if this is no valid state of the Governor for a host of K = `slots` slots."""
     check_parts("the Governor's state", state, GUARD)
     check_numbers("the Governor's losses", state["losses"], finite=True)
     _, *fresh = Watch()
     counts = state["counts"]
     if not isinstance(counts, list) or [type(count) for count in counts] != [type(count) for count in fresh]:
-        raise ValueError("the Governor's counts are not those that it keeps")
+        raise ValueError("the Governor's counts are of the wrong number or type")
     for count in counts:
         check_count("a count of the Governor", int(count))
     check_count("a count of the Governor", state["healthy_ticks"])
     if check_numbers("the Governor's alphas", state["alphas"], finite=True) and len(state["alphas"]) != slots:
-        raise ValueError(f"the Governor knows {len(state['alphas'])} alphas of {slots} slots")
+        raise ValueError(f"the Governor's state has {len(state['alphas'])} alphas, the host has {slots} slots")
     check_host(state["snapshot"], horizon, slots)
 
 
 def as_state(validation: Validation) -> dict[str, Any]:
-    """A validation as a checkpoint holds it: lists of loss and accuracy, by name."""
+    """Convert a validation to the form in checkpoints: lists of loss and accuracy by name."""
     scores = {"all_seeds": validation.all_seeds, "committed": validation.committed, "host_only": validation.host_only}
     named = {name: None if score is None else list(score) for name, score in scores.items()}
     return named | {"without": [list(score) for score in validation.without]}
 
 
 def check_validation(state: Any, slots: int) -> Validation | None:
-    """The saved validation of a host of so many slots; None if there is none.
+    """Return the saved validation of a host of K = `slots` slots, or None if there is none.
 
-    Raises ValueError if no host can have it.
+    Raises ValueError if it is invalid.
     """
     if state is None:
         return None

@@ -1,4 +1,4 @@
-"""What is seen of a pool's environments, and what can be done to them. N environments, D features, K slots."""
+"""Observations and action masks of a pool's environments. N environments, D features, K slots."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,20 @@ from esper_lightning.envs.transfer import send
 
 
 class Sight:
-    """Keeps what is seen up to date, in storage of its own.
+    """Builds observation, masks and privileged features of N environments, in tensors that are updated in place.
 
     Args:
-        envs: The environments; the list may change.
-        bench: Where they come from.
-        device: Where tensors live.
+        envs: Environments; the entries of the list may be replaced.
+        bench: Factory of these environments.
+        device: Device of observation and masks.
 
     Attributes:
-        names: Of the features that are shown.
-        observation: What a policy sees.
-        masks: What a policy is offered.
-        masks_on_cpu: What is possible.
-        privileged: What each episode hides, [N, facts]; None: nothing.
-        refusals: What the gates have against changes of each seed, [N][K].
+        names: Names of the D observed features.
+        observation: Observation of all environments.
+        masks: Masks that a policy receives; all True under `masks: false`, except `ended`.
+        masks_on_cpu: Masks of the possible actions, on the CPU.
+        privileged: Hidden context variables of each episode, [N, P] float. None: nothing is hidden.
+        refusals: Reasons of the lifecycle gates against stage changes of each seed, [N][K].
     """
 
     def __init__(self, envs: Sequence[HostEnv], bench: Bench, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Sight:
         self.privileged = torch.zeros(number, bench.secrets, device=device) if bench.secrets else None
 
     def look(self) -> None:
-        """Brings observation and masks up to date."""
+        """Update observation, masks and refusals from the environments."""
         envs, config = self.envs, self.bench.config
         self.refusals = [env.growing.refusals() for env in envs]
         rows = zip(
@@ -72,13 +72,13 @@ class Sight:
             self.observation.blueprints.copy_(send(seeds, self.device))
 
     def tell(self) -> None:
-        """Brings what episodes hide up to date."""
+        """Update the privileged features, at the start of episodes."""
         if self.privileged is not None:
             told = torch.tensor([self.bench.tell(env) for env in self.envs])
             self.privileged.copy_(send(told, self.device))
 
     def possible(self, decisions: Sequence[tuple[int, ...]], nothing: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The same decisions, and `nothing` for those that are impossible where a policy is offered everything."""
+        """Return the actions with impossible ones replaced by `nothing`; all unchanged if the policy's masks are on."""
         if self.config.masks:
             return list(decisions)
         return [row if self.masks_on_cpu.allow(i, row) else nothing for i, row in enumerate(decisions)]

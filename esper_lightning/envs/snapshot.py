@@ -1,4 +1,4 @@
-"""A copy of a state in storage that is used again: the last good state of a host, at no cost of memory over time."""
+"""Snapshot of a host's last good state, in reused memory so that repeated snapshots allocate nothing."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes: every tensor begins at a multiple of this, so that it can be seen as any type of number."""
+"""Alignment of tensors in bytes, so that the memory can be viewed as any dtype."""
 
 
 CPU = torch.device("cpu")
 
 
 class Snapshot:
-    """Holds a nested state of dicts, lists, numbers and tensors.
+    """Copy of a nested state of dicts, lists, numbers and tensors.
 
-    Tensors are copied into one piece of memory on the CPU; it is allocated anew only when a larger state than ever
-    comes.
+    Tensors are copied into a single buffer on the CPU, which is reallocated only for a larger state.
 
     Args:
-        device: Where tensors come from. If it is a GPU the memory is pinned, and nobody waits for the copies.
+        device: Device of the tensors. For a GPU the buffer is pinned and copies are asynchronous.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -31,7 +30,7 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, state: Any) -> None:
-        """Replaces what is held by a copy of `state`."""
+        """Replace the snapshot by a copy of `state`."""
         tensors = list(_tensors(state))
         places = [0]
         for tensor in tensors:
@@ -47,23 +46,23 @@ class Snapshot:
             return copy.copy_(tensor.detach(), non_blocking=True)
 
         self._state = _convert(state, keep)
-        # Copies from a GPU may still be under way; whoever reads waits for them.
+        # Copies from a GPU are asynchronous; `view` waits for this event.
         self._copied = self._stream().record_event() if self._stream is not None else None
 
     def view(self) -> Any:
-        """What is held: its tensors are the storage itself, and void when the next state is taken."""
+        """Return the snapshot; its tensors are views of the buffer, which the next `take` overwrites."""
         assert self._state is not None, "no snapshot has been taken"
         if self._copied is not None:
             self._copied.synchronize()
         return self._state
 
     def copy(self) -> Any:
-        """What is held, in memory of its own."""
+        """Return a copy of the snapshot in memory of its own."""
         return _convert(self.view(), Tensor.clone)
 
     @property
     def nbytes(self) -> int:
-        """Memory that is allocated."""
+        """Size of the buffer in bytes."""
         return self._memory.nbytes
 
 
@@ -79,7 +78,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`state` in dicts and lists of its own, with every tensor changed, in the order of `_tensors`."""
+    """Return a copy of `state` with `change` applied to every tensor, in the order of `_tensors`."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, dict):
@@ -90,5 +89,5 @@ def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides if they leave no gap (channels_last, say), else those of a contiguous one."""
+    """Return the tensor's strides if they leave no gaps (as in channels_last), else contiguous ones."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

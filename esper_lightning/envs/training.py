@@ -1,4 +1,4 @@
-"""How a host learns in one tick."""
+"""Settings of host training: optimizer, batches, precision and compilation."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -18,30 +18,30 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What matrix products and convolutions of hosts are computed in."""
+"""Data types of matrix products and convolutions by name of the precision."""
 
 INITIAL_SCALE = 2.0**12
-"""Of the loss with fp16. Eight digits hosts skipped 3 of their first 64 steps; from torch's own 2^16 down it was 26."""
+"""Initial loss scale of fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """How hosts are compiled: each of their parts that holds no slot, by itself."""
+    """Compilation of hosts by torch.compile, applied to each part that holds no slot."""
 
     backend: str = "inductor"
-    """The compiler, as torch.compile knows it. On the CPU this one needs a C++ compiler."""
+    """Backend of torch.compile. On the CPU, inductor needs a C++ compiler."""
 
     dynamic: bool = True
-    """Compile once for batches of all sizes. False: anew for every size, of which validation has as many as there are
-    combinations of seeds; the ninth is an error."""
+    """Compile once for all batch sizes. False: once per size, of which validation has one per combination of seeds; the
+    ninth size is an error."""
 
     fallback: bool = False
-    """Say so once, and go on without, where a host cannot be compiled. Otherwise it is an error."""
+    """Warn once and run uncompiled if a host cannot be compiled. False: raise an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTraining:
-    """How a host learns in one tick."""
+    """Settings of host training in one epoch (one environment step)."""
 
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Update rule of the host and its seeds."""
@@ -50,47 +50,47 @@ class HostTraining:
     """Learning rate of the host."""
 
     seed_lr_factor: float = 1.0
-    """Learning rate of seeds over that of the host."""
+    """Ratio of the learning rate of seeds to that of the host."""
 
     weight_decay: float = 0.0
     """Weight decay of host and seeds."""
 
     momentum: float = 0.9
-    """Momentum; read by sgd alone."""
+    """Momentum of sgd; other optimizers ignore it."""
 
     batch_size: int = 32
     """Samples B in a host minibatch."""
 
     batches: int | None = None
-    """Minibatches in a tick. None: one pass over the training data, without the incomplete last batch."""
+    """Minibatches in a host epoch. None: one pass over the training data, without an incomplete last batch."""
 
     micro_batches: int = 1
-    """Parts that a minibatch goes through the host in, to save memory; their gradients are added up. BatchNorm then
-    normalises each part by itself."""
+    """Number of parts into which a minibatch is split to save memory; gradients add up. BatchNorm then normalises
+    each part separately."""
 
     max_grad_norm: float | None = 5.0
-    """Clip the gradient of the host, and of each seed, to this norm. None: do not clip."""
+    """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
 
     carry_over: bool = True
-    """Keep the optimizer's momentum when the host changes. False forgets all of it at each germination, advance,
-    fossilization and cull: an ablation."""
+    """Keep the optimizer state when the host changes. False resets it at each germination, advance, fossilization and
+    cull, as an ablation."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What hosts compute in, in training and validation: torch's autocast for the lower two. With fp16 every host's
-    loss is scaled, and a step whose gradients leave its range is skipped."""
+    """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
+    scaled, and steps whose gradients overflow are skipped."""
 
     onednn: bool | None = None
-    """Let oneDNN run convolutions on the CPU. Off, torch's own kernels do: for hosts of a few channels they need 1.3 to
-    1.8 times less processor time (measured on digits), for wide ones more. None: whatever is faster with executor auto,
-    on with any other."""
+    """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
+    for hosts of a few channels (measured on digits) and more for wide ones. None: the faster choice with executor auto,
+    True with any other."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    """How training images are varied."""
+    """Augmentation of training images."""
 
     compile: CompileConfig | None = None
-    """Compile the hosts, by torch.compile; seeds run as they are. A start takes 10 to 30 s longer. On one CPU core a
-    training step then took 0.97 to 1.03 times the processor time (a CNN of base 32, a GPT of width 128), and on the
-    digits host, where a part is a single tiny layer, 1.6 to 1.8 times. None: do not."""
+    """Compile the hosts with torch.compile; seeds run uncompiled. The start takes 10 to 30 s longer. On one CPU core, a
+    training step took 0.97 to 1.03 times the processor time with a CNN of base 32 and a GPT of width 128, and 1.6 to
+    1.8 times with the digits host, whose parts are single tiny layers. None: no compilation."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
@@ -108,36 +108,36 @@ class HostTraining:
             )
 
     def steps(self, samples: int) -> int:
-        """Minibatches in a tick, with so many training samples."""
+        """Return the number of minibatches in a host epoch on `samples` training samples."""
         return self.batches or samples // self.batch_size
 
     def options(self, group: str) -> dict[str, float]:
-        """Of the host's or (any other name) a seed's parameter group."""
+        """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""
         lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
         options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
         return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
 
     def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer with the host's group alone."""
+        """Create an optimizer with the parameter group of the host only."""
         group = {"params": list(network.parameters()), "name": HOST_GROUP}
-        # Fused: one kernel for all tensors, and on CUDA no read-back of the scaler's verdict.
+        # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the scaler skips the step.
         return OPTIMIZERS[self.optimizer]([group], fused=True, **self.options(HOST_GROUP))
 
     def begin_momenta(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets to zero the momenta that an optimizer does not have yet, where it would not do so itself."""
-        # Fused sgd takes what happens to lie in memory for the first momentum if the scaler makes it skip that step.
+        """Initialise missing momentum buffers of sgd with zeros."""
+        # If the scaler skips the first step, fused sgd leaves its momentum buffer uninitialised.
         if self.optimizer == "sgd" and self.momentum > 0.0:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if "momentum_buffer" not in optimizer.state[parameter]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
-        """Where hosts compute."""
+        """Return the autocast context of the configured precision."""
         if self.precision == "fp32":
             return nullcontext()
-        # Autocast's cache of converted weights is one for all streams and threads' hosts: off, it cannot mix them up.
+        # Streams and threads share autocast's cache of converted weights, so it is off to keep hosts apart.
         return torch.autocast(device.type, PRECISIONS[self.precision], cache_enabled=False)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Scales one host's loss; does nothing unless the precision is fp16."""
+        """Create the loss scaler of one host, which is disabled unless the precision is fp16."""
         return torch.amp.GradScaler(device.type, INITIAL_SCALE, enabled=self.precision == "fp16")

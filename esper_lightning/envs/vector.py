@@ -1,6 +1,6 @@
-"""What PPO needs of environments: N of them side by side, stepped together, tensors in and tensors out.
+"""Interface between PPO and vector environments: N environments that are stepped together, with tensors in and out.
 
-`HostPool` is one kind; `GymVector` makes one of any gymnasium environment. T steps in a rollout.
+`HostPool` implements it for hosts, `GymVector` for any gymnasium environment. T steps in a rollout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,28 +13,28 @@ from esper_lightning.envs.execution.timing import PhaseClock
 
 
 class Space(Protocol):
-    """What can be decided."""
+    """Action space."""
 
     sizes: Mapping[str, int]
-    """Number of choices by head."""
+    """Number of choices of each head."""
 
     def blank(self, n_envs: int, device: torch.device) -> Any:
-        """An action of `n_envs` environments, a record of tensors [N, …], as storage for another one."""
+        """Return an action of zeros, a record of tensors [N, …], as storage."""
 
     def heads_of(self, action: Any) -> Iterator[tuple[Tensor, int]]:
-        """What each head chose, [..., N], and among how many."""
+        """Iterate over the heads: chosen indices [..., N] and number of choices."""
 
 
 class Seen(NamedTuple):
-    """What is seen of environments that show numbers alone. (Hosts show more: see `Observation`.)"""
+    """Observation of environments that have numeric features only. Hosts use `Observation`."""
 
     features: Tensor  # [..., N, D] float
 
 
 class Ended(NamedTuple):
-    """What environments looked like at the end of an episode, where they have reset themselves since.
+    """Observation and privileged features at the end of an episode, before the automatic reset.
 
-    Rows of environments that go on hold anything.
+    Rows of environments whose episode did not end are undefined.
     """
 
     observation: Any
@@ -42,42 +42,42 @@ class Ended(NamedTuple):
 
 
 class VectorStep(NamedTuple):
-    """What followed from a step."""
+    """Result of a step of N environments."""
 
-    action: Any  # that was carried out
+    action: Any  # the executed action
     reward: Tensor  # [N]
-    terminated: Tensor  # [N] bool: the episode came to its end
-    truncated: Tensor  # [N] bool: the episode was cut by a time limit; its last state keeps its value
-    ended: Ended | None  # there must be one if an environment was truncated and has reset itself
-    shown: dict[str, float]  # worth watching: how well is it going?
+    terminated: Tensor  # [N] bool: the episode reached a terminal state
+    truncated: Tensor  # [N] bool: a time limit cut the episode; its last state keeps its value
+    ended: Ended | None  # required if an environment was truncated and has reset itself
+    shown: dict[str, float]  # scalars to log
 
 
 class VectorEnv(Protocol):
-    """N environments. Observation, masks and privileged features are their own storage: a step overwrites them."""
+    """N environments stepped together. Each step overwrites observation, masks and privileged features in place."""
 
     n_envs: int
     device: torch.device
     horizon: int
-    """Steps T of a rollout."""
+    """Number of steps T in a rollout."""
     goes_on: bool
-    """Whether environments reset themselves and episodes may begin and end anywhere in a rollout. If not, a rollout is
-    an episode, for which the environments are reset."""
+    """True if environments reset themselves, so episodes begin and end anywhere in a rollout. False: a rollout is one
+    episode, before which the environments are reset."""
     space: Space
     categories: int
-    """How many values the whole numbers of the observation's second field can take; 0: there is none."""
+    """Number of values of the categorical (second) field of the observation; 0: there is no such field."""
     observation: Any
-    """A record of tensors [N, …]: `features` first."""
+    """Record of tensors [N, …], of which `features` is the first."""
     privileged: Tensor | None
-    """What only the critic may see, and only in training [N, P] float."""
+    """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
     masks: Any
-    """A record of tensors [N, …] with `forced` and `ended` [N]: was there nothing to decide; is it over, so that
-    nothing follows?"""
+    """Record of tensors [N, …] with `forced` [N] bool, only one action is possible, and `ended` [N] bool, the episode
+    has ended and actions have no effect."""
     episode_starts: Tensor
-    """[N] bool: the last step ended a trajectory, and the present observation is the first of another."""
+    """True where the last step ended a trajectory and the present observation starts another one, [N] bool."""
     clock: PhaseClock
 
     def reset(self, seeds: Sequence[int]) -> Any:
-        """Begins an episode everywhere: the i-th depends on `seeds[i]` alone."""
+        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
 
     def step(self, action: Any) -> Any:
-        """A VectorStep, or more."""
+        """Step every environment and return a `VectorStep`, or a record that has its fields."""

@@ -1,1 +1,1 @@
-"""Controllers compared on the same hosts, with intervals."""
+"""Comparison of controllers on the same hosts, with confidence intervals."""

@@ -1,4 +1,4 @@
-"""The same hosts under several controllers. H hosts, T ticks, K slots."""
+"""Evaluation of one controller on a fixed set of hosts. H hosts, T ticks, K slots."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -16,7 +16,7 @@ from esper_lightning.tamiyo.controller import Controller
 
 
 class Kept(NamedTuple):
-    """A fossil: what it is, without its weights."""
+    """One fossilized seed, described without its weights."""
 
     slot: str
     blueprint: str
@@ -24,48 +24,50 @@ class Kept(NamedTuple):
 
 
 Topology = tuple[Kept, ...]
-"""What a host has kept, in the order of its slots."""
+"""All fossilized seeds of one host, in the order of its slots."""
 
 
 class Trace(NamedTuple):
-    """What happened, tick by tick, within the horizon."""
+    """Validation accuracy, ops and stages at every tick of an episode, up to the horizon."""
 
-    accuracy: np.ndarray  # [T, H] on validation images after each host epoch; at the end of what is kept alone
-    ops: np.ndarray  # [T, H] int: Op that was carried out before it
-    stages: np.ndarray  # [T, H, K] int: Stage of each slot after it
+    accuracy: np.ndarray  # [T, H] on validation samples after each host epoch; at the last tick of the fossilized seeds
+    ops: np.ndarray  # [T, H] int: Op carried out before the host epoch
+    stages: np.ndarray  # [T, H, K] int: Stage of each slot after the host epoch
 
 
 class Outcome(NamedTuple):
-    """How one controller's hosts ended, [H] each; accuracy, loss and objective are on the test split, of each host with
-    what it has fossilized."""
+    """Results of one controller at the end of its episode, one value per host [H].
+
+    Accuracy, loss and objective are measured on the test split, with the fossilized seeds of each host only.
+    """
 
     controller: str
-    accuracy: np.ndarray  # 0 … 1
+    accuracy: np.ndarray  # in [0, 1]
     loss: np.ndarray
     parameters: np.ndarray
     objective: np.ndarray
-    flops: np.ndarray  # of training: see Meter
+    flops: np.ndarray  # floating-point operations of training, see FlopsMeter
     ticks: np.ndarray  # host epochs in which the host trained
     fossils: np.ndarray
     rollbacks: np.ndarray
-    seconds: float  # that the whole pool's episode took
+    seconds: float  # wall-clock time of the episode of the whole pool
     kept: list[Topology]
     trace: Trace
-    members: list[str]  # of each host, its facts
+    members: list[str]  # variables of each host's context, as text
 
 
 def play(
     pool: HostPool, name: str, controller: Controller, seeds: Sequence[int], ticks: Sequence[int] | None = None
 ) -> Outcome:
-    """One episode of `controller` on hosts that depend on `seeds` alone; the pool is used up.
+    """Play one episode of `controller`. The hosts depend on `rng_seeds` alone. The state of the pool is overwritten.
 
     Args:
         pool: The hosts.
-        name: Of the controller, in reports.
-        controller: Decides.
-        seeds: One per host. The order of a host's data follows from its seed and the tick alone, too.
-        ticks: Host epochs after which each host stops learning, beyond the horizon if need be, where nothing is decided
-            any more. None: the horizon for all.
+        name: Name of the controller in reports.
+        controller: Controller that chooses the actions.
+        rng_seeds: RNG seeds, one per host. The order of a host's data follows from its RNG seed and the tick alone.
+        tick_limits: Host epochs after which each host stops training, possibly beyond the horizon. No actions are taken
+            after the horizon. None: the horizon for all hosts.
     """
     started = perf_counter()
     pool.reset(seeds)
@@ -117,5 +119,8 @@ def _episode(
 
 
 def paired_difference(ours: Outcome, other: Outcome) -> Interval:
-    """Objective of `ours` minus that of `other`, host by host: what hosts have in common cancels."""
+    """Mean of the objective of `ours` minus that of `other`, with its interval.
+
+    Differences are paired by host, so effects common to a host cancel.
+    """
     return mean_interval(ours.objective - other.objective)

@@ -1,4 +1,4 @@
-"""A comparison: who takes part, and how all are played on the same hosts. S training seeds, H hosts."""
+"""Comparison of trained policies with baselines on the same hosts. S training seeds, H hosts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,37 +42,39 @@ from esper_lightning.tamiyo.schedule import Schedule
 TAMIYO = "tamiyo"
 
 REPLAYED, YOKED = "replayed", "yoked"
-"""What she did most often, on every host; and what she did to another host of the same kind."""
+"""Names of two open-loop controls: the policy's most frequent schedule, played on every host; and for each host the
+schedule that the policy chose for another host of the same context."""
 
 BEST, PER_PRICE = "best fixed", "best per price"
-"""What a search has found."""
+"""Names of the controllers that play the results of the schedule search."""
 
 RACERS = 96
-"""Environments in which schedules are raced side by side."""
+"""Number of environments in which the search evaluates candidate schedules side by side."""
 
 
 class Contender(NamedTuple):
-    """A row of the comparison."""
+    """One row of the comparison: a controller and its outcomes."""
 
     name: str
     outcomes: list[Outcome]
-    """One per training seed, or a single one that has nothing to do with training."""
+    """Outcomes, one per training seed, or a single one if the controller does not depend on training."""
 
     def values(self, column: str) -> np.ndarray:  # [S, H] or [1, H]
-        """A column of the outcomes."""
+        """Return one column of the outcomes, one value per training seed and host."""
         return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
 
 
 class Contest(NamedTuple):
-    """What a comparison has come to."""
+    """Result of a comparison, ready to be reported."""
 
     tamiyos: list[Tamiyo]
     seeds: list[int]
-    """Of the hosts."""
+    """RNG seeds of the hosts."""
     contenders: list[Contender]
-    """Tamiyo first."""
+    """Rows of the comparison; the trained policy comes first."""
     schedules: dict[str, Schedule]
-    """That were found: what each Tamiyo did most often, and the best of a search; by the names of their files."""
+    """Schedules to save, by file name without suffix.
+    They are the most frequent schedule of each policy and the best ones of the search."""
     notes: list[str]
     credits: list[SeedCredit]
 
@@ -81,21 +83,24 @@ class Contest(NamedTuple):
         return self.contenders[0]
 
     def lead(self, other: Contender) -> np.ndarray:  # [S, H]
-        """Objective of Tamiyo minus that of `other`, paired by host, and by training seed where both have one."""
+        """Return the objective of the policy minus that of `other`, paired by host.
+
+        It is also paired by training seed if both entries have one outcome per training seed.
+        """
         return self.ours.values("objective") - other.values("objective")
 
     def ahead(self, other: Contender) -> tuple[Interval, float]:
-        """Mean lead over `other` with its interval, and as Cohen's d_z."""
+        """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
         lead = self.lead(other)
         return mean_interval(lead), effect_size(lead)
 
 
 class Learned(NamedTuple):
-    """What came of the trained policies."""
+    """Results of the trained policies and of the controls derived from them."""
 
     rows: dict[str, list[Outcome]]
     schedules: dict[str, Schedule]
-    """What each did most often."""
+    """Most frequent schedule of each policy, by file name without suffix."""
     notes: list[str]
     credits: list[SeedCredit]
 
@@ -104,20 +109,20 @@ class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
     Args:
-        hosts: Number of hosts; their test images are never used for rewards. 0: no evaluation.
-        seed: Decides which hosts. The same number gives the same hosts in every run.
-        heuristic: Settings of the hand-written rule.
-        credit: Whether and how closely the seeds that Tamiyo kept are looked at.
-        climbing: Settings of hill climbing, which is compared with and without its rule about dead seeds.
-        periodic: Settings of the clock.
-        search: How the best fixed schedule is searched, which takes minutes. None: it is not.
-        schedule: A file with a schedule to compare with, too.
-        schedules: More such files, by the names that they shall have in the table.
-        against: Names of the controllers to compare with: rules, schedules, `sampled`, `replayed`, `yoked`,
-            `best fixed`, `best per price`. None: all.
-        controls: Play static controls: the networks that Tamiyo and the best rule came to, built in from the first
-            tick, with as many host epochs and with as much training compute.
-        held_out: Meet the members of the hosts' family that training never meets.
+        hosts: Number of hosts. Their test samples are never used for rewards. 0: no evaluation.
+        seed: RNG seed that selects the hosts. The same number gives the same hosts in every run.
+        heuristic: Settings of the heuristic baseline.
+        credit: Number of hosts whose fossilized seeds are analysed, and how precisely.
+        climbing: Settings of hill climbing, which is compared with and without its rule about seeds without gradient.
+        periodic: Settings of the periodic baseline.
+        search: Settings of the search for the best fixed schedule, which takes minutes. None: no search.
+        schedule: File with a schedule to add to the comparison.
+        schedules: Further schedule files, by the names under which they appear in the table.
+        against: Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best
+            fixed`, `best per price`. None: all.
+        controls: Play static controls: the final networks of the policy and of the best baseline, complete from the
+            first tick, with as many host epochs and with as much training compute.
+        held_out: Draw hosts from the held-out contexts of the family, which training never uses.
     """
 
     def __init__(
@@ -172,11 +177,14 @@ class Comparison:
             )
 
     def wants(self, name: str) -> bool:
-        """Shall Tamiyo be compared with this controller?"""
+        """Return True if the comparison includes this controller."""
         return self.against is None or name in self.against
 
     def check(self, pool: HostPool) -> None:
-        """Raises ValueError unless the schedules are for hosts like the pool's, and the hosts asked for are there."""
+        """Raise ValueError if a schedule does not fit the pool's hosts or the search budget is too small.
+
+        The same happens if held-out contexts are requested and there are none.
+        """
         check_schedules(self.schedules, pool)
         if self.found is not None:
             check_schedules(self.found.by_file(), pool)
@@ -188,11 +196,11 @@ class Comparison:
             )
 
     def controllers(self) -> dict[str, Controller]:
-        """All that have nothing to do with training, as new."""
+        """Return new instances of all controllers that do not depend on training, by name."""
         return make_rules(self.seed, *self.rules) | fixed(self.schedules)
 
     def play(self, data: HostPoolData, tamiyos: Sequence[Tamiyo], task: str | None = None) -> Contest:
-        """Plays everyone on hosts of one task (None: the first). Only pools of its own are used up."""
+        """Run the comparison on hosts of one task (None: the first). It creates its own pools."""
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
         seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
@@ -213,7 +221,7 @@ class Comparison:
         return Contest(list(tamiyos), seeds, contenders, found, learned.notes, learned.credits)
 
     def _searched(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
-        """What was found earlier, or is now; as far as it is wanted."""
+        """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
         if self.search is None:
             return BestSchedules(None, {})
         if self.found is not None:
@@ -226,7 +234,7 @@ class Comparison:
     def _learned(
         self, pool: HostPool, seeds: Sequence[int], tamiyos: Sequence[Tamiyo], make_pool: Callable[..., HostPool]
     ) -> Learned:
-        """What was learned, and the same done blindly."""
+        """Play the policies, and the sampled, replayed and yoked controls derived from them."""
         learned = Learned({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
         for number, tamiyo in enumerate(tamiyos):
             recording = Recording(tamiyo.greedy())
@@ -255,13 +263,15 @@ class Comparison:
                     learned.rows[other].append(play(pool, other, controller, seeds))
         alone = sum(number == 1 for number in Counter(learned.rows[TAMIYO][0].members).values())
         if alone and self.wants(YOKED):
-            learned.notes.append(f"{alone} of {self.hosts} hosts were alone of their kind and yoked to themselves")
+            learned.notes.append(
+                f"{alone} of {self.hosts} hosts were the only ones of their kind: yoked plays their own schedules"
+            )
         return learned
 
     def _controls(
         self, pool: HostPool, seeds: Sequence[int], tamiyo: list[Outcome], rules: Mapping[str, list[Outcome]]
     ) -> dict[str, list[Outcome]]:
-        """Static twins of Tamiyo's hosts and of those of the best rule, by name."""
+        """Play static twins of the final hosts of the policy and of the best baseline; return outcomes by name."""
         best = max((name for name in HAND_WRITTEN if name in rules), key=lambda name: rules[name][0].objective.mean())
         twins: dict[str, list[Outcome]] = {}
         for name, grown in ((TAMIYO, tamiyo), (best, rules[best])):

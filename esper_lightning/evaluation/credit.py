@@ -1,4 +1,4 @@
-"""What each seed that was kept is worth, in three ways: switched off, shared out fairly, and never grown."""
+"""Credit of each fossilized seed by three measures: ablation, Shapley value and matched continuation without it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from esper_lightning.growth.shapley import Credit, share_out
 
 @dataclass(frozen=True, kw_only=True)
 class CreditConfig:
-    """How closely kept seeds are looked at."""
+    """Number of hosts whose fossilized seeds are analysed, and the precision of the analysis."""
 
     hosts: int = 0
-    """Evaluated hosts whose seeds are looked at, the first ones. 0: none."""
+    """Number of evaluated hosts whose fossilized seeds are analysed, counted from the first. 0: none."""
 
     fork_ticks: int = 3
-    """Host epochs for which a host goes on with and without a seed."""
+    """Host epochs for which a host continues with and without a seed."""
 
     repetitions: int = 4
-    """Matched pairs of such continuations per seed."""
+    """Matched pairs of continuations per seed."""
 
     pairs: int = 16
-    """Pairs of random orders for Shapley values of hosts that kept more than four seeds."""
+    """Pairs of random orders in the estimate of Shapley values, for hosts with more than four fossilized seeds."""
 
     def __post_init__(self) -> None:
         if self.hosts < 0 or self.fork_ticks < 0:
@@ -41,29 +41,31 @@ class CreditConfig:
 
 
 class SeedCredit(NamedTuple):
-    """Of one fossil, all in accuracy points (of 100) on the test split."""
+    """Credit of one fossilized seed, in accuracy points (of 100) on the test split."""
 
     host: int
     slot: str
     blueprint: str
     contribution: float
-    """The host's accuracy minus that with this seed switched off."""
+    """Accuracy of the host minus its accuracy with this seed switched off."""
     shapley: Credit
-    """Its share of what all seeds together add."""
+    """Shapley value: the seed's fair share of the accuracy that all fossilized seeds add."""
     interaction: float | None
-    """Sum of its interactions with the other kept seeds: below 0 where they do each other's work. None: too many seeds
-    to know."""
+    """Sum of the interactions with the other fossilized seeds; negative if their effects overlap.
+    None if there are too many seeds to compute it."""
     effect: Interval
-    """What it caused: the host that went on with it minus the one that went on without."""
+    """Causal effect: accuracy after continuing with the seed minus accuracy after continuing without it."""
 
 
 def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> list[SeedCredit]:
-    """Looks at the fossils of the pool's first hosts; what they have not fossilized is dropped, as always at the end.
+    """Measure the credit of the fossilized seeds of the pool's first hosts.
+
+    Seeds that are not fossilized are removed, as always at the end of an episode.
 
     Args:
-        pool: Hosts whose episode is over.
-        pairs_pool: Another pool of the same kind with 2·repetitions environments: it is used up.
-        config: See CreditConfig.
+        pool: Hosts whose episode has ended.
+        fork_pool: Pool of the same kind with 2 * repetitions environments; its state is overwritten.
+        config: Number of hosts and precision.
     """
     found = []
     for i, env in enumerate(pool.envs[: config.hosts]):

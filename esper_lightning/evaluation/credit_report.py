@@ -1,4 +1,4 @@
-"""What kept seeds are worth, as a table for people and as a file for programs."""
+"""Credit of fossilized seeds as a terminal table and as a CSV file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +12,9 @@ from esper_lightning.evaluation.report import make_table, show, write_rows
 
 
 def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
-    """One row per blueprint: what its fossils are worth on average, with intervals over seeds."""
+    """Return a table with one row per blueprint: mean credit of its fossilized seeds, with intervals over seeds."""
     result = make_table(
-        f"seeds kept by the first {config.hosts} hosts: accuracy points on test images, mean ± 95 % interval",
+        f"fossilized seeds of the first {config.hosts} hosts: accuracy points on test images, mean ± 95 % interval",
         f"caused: {config.fork_ticks} more host epochs with the seed minus the same without it",
         ("blueprint", "seeds", "switched off", "fair share", "caused"),
     )
@@ -30,7 +30,7 @@ def seed_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
 
 
 def write_seeds(seeds: Sequence[SeedCredit], folder: Path) -> None:
-    """`seeds.csv`: one row per fossil, in accuracy points."""
+    """Write `seeds.csv` with one row per fossilized seed, in accuracy points."""
     effect = [f"effect_{end}" for end in Interval._fields]
     rows = [["host", "slot", "blueprint", "contribution", "shapley", "shapley_error", "interaction", *effect]]
     for seed in seeds:

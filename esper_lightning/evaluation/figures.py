@@ -1,4 +1,4 @@
-"""Figures of a comparison, as PNG. T ticks, H hosts, K slots."""
+"""Figures of a comparison, as PNG files. S training seeds, T ticks, H hosts, K slots."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ DPI = 130
 MARKERS = "ooosssDDDvvv^^^"
 
 MOST_HOSTS = 48
-"""Rows of a timeline that can still be told apart."""
+"""Maximum number of hosts in a timeline; more rows could not be told apart."""
 
 
 def draw(contest: Contest, slots: list[str], folder: Path) -> list[Path]:
-    """Writes all figures; returns their paths."""
+    """Write all figures as PNG files and return their paths."""
     figures = {"pareto": pareto(contest), "curves": curves(contest)}
     for number, outcome in enumerate(contest.ours.outcomes):
         name = "timeline" if len(contest.tamiyos) == 1 else f"timeline{number}"
@@ -34,10 +34,10 @@ def draw(contest: Contest, slots: list[str], folder: Path) -> list[Path]:
 
 
 def pareto(contest: Contest) -> Figure:
-    """Accuracy against parameters and against training compute, means with intervals. Better is up and to the left."""
+    """Plot mean accuracy against parameters and against training FLOPs, with intervals; up and left is better."""
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    scales = (("parameters", 1.0, "parameters kept"), ("flops", 1e-6, "training MFLOP"))
+    scales = (("parameters", 1.0, "final parameters"), ("flops", 1e-6, "training MFLOP"))
     for axes, (column, scale, heading) in zip(panels, scales, strict=True):
         for number, contender in enumerate(contest.contenders):
             x, y = mean_interval(scale * contender.values(column)), mean_interval(contender.values("accuracy"))
@@ -54,17 +54,17 @@ def pareto(contest: Contest) -> Figure:
 
 
 def arms(interval: Interval) -> list[list[float]]:  # [2, 1]
-    """Of an error bar."""
+    """Return the lower and upper length of an error bar."""
     return [[interval.mean - interval.low], [interval.high - interval.mean]]
 
 
 def look(number: int, contender: Contender) -> dict[str, str]:
-    """Colour, marker and name of a row, the same in all figures."""
+    """Return colour, marker and label of an entry, the same in all figures."""
     return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "label": contender.name}
 
 
 def curves(contest: Contest) -> Figure:
-    """Validation accuracy after each host epoch: mean, and 95 % interval as a band."""
+    """Plot the mean validation accuracy after each host epoch, with the 95 % interval as a band."""
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes = figure.subplots()
     for number, contender in enumerate(contest.contenders):
@@ -76,7 +76,7 @@ def curves(contest: Contest) -> Figure:
         axes.plot(ticks, mean, ls=style, **look(number, contender), ms=4, lw=1.3)
         axes.fill_between(ticks, low, high, color=f"C{number % 10}", alpha=0.12, lw=0)
     axes.set_xlabel("tick (host epochs)")
-    axes.set_ylabel("validation accuracy; at the last tick of what is kept alone")
+    axes.set_ylabel("validation accuracy; at the last tick of fossilized seeds only")
     axes.set_title(f"{len(contest.seeds)} hosts, mean and 95 % interval", fontsize=10)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
@@ -84,7 +84,7 @@ def curves(contest: Contest) -> Figure:
 
 
 def timeline(trace: Trace, slots: list[str], who: str) -> Figure:
-    """What was done to each host before each host epoch, and the stage of each slot after it."""
+    """Plot the op applied to each host before each host epoch, and the stage of each slot after it."""
     shown = min(trace.ops.shape[1], MOST_HOSTS)
     figure, panels = panels_for(1 + len(slots), trace.ops.shape[0], shown)
     grid(panels[0], trace.ops[:, :shown].T, list(OP_COLOURS.values()), "action")

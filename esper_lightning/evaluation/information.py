@@ -1,7 +1,7 @@
-"""The value of information of a family: what knowing its facts could gain over one fixed schedule for all.
+"""Value of information of a context distribution: the possible gain from knowing the context over one fixed schedule.
 
-Where that is nothing, one schedule suits every host, and no controller can earn its keep by reacting: it should not be
-trained there. P plans, M members, R hosts each.
+If the value is zero, one schedule suits every host and no controller can gain by reacting; training on the distribution
+is pointless. P plans, M contexts, R hosts per context.
 """
 
 from collections.abc import Sequence
@@ -21,25 +21,26 @@ from esper_lightning.tamiyo.schedule import Schedule
 EVERYTHING = "all facts"
 
 NOTHING = Plan((), late=False)
-"""Never to grow."""
+"""Plan without any seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InformationConfig:
-    """How closely a family is looked at."""
+    """Numbers of plans and hosts in the estimate of the value of information."""
 
     plans: int = 48
-    """Schedules that are drawn at random, and as many again from the best of them: each meets one host per member."""
+    """Number of random schedules, and of further schedules derived from the best of them. Each is played on one host
+    per context."""
 
     finalists: int = 48
-    """Most schedules that are compared in the end: the best for all and the best for each member, then the second best
-    of each, and so on. At least one more than there are members."""
+    """Maximum number of schedules in the final comparison; it must exceed the number of contexts.
+    They are the best for all contexts and for each context, then the second best of each, and so on."""
 
     hosts: int = 6
-    """Fresh hosts per member on which finalists are compared. Half of them choose, the other half judge."""
+    """Fresh hosts per context on which finalists are compared. One half selects, the other half measures."""
 
     seed: int = 0
-    """Of plans and hosts."""
+    """RNG seed of plans and hosts."""
 
     def __post_init__(self) -> None:
         for name, least in (("plans", 1), ("finalists", 2), ("hosts", 2), ("seed", 0)):
@@ -48,39 +49,43 @@ class InformationConfig:
 
 
 class Best(NamedTuple):
-    """What one member wants."""
+    """Best schedule for one context, and its objective compared with that of the best common schedule."""
 
     member: str
     schedule: Schedule
-    """The best one on all of its hosts."""
+    """Schedule with the best mean objective over all hosts of the context."""
     objective: float
-    """Of the schedule that is the best on half of its hosts, on the other half: so not always that of `schedule`."""
+    """Objective on one half of the hosts of the schedule that is best on the other half, averaged over both halves.
+    That schedule may differ from `schedule`."""
     common: float
-    """Of the schedule that is the best for all members on half of the hosts, on the other half."""
+    """Objective on one half of the hosts of the schedule that is best for all contexts on the other half, averaged
+    likewise."""
 
 
 class Information(NamedTuple):
-    """What knowing is worth, in objective."""
+    """Value of information, in units of the objective."""
 
     facts: dict[str, Interval]
-    """Gain over the one best schedule, on hosts that had no part in the choice, when the best schedule is chosen
-    knowing one fact of the episode, or (`all facts`) its member. It is about the schedules that were played: a poor
-    choice for one member makes it too low, and a poor one best schedule too high. The interval is over the hosts of
-    each member, and takes the choices as they are."""
+    """Gain over the best common schedule if the schedule is chosen knowing one context variable, or (`all facts`) all.
+    It is measured on hosts that had no part in the choice, and concerns the played schedules only: a poor choice for
+    one context makes it too low, a poor common schedule too high. The interval is over the hosts of each context and
+    takes the choices as given."""
     per_host: float
-    """Mean over hosts of the best schedule for that very host minus the one best: on the hosts that it was chosen on,
-    so it counts their luck, too, and nobody can know that. About the schedules that were played, too."""
+    """Mean over hosts of the best objective of each host minus that of the best common schedule.
+    It is measured on the hosts that selected, so it includes their luck, which no controller can know; it concerns the
+    played schedules only."""
     members: list[Best]
     schedule: Schedule
-    """The best one for all."""
+    """Best schedule for all contexts."""
     steps: int
-    """Environment steps that were spent."""
+    """Environment steps that were played."""
 
 
 def value_of_information(pool: HostPool, config: InformationConfig = InformationConfig()) -> Information:
-    """Plays schedules on the members of the pool's family, validation images alone; the pool is used up.
+    """Estimate the value of information by playing schedules in every context of the pool's distribution.
 
-    Raises ValueError if there is one member only.
+    Only validation samples are used. The state of the pool is overwritten. Raises ValueError if there is only one
+    context.
     """
     members = pool.bench.family.members
     if len(members) < 2:
@@ -96,7 +101,7 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
     seen = grid.play(plans, hosts[:, :1])
     parents = [plans[i] for i in best_few(seen, max(3, config.plans // 4)) if plans[i] != NOTHING]
     plans = [NOTHING, *parents, *grid.generator.distinct(config.plans, set(plans), parents)]
-    seen = grid.play(plans, hosts[:, 1:2])  # parents, too: on other hosts they might only have been luckier
+    seen = grid.play(plans, hosts[:, 1:2])  # parents again, on other hosts: their first result may have been luck
     finalists = [plans[i] for i in best_few(seen, config.finalists)]
     found = grid.play(finalists, hosts[:, 2:])
     one = np.zeros(len(members), dtype=int)
@@ -118,17 +123,18 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
 
 
 def what_differs(member: Member, members: Sequence[Member]) -> str:
-    """The member's facts that not all members share."""
+    """Return the context's variables that differ between contexts, as text."""
     shared = set.intersection(*({f"{name} {value}" for name, value in other.facts} for other in members))
     return ", ".join(fact for name, value in member.facts if (fact := f"{name} {value}") not in shared)
 
 
 class Grid:
-    """Plays plans on hosts, every one on each of them.
+    """Plays every plan on every host.
 
     Args:
-        pool: It is used up, an episode for as many cells as it has environments.
-        generator: Spells plans out.
+        pool: Pool that plays the schedules, one episode per `pool.n_envs` pairs of plan and host; its state is
+            overwritten.
+        sampler: Sampler that converts plans to schedules.
     """
 
     def __init__(self, pool: HostPool, generator: Generator) -> None:
@@ -136,8 +142,8 @@ class Grid:
         self.generator = generator
         self.steps = 0
 
-    def play(self, plans: Sequence[Plan], hosts: np.ndarray) -> np.ndarray:  # [M, R] seeds -> [P, M, R] objective
-        """The objective that each plan ends with."""
+    def play(self, plans: Sequence[Plan], hosts: np.ndarray) -> np.ndarray:  # [M, R] RNG seeds -> [P, M, R] objective
+        """Return the final objective of each plan on each host."""
         pool = self.pool
         cells = [(self.generator.schedule(plan), int(seed)) for plan in plans for seed in hosts.ravel()]
         self.steps += -(-len(cells) // pool.n_envs) * pool.n_envs * pool.config.horizon
@@ -145,16 +151,21 @@ class Grid:
 
 
 def best_few(seen: np.ndarray, number: int) -> list[int]:  # [P, M, R]
-    """The best plan for all members and the best for each, then the second best of each kind, and so on, up to
-    `number`."""
+    """Return the indices of up to `number` plans, the best ones first.
+
+    The best plan for all contexts and the best for each come first, then the second best of each, and so on.
+    """
     scores = np.concatenate([seen.mean((1, 2))[:, None], seen.mean(2)], 1)  # [P, 1 + M]
     ranked = np.argsort(-scores, axis=0, kind="stable").ravel()
     return list(dict.fromkeys(map(int, ranked)))[:number]
 
 
 def chosen_and_judged(found: np.ndarray, groups: np.ndarray) -> np.ndarray:  # [P, M, R], [M] -> [M, R]
-    """The objective on each host of the plan that is best for its member's group, chosen on the hosts that are not in
-    the same half as this one: so the luck of those that chose is not counted."""
+    """Return the objective on each host of the best plan for the group of its context, selected without that host.
+
+    The plan is selected on the half of the hosts that does not contain the host, so the luck of the selecting hosts is
+    not counted.
+    """
     halves = np.arange(found.shape[2]) % 2
     judged = np.empty(found.shape[1:])
     for group in np.unique(groups):
@@ -166,7 +177,7 @@ def chosen_and_judged(found: np.ndarray, groups: np.ndarray) -> np.ndarray:  # [
 
 
 def facts(members: Sequence[Member]) -> list[tuple[str, np.ndarray]]:
-    """Each fact in which members differ, and all together; with the group [M] that each member belongs to by it."""
+    """Return each context variable that differs, and all together, with the group [M] of each context under it."""
     rows = [dict(member.facts) for member in members]
     groups = [
         (name, np.array([values.index(row.get(name)) for row in rows]))

@@ -1,4 +1,4 @@
-"""The value of information as tables for people, and as files for programs."""
+"""Value of information as terminal tables and as JSON files."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from esper_lightning.tamiyo.schedule import write_schedule
 
 
 def print_information(found: Information) -> None:
-    """What each member wants, what knowing is worth, and the best schedule for all."""
+    """Print the best schedule for each context, the value of information and the best common schedule."""
     worth = make_table(
         "value of information: objective above that of the best single schedule",
         "among the schedules that were played; chosen on half of the hosts, measured on the other half",
@@ -23,11 +23,11 @@ def print_information(found: Information) -> None:
         worth.add_row(name, show(gain, 3))
     worth.add_row("each host, with hindsight", f"{found.per_host:.3f}")
     members = make_table(
-        "what each member wants",
+        "best schedule for each member",
         "objective on half of its hosts of the best schedule on the other half, for it or for all",
         ("member", "own", "for all", "the best on all of its hosts"),
     )
-    members.columns[0].no_wrap = False  # many facts make a long name; the numbers must not give way to it
+    members.columns[0].no_wrap = False  # context names can be long; the numbers must not be truncated for them
     for best in found.members:
         members.add_row(best.member, f"{best.objective:.3f}", f"{best.common:.3f}", seeds_of(best))
     console = wide_console()
@@ -36,7 +36,7 @@ def print_information(found: Information) -> None:
 
 
 def seeds_of(best: Best) -> str:
-    """What is germinated, in a few words."""
+    """Return a short text about the seeds that the schedule germinates."""
     entries = best.schedule.entries
     said = []
     for i, entry in enumerate(entries):
@@ -48,7 +48,7 @@ def seeds_of(best: Best) -> str:
 
 
 def write_information(found: Information, folder: Path, record: Mapping[str, Any]) -> None:
-    """`information.json` with everything, and `best_schedule.json`, which `evaluate` can play."""
+    """Write `information.json` with all results, and `best_schedule.json`, which `evaluate` can play."""
     summary = {
         "gains": {name: gain._asdict() for name, gain in found.facts.items()},
         "with_hindsight": found.per_host,

@@ -1,9 +1,9 @@
-"""How sure a mean is: bootstrap intervals over hosts, and over training seeds. S training seeds, H hosts.
+"""Bootstrap confidence intervals of means, over hosts and over training seeds. S training seeds, H hosts.
 
-There is one way of making intervals here, the percentile bootstrap (Efron, 1979): unlike Student's t it has the same
-form for hosts alone and for hosts and training seeds together, and unlike BCa it needs no more than that. Of 600
-samples of normal numbers it held the truth in .95 at 224 values, .93 at 64 and at 32, .88 at 10 and .79 at 4 (BCa: .95,
-.93, .93, .88, .79; Student's t: .95, .94, .95, .93, .94): with fewer than 30 values it is too narrow.
+All intervals are percentile bootstrap intervals (Efron, 1979). Unlike Student's t, the method has the same form for
+hosts alone and for hosts and training seeds together; unlike BCa, it needs nothing more for both. In 600 samples of
+normal numbers its coverage was .95 for 224 values, .93 for 64 and for 32, .88 for 10 and .79 for 4 (BCa: .95, .93, .93,
+.88, .79; Student's t: .95, .94, .95, .93, .94): with fewer than 30 values the interval is too narrow.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ CONFIDENCE = 0.95
 RESAMPLES = 9_999
 
 SEED = 0
-"""Of the resampling: the same values always have the same interval, bit for bit."""
+"""RNG seed of the resampling: the same values always have the same interval, bit for bit."""
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval."""
+    """Mean with its confidence interval."""
 
     mean: float
     low: float
@@ -28,11 +28,11 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: np.ndarray) -> Interval:
-    """Mean of values [H] or [S, H]; without spread the interval is the mean itself.
+    """Return the mean of values [H] or [S, H] with its interval; without spread the interval is the mean itself.
 
-    [H], or one training seed: hosts are resampled. [S, H], where every training seed has met the same hosts: training
-    seeds are resampled, and hosts. Both are drawn once for the whole table, not hosts anew for each training seed: what
-    a host has in common for all of them would otherwise count as noise that averages out.
+    [H], or one training seed: hosts are resampled. [S, H], where all training seeds met the same hosts: training seeds
+    and hosts are both resampled, once for the whole table. Resampling hosts separately for each training seed would
+    treat effects common to a host as noise that averages out.
     """
     table = np.atleast_2d(np.asarray(values, dtype=np.float64))
     mean = float(table.mean())
@@ -55,11 +55,11 @@ def _over_seeds_and_hosts(table: np.ndarray) -> tuple[float, float]:  # [S, H]
 
 
 def _resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
-    """Of tables of one shape the same seeds and hosts are drawn."""
+    """Return means of resampled tables; tables of one shape get the same training seeds and hosts."""
     random = np.random.default_rng(SEED)
     seeds, hosts = (
         random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
-    )  # [resamples, S], [resamples, H]: how often each is drawn, as shares
+    )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
     return ((seeds @ table) * hosts).sum(1)
 
 
@@ -70,13 +70,18 @@ def _middle(means: np.ndarray) -> tuple[float, float]:
 
 
 def ratio_interval(top: np.ndarray, bottom: np.ndarray) -> Interval:
-    """Mean of `top` over mean of `bottom`, both [S, H] of the same training seeds and hosts, which are resampled."""
+    """Return the mean of `numerator` over the mean of `denominator`, both [S, H], with its interval.
+
+    Both are resampled with the same training seeds and hosts.
+    """
     return Interval(top.mean() / bottom.mean(), *_middle(_resampled_means(top) / _resampled_means(bottom)))
 
 
 def interval_of_groups(values: np.ndarray) -> Interval:
-    """Mean of values [M, R]: R independent hosts of each of M kinds, which are all the kinds there are. Hosts are
-    resampled within their kind."""
+    """Return the mean of values [M, R] with its interval: R independent hosts in each of M contexts.
+
+    The M contexts are all there are, so only hosts are resampled, within their context.
+    """
     mean = float(values.mean())
     if values.shape[1] < 2 or np.ptp(values) == 0.0:
         return Interval(mean, mean, mean)
@@ -88,10 +93,11 @@ def interval_of_groups(values: np.ndarray) -> Interval:
 
 
 def effect_size(differences: np.ndarray) -> float:
-    """Cohen's d_z of paired differences [H] or [S, H]: their mean over hosts, in standard deviations of a host's.
+    """Return Cohen's d_z of paired differences [H] or [S, H]: their mean in standard deviations over hosts.
 
-    d_z = mean(d) / std(d), with n - 1 in the deviation and d the host's difference, averaged over training seeds where
-    there are several. Of pairs, so not to be compared with d of two independent groups. NaN without spread.
+    d_z = mean(d) / std(d), with n - 1 in the standard deviation and d the host's difference, averaged over training
+    seeds if there are several. It describes pairs and must not be compared with d of two independent groups. NaN
+    without spread.
     """
     of_hosts = np.atleast_2d(np.asarray(differences, dtype=np.float64)).mean(0)
     if len(of_hosts) < 2 or np.ptp(of_hosts) == 0.0:

@@ -1,4 +1,4 @@
-"""Tamiyo as checkpoints hold her: one per training seed."""
+"""Trained policies loaded from checkpoints, one per training seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -20,26 +20,26 @@ SEED_NAME = "seed_everything"
 CLIP_NAME = "model.normalize.clip"
 
 NOT_OF_THE_RUN = (SEED_NAME, "data.seed", "evaluation.")
-"""Settings in which training seeds differ, or that have nothing to do with training."""
+"""Prefixes of settings in which runs may differ: RNG seeds, and settings unrelated to training."""
 
 
 class Tamiyo(NamedTuple):
-    """A trained policy and what it needs to see."""
+    """Trained policy with its observation normalisation."""
 
-    training_seed: int | None  # None: not known
+    training_seed: int | None  # None: unknown
     source: str
-    """Where she comes from: a checkpoint's path, or the run that has just ended."""
+    """Path of the checkpoint, or a name for the run that has just ended."""
     policy: Policy
     normalise: nn.Module
     home: Home | None = None
-    """What she knows, where she is to meet other hosts than those that she was trained on."""
+    """Spaces of the training hosts, if the policy is evaluated on hosts of another kind."""
 
     def greedy(self) -> Controller:
-        """Does what is likeliest."""
+        """Return a controller that takes the most likely actions."""
         return self._wherever(LearnedController(self.policy, self.normalise))
 
     def sampled(self, seed: int) -> Controller:
-        """Explores as in training."""
+        """Return a controller that samples actions, as in training."""
         return self._wherever(SampledController(self.policy, self.normalise, seed))
 
     def _wherever(self, controller: Controller) -> Controller:
@@ -47,7 +47,7 @@ class Tamiyo(NamedTuple):
 
 
 def check_distinct(paths: Sequence[str]) -> None:
-    """Raises ValueError if a checkpoint is named twice."""
+    """Raise ValueError if a checkpoint is named twice."""
     known: dict[Path, str] = {}
     for path in paths:
         same = known.setdefault(Path(path).resolve(), path)
@@ -56,14 +56,14 @@ def check_distinct(paths: Sequence[str]) -> None:
 
 
 def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) -> list[Tamiyo]:
-    """Of these checkpoints, which must be of different training seeds of the same kind of run.
+    """Load policies from checkpoints of the same kind of run with different training seeds.
 
     Args:
-        model: Is built for `data` here, and its weights are used up.
-        data: Its pool is built.
-        paths: Of the checkpoints.
+        model: Module that is built for `data` here; its weights are overwritten.
+        data: Hosts to evaluate on; the pool must be built.
+        paths: Paths of the checkpoints.
 
-    Raises ValueError, naming the checkpoint, if it is not whole, not ours, or of another kind of run.
+    Raises ValueError, naming the checkpoint, if it is damaged, foreign or from another kind of run.
     """
 
     model.build_for(data)
@@ -78,14 +78,14 @@ def load_tamiyos(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) 
 
 
 def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: HostPoolData) -> list[Tamiyo]:
-    """Of these checkpoints, whatever hosts their runs were on; of different training seeds.
+    """Load policies from checkpoints with different training seeds, for evaluation on hosts of any kind.
 
     Args:
-        paths: Of the checkpoints.
-        stand_ins: Blueprints that take the place of those that she knows; see `Home`.
-        data: The hosts that she is to meet; its pool is built, and has not been stepped.
+        paths: Paths of the checkpoints.
+        stand_ins: Blueprints that replace those of training; see `TrainingSpaces`.
+        data: Hosts to evaluate on; the pool must be built and not yet stepped.
 
-    Raises ValueError, naming the checkpoint, if it is not whole or not ours, or if the hosts cannot be shown to her.
+    Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit the policy.
     """
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> Tamiyo:
@@ -93,7 +93,7 @@ def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: Ho
         home = Home.of(known, stand_ins)
         model = module_like(known, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_NAME, NormalizeConfig.clip)))
         privileged = weights["privileged_norm.mean"].numel() if "privileged_norm.mean" in weights else 0
-        if model.policy_config.asymmetric and not privileged:  # it saw them as they are
+        if model.policy_config.asymmetric and not privileged:  # they were not normalised
             privileged = weights["policy.value.0.weight"].shape[1] - model.policy_config.width
         places, categories = len(home.space.slot), len(home.space.blueprint) + 1
         model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
@@ -104,12 +104,15 @@ def load_travellers(paths: Sequence[str], stand_ins: Mapping[str, str], data: Ho
     tamiyos = _load_each(paths, load)
     for tamiyo in tamiyos:
         for pool in data.pools.values():
-            tamiyo.greedy().reset(pool)  # what does not fit is found out now
+            tamiyo.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
     return tamiyos
 
 
 def _load_each(paths: Sequence[str], load: Callable[[int | None, str, dict[str, Any]], Tamiyo]) -> list[Tamiyo]:
-    """By training seed, path and checkpoint. Raises ValueError, naming the checkpoint that cannot be loaded."""
+    """Load a policy from each path with `load(training seed, path, checkpoint)`.
+
+    Raises ValueError, naming the checkpoint, if one cannot be loaded.
+    """
     found: dict[int, str] = {}
     tamiyos = []
     for path in paths:
@@ -117,25 +120,24 @@ def _load_each(paths: Sequence[str], load: Callable[[int | None, str, dict[str, 
         seed = training_seed(checkpoint)
         if seed is not None and (same := found.setdefault(seed, path)) is not path:
             raise ValueError(
-                f"checkpoint {path!r} and {same!r} are both of training seed {seed}: they would count as two; give one "
-                f"of each seed"
+                f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
             )
         try:
             tamiyos.append(load(seed, path, checkpoint))
-        # Of a damaged one torch may say anything: names and shapes that are others, places that are not there.
+        # For a damaged checkpoint torch raises many kinds of errors: other names, other shapes, missing keys.
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
             raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
     return tamiyos
 
 
 def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
-    """The seed of the run that wrote the checkpoint, if it says so."""
+    """Return the RNG seed of the run that wrote the checkpoint, or None if it is not recorded."""
     said = checkpoint.get(SETTINGS_KEY, {}).get(SEED_NAME, "")
     return int(said) if said.isdecimal() else None
 
 
 def other_settings(paths: Sequence[str]) -> list[str]:
-    """In what the runs of further checkpoints differ from the first one's, beside their seeds, a line each."""
+    """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
     first, *others = (check_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
     lines = []
     for path, other in zip(paths[1:], others, strict=True):

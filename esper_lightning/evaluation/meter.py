@@ -1,4 +1,4 @@
-"""What a comparison needs beside the pool: the same data order for every controller, and training compute counted."""
+"""Fixed data order for all controllers, and a count of training compute."""
 
 from functools import partial
 from types import TracebackType
@@ -13,26 +13,28 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.tasks import Batches
 
 PASSES = 3
-"""Forward passes that a training step costs: itself, and backward one each for the inputs' and the weights' gradients
-(Kaplan et al., 2020, https://arxiv.org/abs/2001.08361)."""
+"""Cost of a training step in forward passes: the forward pass and one backward pass each for inputs and weights.
+Source: Kaplan et al., 2020, https://arxiv.org/abs/2001.08361."""
 
 
 class Meter:
-    """Watches the hosts of a pool train, as a context manager around an episode, entered after the pool's reset.
+    """Counts training FLOPs of each host and fixes the data order, as a context manager around an episode.
 
-    *Data order.* A host draws the weights of its seeds from the same generator as the order of its data, so that a
-    germination would change all batches after it. Here every host epoch begins with random numbers that depend on the
-    host's seed and the tick alone: all controllers see the same batches at the same tick, whatever they do.
+    Enter it after the pool's reset.
 
-    *Compute.* Floating-point operations of training: forward pass × 3 × samples that were trained on, tick by tick with
-    what was attached in that tick: the host, and every seed in a slot, its gate included, from germination on (a seed
-    behind the straight-through estimator runs, too). As PyTorch's FlopCounterMode counts, two per multiply-add of
-    matrix products, convolutions and attention; normalisation, elementwise work, the optimizer's step, validation and
-    counterfactual passes are not part of it. That the first layer needs no gradient of its input, nor a seed whose
-    input is detached, is not taken off. Epochs that a rollback undid were paid for, and count.
+    *Data order.* A host draws the weights of its seeds from the same random generator as the order of its data, so a
+    germination would change all later batches. Here every host epoch starts with random numbers that depend on the
+    host's RNG seed and the tick alone: all controllers see the same batches at the same tick, whatever their actions.
+
+    *Compute.* Floating-point operations of training: forward pass * 3 * training samples, summed over ticks. The
+    forward pass includes the host and every seed in a slot with its gate, from germination on (a seed behind the
+    straight-through estimator runs, too). The count follows PyTorch's FlopCounterMode: two per multiply-add of matrix
+    products, convolutions and attention. It excludes normalisation, elementwise operations, the optimizer step,
+    validation and counterfactual passes. It does not subtract the input gradients that the first layer and seeds with
+    detached input do not need. Epochs that a rollback undid count.
 
     Attributes:
-        flops: Of each host so far.
+        flops: FLOPs of each host so far.
         ticks: Host epochs in which each host has trained.
     """
 
@@ -44,7 +46,7 @@ class Meter:
     def __enter__(self) -> "Meter":
         example = self.pool.data.train.inputs[:1]
         self.compute = [compute_of(env, example) for env in self.pool.envs]  # hosts may differ
-        # All executors ask each host for its batches once a tick, after the actions and before it trains.
+        # All executors ask each host for its batches once per tick, after the actions and before it trains.
         for i, env in enumerate(self.pool.envs):
             env.follow_batches(data_seed, partial(self._count, i, env))
         return self
@@ -63,13 +65,16 @@ class Meter:
 
 
 def data_seed(seed: int, tick: int) -> int:
-    """Decides the order of data in one host epoch."""
+    """Return the RNG seed of the data order in one host epoch."""
     return int(np.random.SeedSequence([seed, tick]).generate_state(1, np.uint64)[0]) >> 1
 
 
 def compute_of(env: HostEnv, example: Tensor) -> Compute:
-    """What the host's forward pass costs; its slots must be empty. `example` [1, …] is a sample of its data."""
+    """Return the compute of the host's forward pass.
+
+    The slots must be empty. `example` [1, …] is one sample of the host's data.
+    """
     if env.compute is not None:
         return env.compute
-    with torch.compiler.set_stance("force_eager"):  # what is compiled cannot be counted
+    with torch.compiler.set_stance("force_eager"):  # FLOPs of compiled code cannot be counted
         return measure_compute(env.network, example.to(env.device))

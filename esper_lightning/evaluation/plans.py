@@ -1,4 +1,4 @@
-"""What a search for the best fixed schedule chooses from: plans, drawn at random or made from good ones."""
+"""Plans of the search for the best fixed schedule: sampled at random or derived from good ones."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -18,32 +18,35 @@ class Sprout(NamedTuple):
     style: str
     tempo: str
     tick: int
-    """Of its germination."""
+    """Tick of the germination."""
     culled: int | None = None
-    """Tick in which it is culled: it helps the host to learn and costs nothing in the end. None: it is kept."""
+    """Tick in which the seed is culled, or None if it is fossilized.
+    A culled seed helps the host to learn and costs no parameters at the end."""
 
 
 class Plan(NamedTuple):
-    """Seeds in the order of the host's slots; in one slot one after the other, and only the last is kept or not."""
+    """Seeds of one host, ordered by slot and tick. Only the last seed in a slot may be fossilized."""
 
     seeds: tuple[Sprout, ...]
     late: bool
-    """Are they fossilized in the episode's last ticks, or each as soon as possible?"""
+    """True if the seeds are fossilized in the last ticks of the episode, False if each is as soon as possible."""
 
 
 CULLED = 1 / 3
-"""Share of drawn seeds that are not kept."""
+"""Probability that a sampled seed is culled."""
 
 
 class Generator:
-    """Draws plans with 1 … K seeds in as many slots: how many, their slots, and then each choice for each seed is
-    equally likely, but for early ticks and for being kept, which are likelier. Neighbours and children may have several
-    seeds in a slot, one after the other.
+    """Samples plans with 1 … K seeds in as many slots.
+
+    The number of seeds, their slots and every choice for each seed are uniformly distributed, except that early ticks
+    and fossilization are more likely. Mutated plans and crossovers may have several seeds in a slot, one after the
+    other.
 
     Args:
-        pool: Says what there is to choose from.
-        seed: Of its own random numbers.
-        max_seeds: Most seeds in a plan. None: two in each slot.
+        pool: Pool that defines the slots, blueprints, styles, tempos and the horizon.
+        rng_seed: RNG seed of the sampler.
+        max_seeds: Maximum number of seeds in a plan. None: two per slot.
     """
 
     def __init__(self, pool: HostPool, seed: int, max_seeds: int | None = None) -> None:
@@ -58,7 +61,7 @@ class Generator:
         self.slots = [slot for slot in pool.space.slot if self.growable[slot]]
         slots = len(self.slots)
         self.closed = 1 + pool.config.lifecycle.embargo_ticks
-        """Ticks from a seed's being culled to the next one's germination."""
+        """Ticks from the culling of a seed to the next germination in its slot."""
         self.wide = min(slots, max_seeds or slots, pool.config.actions.max_seeds or slots)
         self.most = max_seeds or 2 * slots
         self.last_tick = {
@@ -74,7 +77,10 @@ class Generator:
         return self._plan([self._sprout(slot) for slot in chosen], self._flip())
 
     def child(self, one: Plan, other: Plan) -> Plan:
-        """In every slot what one of them has there, by chance; and half of the children are then changed a little."""
+        """Return a crossover, in which each slot has the seeds of one parent, chosen at random.
+
+        Half of the crossovers are also mutated.
+        """
         seeds = []
         for slot in self.slots:
             seeds += [seed for seed in (one, other)[self._flip()].seeds if seed.slot == slot]
@@ -84,8 +90,10 @@ class Generator:
         return self.neighbour(plan) if self._flip() or plan in (one, other) else plan
 
     def neighbour(self, plan: Plan) -> Plan:
-        """The same plan but for one thing: a choice for a seed, its end, the seed itself, one more, one less, or when
-        all are kept; and what that leaves no time for."""
+        """Return the plan with one random change, and whatever adjustments of ticks it requires.
+
+        The change concerns one choice of a seed, its culling, its slot, an added or removed seed, or `fossilize_late`.
+        """
         seeds = list(plan.seeds)
         moves = ["blueprint", "tick", "culled", "place", "late"]
         moves += ["style"] * (len(self.space.style) > 1) + ["tempo"] * (len(self.tempos) > 1)
@@ -112,7 +120,10 @@ class Generator:
         return self._plan(seeds, plan.late)
 
     def distinct(self, number: int, known: AbstractSet[Plan], parents: Sequence[Plan] = ()) -> list[Plan]:
-        """`number` plans that are not `known`, fewer if they are hard to find: children of `parents`, or any."""
+        """Return up to `number` plans not in `known`: crossovers of `parents`, or random plans without parents.
+
+        There are fewer if new plans are hard to find.
+        """
         found: dict[Plan, None] = {}
         for _ in range(20 * number):
             plan = self.child(*self.random.choices(parents, k=2)) if parents else self.draw()
@@ -128,23 +139,25 @@ class Generator:
     def _sprout(self, slot: str) -> Sprout:
         choose = self.random.choice
         tempo = choose(self.tempos)
-        # Early ticks are likelier: a seed that is there for longer learns for longer.
+        # Early ticks are more likely: a seed that germinates earlier learns for longer.
         tick = min(self.random.randint(0, self.last_tick[tempo]) for _ in range(2))
         culled = self._cull(tick) if self.random.random() < CULLED else None
         return Sprout(slot, choose(self.growable[slot]), choose(self.space.style), tempo, tick, culled)
 
     def _cull(self, tick: int) -> int:
-        """When to cull a seed that germinates then."""
+        """Return a random tick to cull a seed that germinates at `tick`."""
         return self.random.randint(tick + 1, self.config.horizon - 1)
 
     def _place(self, seeds: Sequence[Sprout]) -> str:
-        """A slot for one more."""
+        """Return a random slot for a further seed."""
         used = {seed.slot for seed in seeds}
         return self.random.choice(self.slots if len(used) < self.wide else [s for s in self.slots if s in used])
 
     def _plan(self, seeds: list[Sprout], late: bool) -> Plan:
-        """In order; a seed makes way for the next one in its slot, which begins when the slot is open again, or not at
-        all if there is no time left then."""
+        """Return a plan with ordered seeds: a seed is culled in time for the next one in its slot.
+
+        The next one germinates when the slot is open again. It is dropped if no time is left for it.
+        """
         found: list[Sprout] = []
         for slot in self.slots:
             own: list[Sprout] = []
@@ -161,7 +174,10 @@ class Generator:
         return Plan(tuple(found), late)
 
     def schedule(self, plan: Plan) -> Schedule:
-        """The plan spelled out. Where several entries are due, seeds that are there come before new ones."""
+        """Return the plan as a schedule.
+
+        If several actions are due, those on existing seeds come before germinations.
+        """
         advances = (not self.config.lifecycle.auto_blend) + (not self.config.lifecycle.auto_probation)
         kept = [seed for seed in plan.seeds if seed.culled is None]
         entries = []
@@ -171,7 +187,7 @@ class Generator:
             if seed.culled is not None:
                 entries.append(Entry(seed.culled, "CULL", seed.slot))
                 continue
-            # The end leaves as many ticks again as seeds are kept, for one that cannot be kept at once.
+            # Two ticks per fossilized seed are reserved at the end, in case a seed cannot be fossilized at once.
             end = self.config.horizon - 2 * len(kept) + kept.index(seed) if plan.late else 0
             entries.append(Entry(max(end, seed.tick + 1), "FOSSILIZE", seed.slot))
         entries.sort(key=lambda entry: (entry.tick, entry.op == "GERMINATE"))

@@ -1,4 +1,4 @@
-"""Where a comparison ends: tables on the terminal, files and figures in a folder."""
+"""Output of a comparison: tables on the terminal, files and figures in a folder."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from esper_lightning.evaluation.learned import Tamiyo
 from esper_lightning.evaluation.report import tables, write
 
 WIDTH = 110
-"""Columns that the tables need; a terminal that is narrower breaks their lines, and a file has room."""
+"""Minimum width of the tables in columns; a narrower terminal wraps their lines, a file has room."""
 
 
 def wide_console() -> Console:
-    """Prints tables whole."""
+    """Return a console wide enough to print tables without cutting them."""
     console = Console()
     console.width = max(console.width, WIDTH)
     return console
@@ -27,14 +27,14 @@ def wide_console() -> Console:
 def compare(
     comparison: Comparison, data: HostPoolData, tamiyos: Sequence[Tamiyo], folder: Path, record: Mapping[str, Any]
 ) -> None:
-    """Plays everyone on hosts of each task, and publishes what comes of it: of several tasks in folders of their names.
+    """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
 
     Args:
-        comparison: What is asked for.
-        data: Its pool is built, and is not touched.
-        tamiyos: Of one training seed, or of several.
-        folder: For the files.
-        record: How this process runs.
+        comparison: Settings of the comparison.
+        data: Hosts; the pool must be built and is not modified.
+        policies: Trained policies, one per training seed.
+        folder: Output folder.
+        record: Description of this process, saved in `evaluation.json`.
     """
     for task, pool in data.pools.items():
         several = len(data.pools) > 1
@@ -47,14 +47,14 @@ def compare(
 def publish(
     comparison: Comparison, contest: Contest, slots: list[str], folder: Path, record: Mapping[str, Any]
 ) -> None:
-    """Writes and prints everything.
+    """Write all files and print all tables.
 
     Args:
-        comparison: What was asked for.
-        contest: What came of it.
-        slots: Of the hosts.
-        folder: For the files; what an earlier comparison left there is replaced.
-        record: How this process runs, for `evaluation.json`.
+        comparison: Settings of the comparison.
+        result: Result of the comparison.
+        slots: Names of the hosts' slots.
+        folder: Output folder; results of an earlier comparison are replaced.
+        record: Description of this process, saved in `evaluation.json`.
     """
     write(contest, folder, record)
     figures = draw(contest, slots, folder)
@@ -65,7 +65,7 @@ def publish(
         console.print(table)
     if comparison.credit.hosts:
         write_seeds(contest.credits, folder)
-        none = "tamiyo kept no seed on the hosts looked at"
+        none = "tamiyo fossilized no seed on the analysed hosts"
         console.print(seed_table(contest.credits, comparison.credit) if contest.credits else none)
     names = ", ".join(["evaluation.csv", "evaluation.json", *(path.name for path in figures)])
     console.print(f"written to {folder}: {names}", soft_wrap=True)

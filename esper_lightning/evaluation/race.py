@@ -1,7 +1,7 @@
-"""A race of schedules: all on the same few hosts, the better part of them on more, and so on.
+"""Successive halving of schedules: all are played on the same few hosts, the better ones on further hosts, and so on.
 
-What candidates have in common, the luck of the hosts, cancels. Where hosts are of a family every candidate meets
-equally many of each member, because what is best for one of them says little.
+All candidates meet the same hosts, so the hosts' luck cancels in comparisons. With several contexts every candidate
+meets equally many hosts of each, because the best schedule for one context says little about the others.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from esper_lightning.tamiyo.schedule import Schedule
 
 
 class Racer:
-    """Races schedules in a pool.
+    """Ranks schedules by successive halving in a pool, within a budget of episodes.
 
     Args:
-        pool: It is used up, an episode for every stage of a race.
-        seed: Of the hosts.
-        episodes: Of the pool, that may be spent.
-        one_in: Of so many candidates one survives a stage.
-        among: Members of the pool's family that hosts are drawn from. None: all.
+        pool: Pool that plays the schedules, one or more episodes per stage; its state is overwritten.
+        rng_seed: RNG seed of the hosts.
+        episodes: Budget in episodes of the whole pool.
+        reduction: Factor by which each stage reduces the number of candidates.
+        contexts: Contexts that hosts are drawn from. None: all contexts of the pool's distribution.
     """
 
     def __init__(
@@ -45,15 +45,19 @@ class Racer:
         return self.spent * self.pool.n_envs * self.pool.config.horizon
 
     def affordable(self, episodes: int) -> int:
-        """Candidates that so many episodes give a first look: a host of each member."""
+        """Return how many candidates can each play one host per context within `episodes` episodes."""
         return max(0, episodes) * self.pool.n_envs // self.members
 
     def race(self, schedules: Sequence[Schedule], decisive: int | None = None, reserve: int = 0) -> list[int]:
-        """The numbers of the schedules from best to worst; who got further is better.
+        """Return the indices of the schedules from best to worst; a schedule that reaches a later stage ranks higher.
 
-        The last stage is the one with `decisive` hosts of each member. None: the one with two candidates or so, and
-        each stage may take half of the budget that is left. A `reserve` of episodes is not touched. If the rest does
-        not allow all a first look, the last ones are left out.
+        If the budget does not allow one host per context for every schedule, the last ones are left out.
+
+        Args:
+            schedules: Candidates.
+            decisive: Hosts per context of the last stage. None: stages continue until about two candidates are left,
+                and each may use half of the remaining budget.
+            reserve: Episodes of the budget that must remain.
         """
         alive = list(range(len(schedules)))[: self.affordable(self.left - reserve)]
         scores: dict[int, list[float]] = {i: [] for i in alive}
@@ -65,7 +69,7 @@ class Racer:
             hosts = measured.shape[1]
             for i, row in zip(alive, measured, strict=True):
                 scores[i] += row.tolist()
-            # Everyone here has met the same hosts since the race began.
+            # All remaining candidates have met the same hosts in this race.
             alive.sort(key=lambda i: -float(np.mean(scores[i])))
             if decisive is not None and hosts >= decisive * self.members:
                 break
@@ -74,7 +78,10 @@ class Racer:
         return alive + out
 
     def _stage(self, schedules: Sequence[Schedule], room: int) -> np.ndarray:  # [candidates, hosts] objective
-        """All of these on the same new hosts, as many as there is room for in so many episodes, but a first look."""
+        """Play all schedules on the same new hosts.
+
+        The number of hosts is what fits into `max_episodes` episodes, but at least one per context.
+        """
         n_envs = self.pool.n_envs
         each = max(1, room * n_envs // len(schedules) // self.members)
         if len(self.pool.bench.family.members) == 1:
@@ -92,7 +99,7 @@ class Racer:
 def draw_hosts(
     pool: HostPool, number: int, drawn: Random, among: Sequence[Member] | None = None
 ) -> np.ndarray:  # [M, number] int64
-    """Seeds of so many hosts of each of these members, or of all. They are even, as those of training are."""
+    """Return RNG seeds of `number` hosts of each given context (None: all). They are even, like those of training."""
     family = pool.bench.family
     seeds: dict[str, list[int]] = {repr(member): [] for member in among or family.members}
     while min(map(len, seeds.values())) < number:
@@ -102,8 +109,10 @@ def draw_hosts(
 
 
 def play_cells(pool: HostPool, cells: Sequence[tuple[Schedule, int]]) -> list[float]:
-    """The objective, by validation images, that each schedule ends with on the host of its seed; an episode of the pool
-    for as many as it has environments."""
+    """Return the final objective, on validation samples, of each schedule on the host with the given RNG seed.
+
+    One episode of the pool is played per `pool.n_envs` pairs.
+    """
     found: list[float] = []
     for start in range(0, len(cells), pool.n_envs):
         part = cells[start : start + pool.n_envs]
@@ -113,7 +122,7 @@ def play_cells(pool: HostPool, cells: Sequence[tuple[Schedule, int]]) -> list[fl
 
 
 def final_objectives(pool: HostPool, controller: Controller, seeds: Sequence[int]) -> list[float]:
-    """The objective, by validation images, that each host ends an episode of `controller` with."""
+    """Return the final objective, on validation samples, of each host after an episode of `controller`."""
     pool.reset(seeds)
     controller.reset(pool)
     for _ in range(pool.config.horizon):

@@ -1,4 +1,4 @@
-"""A comparison as tables for people, and as files for programs. S training seeds, H hosts."""
+"""Comparison results as terminal tables and as CSV and JSON files. S training seeds, H hosts."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from esper_lightning.growth.saving import replace_file
 from esper_lightning.tamiyo.schedule import write_schedule
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
-"""Of an outcome, one number per host."""
+"""Columns of an outcome, with one number per host."""
 
 INTERVALS = (
     f"{100 * intervals.CONFIDENCE:g} % percentile bootstrap, {intervals.RESAMPLES} resamples, seed {intervals.SEED}: "
@@ -25,7 +25,7 @@ INTERVALS = (
 
 
 def show(interval: Interval, digits: int) -> str:
-    """`0.573 ± 0.017`: half the interval's width; its ends are in the files."""
+    """Return `0.573 ± 0.017`, with half the width of the interval; the files contain its ends."""
     return f"{interval.mean:.{digits}f} ± {(interval.high - interval.low) / 2:.{digits}f}"
 
 
@@ -34,13 +34,13 @@ def show_effect(value: float) -> str:
 
 
 def tables(contest: Contest) -> list[Table]:
-    """How well everyone did, at what cost, and for several training seeds how far each Tamiyo is ahead."""
+    """Return the tables of results and costs and, with several training seeds, the lead of each policy."""
     made = [results(contest), costs(contest)]
     return [*made, per_training_seed(contest)] if len(contest.tamiyos) > 1 else made
 
 
 def make_table(title: str, caption: str, headings: Sequence[str]) -> Table:
-    """The first column holds names, the others numbers."""
+    """Return an empty table whose first column holds names and the others numbers."""
     made = Table(title=title, caption=caption)
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
@@ -48,7 +48,10 @@ def make_table(title: str, caption: str, headings: Sequence[str]) -> Table:
 
 
 def results(contest: Contest) -> Table:
-    """One row per contender; differences are of the objective, Tamiyo minus this row, host by host."""
+    """Return a table of results with one row per entry.
+
+    Leads are the policy's objective minus the row's, paired by host.
+    """
     ours, several = contest.ours.name, len(contest.tamiyos) > 1
     result = make_table(
         f"{len(contest.seeds)} fresh hosts, test images, mean ± 95 % interval",
@@ -65,9 +68,9 @@ def results(contest: Contest) -> Table:
 
 
 def costs(contest: Contest) -> Table:
-    """One row per contender: means over hosts, and over training seeds."""
+    """Return a table of costs with one row per entry: means over hosts and training seeds."""
     result = make_table(
-        "what it took, mean per host",
+        "costs, mean per host",
         "loss: on test images; MFLOP of training; epochs: host epochs; seconds: all hosts' whole episode",
         ("controller", "loss", "parameters", "MFLOP", "epochs", "fossils", "rollbacks", "seconds"),
     )
@@ -82,7 +85,7 @@ def costs(contest: Contest) -> Table:
 
 
 def per_training_seed(contest: Contest) -> Table:
-    """Each Tamiyo's lead over each row, and that of all together."""
+    """Return a table with the lead of each policy, and of all together, over each other entry."""
     names = [label(contest, number) for number in range(len(contest.tamiyos))]
     result = make_table(
         f"{contest.ours.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
@@ -96,14 +99,17 @@ def per_training_seed(contest: Contest) -> Table:
 
 
 def label(contest: Contest, number: int) -> str:
-    """Of a training seed."""
+    """Return a label of the training seed or checkpoint of a policy."""
     seed = contest.tamiyos[number].training_seed
     return f"seed {seed}" if seed is not None else f"checkpoint {number + 1}"
 
 
 def write(contest: Contest, folder: Path, record: Mapping[str, Any]) -> None:
-    """`evaluation.csv`: a row per host and controller. `evaluation.json`: how it was made, and the summary. Schedules
-    that were found: a file each."""
+    """Write all files of a comparison.
+
+    `evaluation.csv` has one row per host and controller, `evaluation.json` the summary; every found schedule has its
+    own file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "evaluation.csv", host_rows(contest))
     text = json.dumps(without_nan(summary(contest, record)), indent=1, allow_nan=False) + "\n"
@@ -113,7 +119,7 @@ def write(contest: Contest, folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def host_rows(contest: Contest) -> list[list[str]]:
-    """Long format: one row per host and controller, and per training seed where a controller has one."""
+    """Return rows in long format: one per host and controller, and per training seed if the controller has one."""
     rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
     members = contest.ours.outcomes[0].members
     for contender in contest.contenders:
@@ -128,13 +134,13 @@ def host_rows(contest: Contest) -> list[list[str]]:
 
 
 def is_trained(contest: Contest, contender: Contender) -> bool:
-    """Does the row depend on a checkpoint?"""
+    """Return True if the entry depends on a checkpoint."""
     names = (contest.ours.name, "sampled", REPLAYED, YOKED)
     return contender.name in names or contender.name.startswith(f"static {contest.ours.name}")
 
 
 def summary(contest: Contest, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What `evaluation.json` holds; a number that is none is null."""
+    """Return the content of `evaluation.json`; NaN and infinity become null when it is written."""
     controllers = {}
     for contender in contest.contenders:
         lead, effect = contest.ahead(contender)
@@ -161,7 +167,7 @@ def summary(contest: Contest, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -170,7 +176,7 @@ def without_nan(value: Any) -> Any:
 
 
 def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    """A CSV file in place of whatever was there."""
+    """Write a CSV file, replacing an existing one."""
 
     def write_draft(draft: Path) -> None:
         with draft.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Who is compared with Tamiyo: hand-written rules, and fixed schedules from files."""
+"""Baselines of the comparison: hand-written controllers, and fixed schedules from files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,16 +14,16 @@ from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule, decisions, read_schedule
 
 SMALL_STATIC = "small static"
-"""The host that never grows."""
+"""Name of the controller that never grows the host."""
 
 HAND_WRITTEN = ("heuristic", "periodic", "climbing", "climbing, zero")
-"""Among these the best rule is looked for: they decide by what they see, or by a clock."""
+"""Candidates for the best baseline: controllers that react to observations or follow a clock."""
 
 
 def make_rules(
     seed: int, heuristic: HeuristicConfig, climbing: ClimbingConfig, periodic: PeriodicConfig
 ) -> dict[str, Controller]:
-    """The simplest controllers, and the hand-written ones."""
+    """Return the simplest controllers and the hand-written ones, by name."""
     return {
         "random": RandomValid(seed),
         SMALL_STATIC: WaitOnly(),
@@ -35,12 +35,12 @@ def make_rules(
 
 
 def read_schedules(files: Mapping[str, str]) -> dict[str, Schedule]:
-    """Schedules by name. Raises ValueError, naming the file, if one cannot be read."""
+    """Return schedules by name. Raises ValueError, naming the file, if one cannot be read."""
     return {name: read_schedule(Path(file)) for name, file in files.items()}
 
 
 def check_schedules(schedules: Mapping[str, Schedule], pool: HostPool) -> None:
-    """Raises ValueError unless all of them are for hosts like the pool's."""
+    """Raise ValueError unless all schedules fit the pool's hosts."""
     for name, schedule in schedules.items():
         try:
             decisions(schedule, pool)
@@ -49,5 +49,5 @@ def check_schedules(schedules: Mapping[str, Schedule], pool: HostPool) -> None:
 
 
 def fixed(schedules: Mapping[str, Schedule]) -> dict[str, Controller]:
-    """A controller for each."""
+    """Return one controller per schedule, by name."""
     return {name: FixedSchedule(schedule) for name, schedule in schedules.items()}

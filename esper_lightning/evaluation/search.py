@@ -1,7 +1,7 @@
-"""The best fixed schedule: candidates raced on shared hosts, under a budget of environment steps.
+"""Search for the best fixed schedule by successive halving on shared hosts, under a budget of environment steps.
 
-Random plans are raced first; then, again and again, the best ones against their children; in the end the winners of
-all races against each other, and against schedules that are known already.
+Random plans are ranked first; then, repeatedly, the best ones together with their crossovers. In the end the winners of
+all races and the schedules known beforehand are ranked together.
 """
 
 from collections import Counter
@@ -22,47 +22,47 @@ from esper_lightning.tamiyo.replay import FixedSchedule
 from esper_lightning.tamiyo.schedule import Schedule, read_schedule
 
 BEST_FILE, PRICED = "best_schedule", "best_schedule_price_"
-"""Names of the files of what was found; a price follows the second."""
+"""File name of the best schedule, and prefix of the file names of the best schedule for each price."""
 
 FINALS = 2
-"""Episodes of the pool, for each member, for the winners' race: all of them, then the best."""
+"""Episodes of the pool, per context, reserved for the last race: one for all winners, one for the best."""
 
 WINNERS = 3
-"""Of each race, who meet again in the last one."""
+"""Number of candidates of each race that enter the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How the best fixed schedule is searched."""
+    """Budget and parameters of the search for the best fixed schedule."""
 
     steps: int = 17_280
-    """Environment steps (host epochs) that may be spent: as many as the learned controller had, for fairness."""
+    """Budget in environment steps (host epochs): for fairness as many as the learned controller had."""
 
     seed: int = 0
-    """Of the candidates, and of the hosts that they meet."""
+    """RNG seed of the candidates and of the hosts on which they are played."""
 
     max_seeds: int | None = None
-    """Most seeds in a schedule, those that are culled counted in. None: two for each slot."""
+    """Maximum number of seeds in a schedule, including culled ones. None: two per slot."""
 
     per_price: bool = False
-    """Search a schedule for each price that members of the family have, too: with as many steps again, shared out
-    between the prices. It is what can be known of a host before it begins."""
+    """Also search a schedule for each price in the family, with the same number of steps again, divided among prices.
+    The price is the only variable that is known before the episode begins."""
 
     found: str | None = None
-    """Folder in which an earlier comparison has left the schedules that it found: they are played, and nothing is
-    searched, whatever the other settings say."""
+    """Folder with schedules found by an earlier comparison. They are played, and nothing is searched, whatever the
+    other settings are."""
 
     explore: float = 0.13
-    """Share of the budget for the first sight of random candidates, one host of each member."""
+    """Fraction of the budget for the first evaluation of random candidates, on one host per context."""
 
     one_in: int = 4
-    """One in so many candidates survives each stage of a race."""
+    """Reduction factor of each stage of a race: one of this many candidates survives."""
 
     decisive: int = 8
-    """Hosts of each member on which a race is decided: the stage that gives every candidate as many is its last."""
+    """Hosts per context that decide a race: the stage in which every candidate plays as many is the last."""
 
     elites: int = 6
-    """Best candidates of a race that stay for the next one, and whose children join them."""
+    """Best candidates of a race that enter the next one, together with their crossovers."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -79,21 +79,21 @@ class SearchConfig:
 
 
 class BestSchedules(NamedTuple):
-    """What is played of all that was searched."""
+    """Best fixed schedules, as far as they were searched."""
 
     fixed: Schedule | None
-    """For all hosts."""
+    """Best schedule for all hosts, or None if it was not searched."""
     per_price: dict[float, Schedule]
-    """For those of each price; empty where it was not searched."""
+    """Best schedule for each price; empty if it was not searched."""
 
     def by_file(self) -> dict[str, Schedule]:
-        """By the names of their files."""
+        """Return the schedules by file name without suffix."""
         named = {f"{PRICED}{price:g}": schedule for price, schedule in self.per_price.items()}
         return named if self.fixed is None else {BEST_FILE: self.fixed} | named
 
 
 def read_best_schedules(folder: str | Path) -> BestSchedules:
-    """From the files that a comparison has left. Raises ValueError, naming the file, if one cannot be read."""
+    """Read schedules that an earlier comparison wrote. Raises ValueError, naming the file, if one cannot be read."""
     folder = Path(folder)
     files = sorted(folder.glob(f"{PRICED}*.json"))
     prices = {}
@@ -106,19 +106,19 @@ def read_best_schedules(folder: str | Path) -> BestSchedules:
 
 
 class Found(NamedTuple):
-    """What a search has come to."""
+    """Result of a search."""
 
     schedule: Schedule
     steps: int
-    """Environment steps that were spent on it."""
+    """Environment steps used by the search."""
     candidates: int
-    """Schedules that were tried."""
+    """Number of distinct schedules that were played."""
     estimate: Interval
-    """Of its objective on fresh hosts, test images: after the search, so free of the luck of being chosen."""
+    """Objective on the test samples of fresh hosts, measured after the search and therefore free of selection bias."""
     lead: Interval | None
-    """Over the runner-up, on the same hosts, paired; None: there was no other."""
+    """Lead over the runner-up, paired on the same hosts. None: there was no other candidate."""
     confirmation_steps: int
-    """Environment steps of these two, beside the search."""
+    """Environment steps of `estimate` and `lead`, which are not part of the search."""
 
 
 def search(
@@ -127,15 +127,15 @@ def search(
     known: Sequence[Schedule] = (),
     among: Sequence[Member] | None = None,
 ) -> Found:
-    """Searches with the hosts of training and their validation images; the pool is used up.
+    """Search for the best fixed schedule on training hosts and their validation samples.
 
-    Raises ValueError if the budget does not allow to see a schedule on one host of each member.
+    The state of the pool is overwritten. Raises ValueError if the budget is too small for one host per context.
 
     Args:
         pool: The hosts.
-        config: How it searches.
-        known: Schedules that take part in the last race, whoever made them, if the budget allows one.
-        among: Members of the pool's family that it is searched for. None: all.
+        config: Budget and parameters.
+        known: Schedules that enter the last race, whatever their origin, if the budget allows one.
+        contexts: Contexts of the pool's distribution to search for. None: all.
     """
     members = pool.bench.family.members if among is None else among
     refuse_below(least_steps(len(members), pool, pool.n_envs), config, pool.n_envs)
@@ -143,7 +143,7 @@ def search(
     generator = Generator(pool, config.seed, config.max_seeds)
     racer = Racer(pool, config.seed, config.steps // episode, config.one_in, among)
     first_one, *others = (generator.schedule(plan) for plan in find_winners(racer, generator, config))
-    # In this order they are given up where the budget does not allow all of them a look.
+    # Ordered by priority: the last ones are dropped if the budget does not suffice to evaluate all.
     last = list(dict.fromkeys([first_one, *known, *others]))
     if len(last) > 1 and racer.affordable(racer.left) > 1:
         last = [last[i] for i in racer.race(last)]
@@ -160,8 +160,10 @@ def search(
 
 
 def find_winners(racer: Racer, generator: Generator, config: SearchConfig) -> list[Plan]:
-    """Races plans, then the best ones and their children, again and again; the winners of all races, last race first.
-    What a race of them all takes is left over, where the budget has room for that."""
+    """Race random plans, then repeatedly the best ones with their crossovers; return all winners, last race first.
+
+    Enough budget remains for a race among all winners, if there is room for it.
+    """
     episodes, n_envs = racer.left, racer.pool.n_envs
     finals = min(FINALS * racer.members, max(FINALS, episodes // 4))
     finals = finals if racer.affordable(episodes - finals) else 0
@@ -185,20 +187,25 @@ def find_winners(racer: Racer, generator: Generator, config: SearchConfig) -> li
 
 
 def fresh_hosts(pool: HostPool, seed: int, among: Sequence[Member] | None) -> list[int]:
-    """Seeds of as many hosts of these members as the pool has environments, which no search meets, and no comparison:
-    of episode 0 are those that Tamiyo is judged on."""
+    """Return RNG seeds of `pool.n_envs` hosts of the given contexts that no search and no comparison uses.
+
+    Episode 0 is left out because the policy is evaluated on it.
+    """
     drawn = chain.from_iterable(episode_seeds(seed, EVALUATION, episode, pool.n_envs) for episode in count(1))
     theirs = (host for host in drawn if among is None or pool.bench.family.draw(host) in among)
     return list(islice(theirs, pool.n_envs))
 
 
 def price_of(member: Member, pool: HostPool) -> float:
-    """What its hosts pay for parameters."""
+    """Return the price of parameters in this context."""
     return pool.config.objective.price if member.price is None else member.price
 
 
 def prices_of(pool: HostPool) -> list[float]:
-    """Of members of its family. Raises ValueError if they do not differ, or there is one for every host."""
+    """Return the sorted parameter prices of all contexts of the pool's distribution.
+
+    Raises ValueError if there is only one price, or if every host has its own.
+    """
     if pool.config.objective.price_to is not None:
         raise ValueError(
             f"search.per_price: every host has a price of its own; leave out objective.price_to and name some in "
@@ -211,13 +218,15 @@ def prices_of(pool: HostPool) -> list[float]:
 
 
 def least_steps(members: int, pool: HostPool, n_envs: int) -> int:
-    """Environment steps that it takes to see one schedule on a host of each of so many members."""
+    """Return the environment steps needed to play one schedule on one host of each of `n_contexts` contexts."""
     return -(-members // n_envs) * n_envs * pool.config.horizon
 
 
 def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
-    """Raises ValueError if a search, or one for each price, in `n_envs` environments cannot see a schedule on one host
-    of each member."""
+    """Raise ValueError if the budget is too small to play one schedule on one host per context.
+
+    With `per_price` this must hold for the search for each price. A search runs `n_envs` environments side by side.
+    """
     members = pool.bench.family.members
     shares = {"steps": len(members)}
     if config.per_price:
@@ -228,7 +237,7 @@ def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
 
 
 def refuse_below(least: int, config: SearchConfig, n_envs: int, searches: int = 1) -> None:
-    """Raises ValueError if the budget of so many searches is smaller than the least one."""
+    """Raise ValueError if the budget is smaller than the `min_steps` that all searches together need."""
     if config.steps < least:
         raise ValueError(
             f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
@@ -237,9 +246,9 @@ def refuse_below(least: int, config: SearchConfig, n_envs: int, searches: int = 
 
 
 def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
-    """The best fixed schedule for each price, `config.steps` shared out between them.
+    """Return the best fixed schedule for each price, with `config.steps` divided among the searches.
 
-    Raises ValueError if prices do not differ between members of the pool's family.
+    Raises ValueError if all contexts have the same price.
     """
     prices, members = prices_of(pool), pool.bench.family.members
     share = replace(config, steps=config.steps // len(prices))

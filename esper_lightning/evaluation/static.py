@@ -1,4 +1,4 @@
-"""Static controls: what a controller's hosts came to in the end, built in from the first tick. H hosts."""
+"""Static controls: the final networks of a controller's hosts, complete from the first tick. H hosts."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,14 @@ TO_THE_END = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZ
 
 
 class Static:
-    """Hosts that have their topology from the first tick on and never change.
+    """Gives every host its final topology at the first tick and then only waits.
 
-    Weights of the seeds come from the host's own generator, right after the host's, and begin as `lifecycle.birth`
-    says; alpha is 1 and every seed a fossil, so all of it learns from the first minibatch, on the same data as ever.
+    The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
+    according to `lifecycle.birth`. Alpha is 1 and every seed is fossilized, so all of the network learns from the first
+    minibatch, on the same data as in any other episode.
 
     Args:
-        topologies: What each host has.
+        topologies: Fossilized seeds of each host.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
@@ -36,7 +37,7 @@ class Static:
 
 
 def build_in(env: HostEnv, topology: Topology) -> None:
-    """Puts fossils with fresh weights into the empty slots of a host that has not trained yet."""
+    """Put fossilized seeds with fresh weights into the empty slots of a host that has not trained yet."""
     for slot, blueprint, style in topology:
         env.growing.germinate(slot, blueprint, style=style)
         place = env.growing.slots[slot]
@@ -44,16 +45,17 @@ def build_in(env: HostEnv, topology: Topology) -> None:
         for stage in TO_THE_END:
             place.move_to(stage)
     if env.guard is not None:
-        env.keep()  # a rollback goes back to this, not to the bare host
+        env.keep()  # a rollback restores this network, not the bare host
 
 
 def affordable_ticks(static: Outcome, spent: Sequence[int]) -> list[int]:
-    """Host epochs of each static host [H] that cost no more than its grown twin has `spent` on training [H].
+    """Return the host epochs of each static host [H] that its grown twin's FLOPs pay for.
 
-    Whole host epochs, the finest that a pool can train by itself: so a static host may have up to one host epoch less
-    than it could afford. More than the horizon where the grown host has spent more than the static one costs.
+    `spent_flops` [H] are the FLOPs that the grown hosts have spent on training. A pool trains whole host epochs only,
+    so a static host may get up to one host epoch less than it could afford. The result exceeds the horizon if the grown
+    host has spent more than the static one costs.
     """
-    # A host that could not be trained at all has no price; it costs nothing either.
+    # A host that could not be trained has an unknown cost; its budget buys no host epochs.
     return [
         int(budget) * int(ticks) // int(flops) if flops else 0
         for budget, ticks, flops in zip(spent, static.ticks, static.flops, strict=True)

@@ -1,4 +1,4 @@
-"""The growing network: useful alone, with any training loop. See docs/guides/growing.md."""
+"""Networks that grow seeds in slots, usable alone with any training loop. See docs/guides/growing.md."""
 
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_slots, detach_slots

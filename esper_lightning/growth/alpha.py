@@ -1,4 +1,4 @@
-"""Ramps of alpha, the share of a seed's output that the host uses."""
+"""Ramps of alpha, the weight of a seed's output in the host's feature."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Curve = Literal["linear", "cosine", "sigmoid6", "sigmoid12", "sigmoid24"]
 
 
 def sigmoid_curve(progress: float, steepness: float) -> float:
-    """Logistic curve through (0, 0) and (1, 1) exactly: the plain one would jump at both ends."""
+    """Return a logistic curve rescaled to pass through (0, 0) and (1, 1); the plain one would jump at both ends."""
 
     def logistic(p: float) -> float:
         return 1.0 / (1.0 + math.exp(-steepness * (p - 0.5)))
@@ -29,7 +29,7 @@ CURVES: dict[str, Callable[[float], float]] = {
 
 
 class Ramp(NamedTuple):
-    """A monotone path of alpha from `start` to `target` over `ticks` host epochs."""
+    """Monotone path of alpha from `start` to `target` over `ticks` host epochs."""
 
     start: float
     target: float
@@ -37,7 +37,7 @@ class Ramp(NamedTuple):
     curve: Curve
 
     def value(self, tick: int) -> float:
-        """Alpha after `tick` of the ramp's host epochs: exactly `start` at 0, exactly `target` at the end."""
+        """Return alpha after `tick` host epochs of the ramp: exactly `start` at 0, exactly `target` at the end."""
         if tick <= 0:
             return self.start
         if tick >= self.ticks:
@@ -46,7 +46,7 @@ class Ramp(NamedTuple):
 
 
 def check_ramp(ramp: Ramp) -> Ramp:
-    """The ramp itself. Raises ValueError if it makes no sense."""
+    """Return the ramp. Raises ValueError if its curve, length or range of alpha is invalid."""
     if ramp.curve not in CURVES:
         raise ValueError(f"unknown curve {ramp.curve!r}; {nearest(ramp.curve, list(CURVES))}")
     if type(ramp.ticks) is not int or ramp.ticks < 0:
@@ -57,4 +57,4 @@ def check_ramp(ramp: Ramp) -> Ramp:
 
 
 FULL = Ramp(start=0.0, target=1.0, ticks=1, curve="linear")
-"""The ramp of an empty slot: a placeholder that is already well formed."""
+"""Ramp of an empty slot: a valid placeholder that is never followed."""

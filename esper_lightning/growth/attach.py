@@ -1,4 +1,4 @@
-"""Slots for any network: forward hooks put them behind modules that know nothing of growth."""
+"""Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,11 +24,11 @@ from esper_lightning.growth.survey import (
 )
 
 CONTAINER = "grown_slots"
-"""Child of the network that holds the attached slots; keys of its state dict begin so."""
+"""Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
 
 
 class AttachedSlots(nn.ModuleDict):
-    """The slots behind a network's modules. As a layer it is the identity: the network may be an nn.Sequential."""
+    """Container of the attached slots. As a layer it is the identity, because the network may be an nn.Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class AttachedSlots(nn.ModuleDict):
 
 
 class _Grow:
-    """Forward hook that sends one tensor of a module's output through a slot.
+    """Forward hook that passes one tensor of a module's output through a slot.
 
-    An object and not a closure, so that a deep copy of the network grows in its own slots.
+    It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
     """
 
     def __init__(self, slot: SeedSlot, place: Place) -> None:
@@ -62,23 +62,24 @@ def attach_slots(
     isolate: bool | None = None,
     channels_last: Sequence[str] = (),
 ) -> dict[str, SeedSlot]:
-    """Puts a slot behind modules of `network`, where seeds may grow from then on. Empty slots change nothing.
+    """Attach a slot after each named module of `network`, in place. Empty slots leave the outputs unchanged.
 
     Args:
-        network: Any module; its weights stay as they are, and it gets one more child that holds the slots.
-        names: Dotted names of modules, as in `named_modules`. Where a module returns several tensors, the slot takes
-            the first, or the one that indices or keys in brackets lead to: `lstm[0]`, `encoder[features]`.
-        example_input: A batch of at least two samples; a tuple holds positional, a dict keyword arguments. Runs on it,
-            in evaluation mode, show layout and width of every place, and whether a shortcut leads around it.
-        isolate: See SeedSlot.
-        channels_last: Those of `names` whose features are [B, H, W, C] (a Swin transformer's); shapes do not tell.
+        network: Any module. Its weights are unchanged; it gets one more child that holds the slots.
+        names: Dotted names of modules, as in `named_modules`. If a module returns several tensors, the slot takes the
+            first one, or the one selected by indices or keys in brackets: `lstm[0]`, `encoder[features]`.
+        example_input: Batch of at least two samples; a tuple holds positional, a dict keyword arguments. Forward passes
+            on it in evaluation mode determine layout and width at each slot, and whether a shortcut bypasses it.
+        detach_input: See SeedSlot.
+        channels_last: Subset of `names` whose features are [B, H, W, C] (as in a Swin transformer); the shape alone
+            does not reveal it.
 
     Returns:
-        All the network's slots by name; those that are new in the order in which data meets them.
+        All slots of the network by name; new slots come last, in the order in which data passes through them.
 
     Raises:
-        ValueError, and leaves the network as it was: A name is unknown or named twice; a module does not run, or does
-        not give features [B, C, H, W], [B, T, C] or [B, C]; the example has one sample only.
+        ValueError: A name is unknown or given twice; a module does not run, or does not return features [B, C, H, W],
+            [B, T, C] or [B, C]; the example has only one sample. The network is then unchanged.
     """
     if hasattr(network, "_orig_mod"):
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
@@ -102,10 +103,10 @@ def attach_slots(
 
 
 def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Takes attached slots away, with whatever grew in them: the state dict has the keys it had before.
+    """Remove attached slots with everything grown in them; the state dict has its earlier keys again.
 
     Args:
-        names: Slots to take away. None: all; ValueError if there is none.
+        names: Slots to remove. None: all of them; raises ValueError if there are none.
     """
     container = _container(network)
     if container is None and names is None:
@@ -118,12 +119,12 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
 
 
 def _key(name: str) -> str:
-    # A key may hold no dots, and may not be a name that the container has itself (`keys`, `values`).
+    # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
     return f"at/{name.replace('.', '/')}"
 
 
 def attachments(network: nn.Module) -> list[dict[str, Any]]:
-    """Where slots were attached, as plain JSON."""
+    """Return where and how each slot was attached, in plain JSON types."""
     container = _container(network)
     if container is None:
         return []
@@ -144,7 +145,7 @@ def attachments(network: nn.Module) -> list[dict[str, Any]]:
 
 
 def attach_known(network: nn.Module, known: Sequence[Mapping[str, Any]]) -> None:
-    """Attaches slots again where `attachments` of an equal network says; no example is needed."""
+    """Attach slots from the records that `attachment_records` returned for an equal network; needs no example."""
     some = next(network.parameters(), torch.zeros(()))
     modules = dict(network.named_modules())
     for entry in known:
@@ -156,7 +157,7 @@ def attach_known(network: nn.Module, known: Sequence[Mapping[str, Any]]) -> None
 
 
 def _check_known(entry: Any) -> None:
-    """Raises ValueError unless an entry has every part, of its type."""
+    """Raise ValueError unless a record has every field with its type."""
     kinds = {
         "slot": str,
         "module": str,
@@ -196,11 +197,11 @@ def _container(network: nn.Module) -> AttachedSlots | None:
 
 
 def _is_trunk(network: nn.Module, slot: SeedSlot, example: Example, outputs: Any) -> bool:
-    """Does everything that follows see the data through `slot` alone? Found out by doubling the batch there."""
+    """Return True if all later layers get their data through `slot` alone, tested by doubling the batch there."""
     slot.branch = lambda _, x: torch.cat([x, x])
     try:
         longer = run(network, example)
-    except REFUSALS:  # the doubled batch met one that went around the slot
+    except REFUSALS:  # the doubled batch was combined with data that bypassed the slot
         return False
     finally:
         slot.branch = None

@@ -1,6 +1,6 @@
-"""How a seed's output meets the host's feature: h = host feature, s = seed output, both of one shape, alpha 0 … 1.
+"""Blending of a seed's output s into the host's feature h, both of one shape, with alpha in [0, 1].
 
-Each style is exactly h at alpha 0, for finite s. Pure tensor functions, and the small gate that one of them learns.
+Every style returns exactly h at alpha 0, for finite s. Pure tensor functions, and the learned gate of style "gate".
 """
 
 from typing import Literal
@@ -12,14 +12,14 @@ from torch.autograd.function import FunctionCtx
 Style = Literal["add", "multiply", "gate"]
 
 MIN_GATE_WIDTH = 8
-"""Least hidden features of the gate: it sees only C means."""
+"""Minimum number of hidden features of the gate, whose input is only C channel means."""
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, h: Tensor, s: Tensor) -> Tensor:
         ctx.dtype = s.dtype
-        return h.clone()  # not a view: the host may go on in place
+        return h.clone()  # not a view: the host may modify it in place
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,29 +27,29 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(h: Tensor, s: Tensor) -> Tensor:
-    """Returns `h`, bit for bit; backward gives the gradient to `h` and to `s` alike (https://arxiv.org/abs/1308.3432).
+    """Return `h`, bit for bit; backward passes the gradient to both `h` and `s` (https://arxiv.org/abs/1308.3432).
 
-    The usual `h + (s - s.detach())` is not `h` bit for bit, and an infinite `s` would make it NaN.
+    The usual `h + (s - s.detach())` differs from `h` by rounding, and is NaN for an infinite `s`.
     """
     return _StraightThrough.apply(h, s)
 
 
 def add(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:
-    """(1 - alpha)·h + alpha·s, and exactly `s` at alpha 1; `alpha` broadcasts against `h`."""
-    # Under autocast a seed's layers may give another precision than the host's.
+    """Return (1 - alpha)·h + alpha·s, exactly `s` at alpha 1; `alpha` broadcasts against `h`."""
+    # Under autocast the seed's output may have another dtype than the host's feature.
     return torch.lerp(h, s.to(h.dtype), alpha.to(h.dtype))
 
 
 def multiply(h: Tensor, s: Tensor, seen: Tensor, alpha: Tensor) -> Tensor:
-    """h·(1 + alpha·tanh(s - seen)): the seed scales each number of the feature, by at most 2.
+    """Return h·(1 + alpha·tanh(s - seed_input)): the seed scales each element of the feature by at most 2.
 
-    `seen` is the feature as the seed saw it: `h`, or `h` detached so that it gets no gradient through the seed.
+    `seed_input` is `h`, or `h` detached so that it gets no gradient through the seed.
     """
     return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seen))
 
 
 def mix(style: Style, x: Tensor, seed: nn.Module, seen: Tensor, alpha: Tensor) -> Tensor:
-    """Blends the answer of `seed` to `seen` into `x`; under style "gate" it is a GatedSeed."""
+    """Blend `seed(seed_input)` into `x`; with style "gate", `seed` is a GatedSeed."""
     grown = seed(seen)
     if style == "add":
         return add(x, grown, alpha)
@@ -59,11 +59,11 @@ def mix(style: Style, x: Tensor, seed: nn.Module, seen: Tensor, alpha: Tensor) -
 
 
 class SampleGate(nn.Module):
-    """How much of the seed a sample wants, 0 … 1: mean over positions, two linear layers, sigmoid.
+    """Weight of the seed for each sample, in [0, 1]: mean over positions, two linear layers, sigmoid.
 
     Args:
-        width: Channels C of the feature.
-        channels: The axis of the feature that holds them: 1 for images and vectors, -1 for sequences.
+        width: Number of channels C of the feature.
+        channel_axis: Axis of the channels in the feature: 1 for images and vectors, -1 for sequences.
     """
 
     def __init__(self, width: int, channels: int) -> None:
@@ -79,7 +79,7 @@ class SampleGate(nn.Module):
 
 
 class GatedSeed(nn.Module):
-    """A seed and its gate: one module, so that they are trained, counted, kept and removed together."""
+    """A seed with its gate, in one module so that they are trained, counted, fossilized and removed together."""
 
     def __init__(self, seed: nn.Module, gate: SampleGate) -> None:
         super().__init__()

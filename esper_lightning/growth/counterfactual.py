@@ -1,9 +1,9 @@
-"""What would the network have said without this seed? Many on/off combinations of seeds in one forward pass.
+"""Counterfactual outputs of a network with some seeds switched off, for many combinations in one forward pass.
 
-Rows of the batch are shared up to the first slot where two combinations differ: there the batch splits in two, and what
-follows works on a longer batch. A combination that differs from another in no blended seed costs nothing.
-Where a shortcut leads around a slot (`SeedSlot.trunk` is False) the batch is split for it at the network's input.
-Every layer must treat the rows of a batch independently: call it on a network in evaluation mode.
+Combinations share the rows of the batch up to the first slot where they differ. There the batch is split in two, and
+later layers work on a longer batch. Combinations that differ in no blended seed share all rows.
+If a shortcut bypasses a slot (`SeedSlot.on_single_path` is False), the batch is split for it at the network's input.
+Every layer must treat the rows of a batch independently, so the network must be in evaluation mode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,33 +20,33 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
 Variant = frozenset[str]
-"""The slots whose seed takes part."""
+"""Names of the slots whose seed is active."""
 
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
-"""Inputs and targets."""
+"""Inputs (one tensor, or several in a tuple) and targets."""
 
 Score = Callable[[Any, Tensor], Tensor]
-"""Outputs and targets -> a number per sample."""
+"""Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""
 
 
 def leave_one_out(slots: Iterable[str]) -> list[Variant]:
-    """All seeds, then all but each in turn: K + 1 combinations."""
+    """Return K + 1 combinations: all seeds, then all seeds except each one in turn."""
     everything = frozenset(slots)
     return [everything, *(everything - {slot} for slot in slots)]
 
 
 def committed_only(network: nn.Module) -> Variant:
-    """The fossilized seeds alone: what remains of the network if nothing else is kept."""
+    """Return the combination of the fossilized seeds: what remains if no other seed is fossilized."""
     return frozenset(name for name, slot in slots_of(network).items() if slot.stage is Stage.FOSSILIZED)
 
 
 def full_family(slots: Sequence[str]) -> list[Variant]:
-    """Every combination of k slots, from none to all: 2^k."""
+    """Return all 2^k combinations of k slots, from none to all."""
     return [frozenset(chosen) for k in range(len(slots) + 1) for chosen in combinations(slots, k)]
 
 
 class _Split:
-    """The state of one pass: which combinations each equal part of the batch stands for."""
+    """State of one forward pass: the batch consists of equal parts, each for a list of combinations."""
 
     def __init__(
         self, variants: Sequence[Variant], slots: Iterable[SeedSlot], watch: Callable[[int], None] | None
@@ -74,7 +74,7 @@ class _Split:
             return x
         chunks = x.chunk(len(self.parts))
         if all(not (a and b) for a, b in zip(on, off, strict=True)):
-            # Split already, at the input or when the data came through here before: the parts stay where they are.
+            # The batch is split already, at the input or by an earlier pass through this slot.
             return torch.cat([slot.express(c) if members else c for c, members in zip(chunks, on, strict=True)])
         with_seed = [slot.express(chunk) for chunk, members in zip(chunks, on, strict=True) if members]
         without = [chunk for chunk, members in zip(chunks, off, strict=True) if members]
@@ -87,18 +87,20 @@ class _Split:
 def forward_variants(
     network: nn.Module, variants: Sequence[Variant], *inputs: Tensor, watch: Callable[[int], None] | None = None
 ) -> tuple[Any, list[int]]:
-    """Runs `network` on `inputs` once per distinct combination of active seeds.
+    """Run `network` on `inputs` once per distinct combination of active seeds.
 
-    The first input is [B, …]; another one with another first axis (a mask, say) serves all combinations as it is.
+    The first input is [B, …]. An input whose first axis is not B (a mask, say) is shared by all combinations.
 
     Args:
-        variants: For each combination, the names of the slots whose seed takes part. Seeds that are not blended never
-            take part.
-        watch: Told how many times as long the batch is from now on: at the beginning, and behind every slot that makes
-            it longer.
+        network: Network with slots, in evaluation mode.
+        variants: Names of the slots with an active seed, for each combination. Seeds that are not blended are never
+            active.
+        inputs: Positional arguments of the network.
+        on_split: Called with the current batch length as a multiple of B: at the beginning, and after every slot that
+            makes the batch longer.
 
     Returns:
-        Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its place in 0 … G-1.
+        Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
     slots = slots_of(network).values()
     split = _Split(variants, slots, watch)
@@ -121,12 +123,14 @@ def forward_variants(
 def measure_variants(
     network: nn.Module, variants: Sequence[Variant], batches: Iterable[Batch], score: Score
 ) -> Tensor:  # [V]
-    """Mean score of every combination over the same data, in evaluation mode; the network's own mode is restored.
+    """Return the mean score of every combination on the same data, in evaluation mode; restores the network's mode.
 
     Args:
+        network: Network with slots.
         variants: See `forward_variants`.
-        batches: Pairs of inputs [B, …] (a tuple where the network takes several) and targets [B, …].
-        score: Outputs [B, …] and targets -> a number per sample [B]: 1.0 where the answer is right, say.
+        batches: Pairs of inputs [B, …] (a tuple if the network takes several) and targets [B, …].
+        score: Function of outputs [B, …] and targets that returns one score per sample [B], for example 1.0 for a
+            correct prediction.
     """
     totals, samples = None, 0
     with evaluating(network):
@@ -142,7 +146,7 @@ def measure_variants(
 
 
 def _groups(outputs: Any, groups: int) -> list[Any]:
-    """The outputs of each distinct combination."""
+    """Split the outputs into those of each distinct combination."""
     return [map_tensors(outputs, lambda x, group=group: x.chunk(groups)[group]) for group in range(groups)]
 
 
@@ -154,9 +158,9 @@ def _sum(score: Score, outputs: Any, targets: Tensor) -> Tensor:
 
 
 def contributions(network: nn.Module, batches: Iterable[Batch], score: Score) -> dict[str, float]:
-    """What each blended seed contributes, by slot: 100·(score with all seeds - score without this one).
+    """Return the contribution of each blended seed by slot: 100·(score with all seeds - score without this seed).
 
-    With the share of right answers as the score these are accuracy points. Arguments: see `measure_variants`.
+    If the score is 1.0 for a correct prediction, contributions are accuracy points. Arguments: see `measure_variants`.
     """
     blended = [name for name, slot in slots_of(network).items() if slot.blended]
     if not blended:

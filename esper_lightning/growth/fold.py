@@ -1,8 +1,8 @@
-"""Folds fossilized seeds into the host where their algebra allows it: the same outputs from fewer layers.
+"""Folding of fossilized seeds into the host's layers: the same outputs from fewer layers.
 
-A seed that is blended by adding and holds nothing but linear layers is an affine map M·x + b of the channels (with a
-3×3 kernel for `conv_light`). It can become part of a linear layer right before or right behind the slot; failing that,
-a convolution and its shortcut become one convolution in the place of the slot (https://arxiv.org/abs/2101.03697).
+A seed of style "add" that consists of linear layers only is an affine map M·x + b of the channels (with a 3×3 kernel
+for `conv_light`). It can be merged into a linear layer directly before or after the slot. Otherwise a convolution and
+its shortcut become one convolution in the slot (https://arxiv.org/abs/2101.03697).
 """
 
 import math
@@ -22,30 +22,30 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
 ROUNDING = 2e-6
-"""Change of an output, relative to the largest, that is rounding for sure in float32."""
+"""Change of the outputs, relative to the largest output, that is always accepted as float32 rounding."""
 
 TOLERANCE = 1e-4
-"""Change of an output, relative to what the seed itself changes, that may still be rounding: a fold that went wrong
-changes about as much as the seed does."""
+"""Change of the outputs, relative to the effect of the seed, that is accepted as rounding. A wrong fold changes the
+outputs about as much as the seed does."""
 
 HARMLESS = (nn.Identity, nn.Flatten, AttachedSlots)
-"""Layers that may pass a tensor on as it is, in training too; Dropout does so in evaluation only."""
+"""Layers that may return their input unchanged, in training too; Dropout does so only in evaluation mode."""
 
 Layer = nn.Conv2d | nn.Linear
 
 
 class Folding(NamedTuple):
-    """What became of one fossil."""
+    """Result of folding one fossilized seed."""
 
     slot: str
     into: str | None
-    """The layer that holds the seed now; None: the seed stays what it was."""
+    """Name of the layer that now contains the seed; None: the seed is unchanged."""
     why: str
-    """Empty, or why it could not be folded."""
+    """Reason why the seed could not be folded; empty if it was."""
 
 
 class Affine(NamedTuple):
-    """A map of channels, in float64: `kernel` [C, C, k, k], with k = 1 but for 3×3 convolutions, and `bias` [C]."""
+    """Affine map of the channels, in float64: `kernel` [C, C, k, k] (k is 1 or 3) and `bias` [C]."""
 
     kernel: Tensor
     bias: Tensor
@@ -60,7 +60,7 @@ class Affine(NamedTuple):
 
 
 def affine_of(slot: SeedSlot) -> Affine | None:
-    """What the fossil in `slot` makes of the feature, shortcut and alpha included; None if that is not affine."""
+    """Return the map of the feature by the fossilized seed, with shortcut and alpha; None if it is not affine."""
     seed, alpha = slot.seed, slot.ramp.target
     if slot.style != "add" or not isinstance(seed, Residual):
         return None
@@ -70,7 +70,7 @@ def affine_of(slot: SeedSlot) -> Affine | None:
         own = _affine_of_layer(layer)
         if own is None or (kernel.shape[-1] > 1 and not own.pointwise):
             return None
-        # A pointwise layer before a 3×3 one would have its bias cut off by the padding.
+        # The 3×3 layer pads with zeros, so it would not see the bias of a pointwise layer at the border.
         if not own.pointwise and bias.any():
             return None
         kernel = torch.einsum("oikl,ijmn->ojkmln", own.kernel, kernel).flatten(4, 5).flatten(2, 3)
@@ -101,14 +101,15 @@ def _keeps_size(conv: nn.Conv2d) -> bool:
 
 
 def fold(network: nn.Module, example_input: Example) -> list[Folding]:
-    """Folds every fossil of `network` that can be, in place; its slot is then empty, and a seed may grow there again.
+    """Fold the fossilized seeds of `network` into its layers, in place, where possible; their slots become empty.
 
-    Each fold is checked: if the outputs on the example change by more than rounding (because the neighbour's output is
-    also used elsewhere, say) it is taken back. An optimizer knows nothing of it: make a new one if training goes on.
-    What a network does in training only, and not by a module (`F.dropout`), is not seen.
+    Each fold is checked: if it changes the outputs on the example by more than rounding (because the neighbour's output
+    is also used elsewhere, for example), it is undone. Optimizers are not updated: create a new one to train further.
+    The check misses operations that are active only in training and are not modules, such as `F.dropout`.
 
     Args:
-        example_input: What the network is called with; random numbers show more than zeros.
+        network: Network with slots.
+        example_input: Input of the network; random numbers reveal more than zeros.
     """
     fossils = [slot for slot in slots_of(network).values() if slot.stage is Stage.FOSSILIZED]
     with evaluating(network), torch.no_grad():
@@ -116,14 +117,14 @@ def fold(network: nn.Module, example_input: Example) -> list[Folding]:
 
 
 class _Trial(NamedTuple):
-    """A layer that could take a seed's map, and the weights it would then have."""
+    """Layer that a seed could be folded into, and the weights it would have after the fold."""
 
     into: str
     layer: Layer
     weight: Tensor
     bias: Tensor
     in_place: bool = False
-    """The layer is new, and would stand in the place of the seed."""
+    """Whether the layer is a new one that takes the seed's position in the slot."""
 
 
 def _fold(network: nn.Module, slot: SeedSlot, example: Example) -> Folding:
@@ -138,7 +139,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: Example) -> Folding:
     slot.stage = Stage.FOSSILIZED
     for trial in _trials(network, slot, affine, example):
         if trial.layer.bias is None and trial.bias.any():
-            continue  # with a new bias the state dict would no longer be the host's
+            continue  # a new bias would add a key to the host's state dict
         before = _weights(trial.layer)
         seed, slot.seed, slot.stage = slot.seed, nn.Identity(), Stage.DORMANT
         own, slot.folded = slot.folded, trial.layer if trial.in_place else slot.folded
@@ -153,10 +154,10 @@ def _fold(network: nn.Module, slot: SeedSlot, example: Example) -> Folding:
 
 
 def _trials(network: nn.Module, slot: SeedSlot, affine: Affine, example: Example) -> list[_Trial]:
-    """What may be tried, the cheapest result first."""
+    """Return the layers to try, the one with the cheapest result first."""
     before, behind = _neighbours(network, slot, example)
     if slot.folded is not None:
-        before = {slot.name: slot.folded}  # it stands between the slot's input and the seed
+        before = {slot.name: slot.folded}  # it lies between the slot's input and the seed
     trials = []
     for into, layer in before.items():
         if affine.pointwise and getattr(layer, "groups", 1) == 1:
@@ -165,7 +166,7 @@ def _trials(network: nn.Module, slot: SeedSlot, affine: Affine, example: Example
             trials.append(_Trial(into, layer, merged, affine.matrix @ bias + affine.bias))
     for into, layer in behind.items():
         padded = isinstance(layer, nn.Conv2d) and layer.padding not in ((0, 0), "valid")
-        # Zeros that are padded behind the seed would have to become its bias.
+        # The layer pads the seed's output with zeros; after the fold the border would have to be the seed's bias.
         if affine.pointwise and getattr(layer, "groups", 1) == 1 and not (padded and affine.bias.any()):
             weight, bias = _weights(layer)
             merged = torch.einsum("oc...,cd->od...", weight, affine.matrix)
@@ -178,7 +179,7 @@ def _trials(network: nn.Module, slot: SeedSlot, affine: Affine, example: Example
 
 
 def _weights(layer: Layer) -> tuple[Tensor, Tensor]:
-    """Weight and bias in float64 on the CPU; a layer without bias has one of zeros."""
+    """Return weight and bias in float64 on the CPU; zeros for a missing bias."""
     bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
     weight, bias = (tensor.detach().to("cpu", torch.float64, copy=True) for tensor in (layer.weight, bias))
     return weight, bias
@@ -191,12 +192,12 @@ def _set(layer: Layer, weight: Tensor, bias: Tensor) -> None:
 
 
 def _neighbours(network: nn.Module, slot: SeedSlot, example: Example) -> tuple[dict[str, Layer], dict[str, Layer]]:
-    """Linear layers whose output the slot takes as it is, and those that take the slot's output as it is, by name."""
+    """Return by name the linear layers whose output is the slot's input, and those whose input is the slot's output."""
     kind = nn.Conv2d if slot.layout == "image" else nn.Linear
-    met: list[Tensor] = []  # what enters the slot, and what leaves it
+    met: list[Tensor] = []  # input and output of the slot
     made: dict[str, Any] = {}
     taken: dict[str, Any] = {}
-    passed: list[Any] = []  # what a layer passed on as it is
+    passed: list[Any] = []  # tensors that a layer returned unchanged
     inside = set(slot.modules())
     modules = {name: module for name, module in network.named_modules() if module not in inside}
 
@@ -213,10 +214,10 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: Example) -> tuple[d
     with ExitStack() as hooks:
         hooks.callback(slot.register_forward_hook(lambda _, inputs, output: met.extend((inputs[0], output))).remove)
         for name, module in modules.items():
-            # First of all hooks: an attached slot changes what the others see.
+            # Runs before all other hooks, because the hook of an attached slot changes the output.
             hooks.callback(module.register_forward_hook(watch(name), prepend=True, with_kwargs=True).remove)
         run(network, example)
-    if len(met) != 2:  # a slot that data meets several times has no one place
+    if len(met) != 2:  # a slot that runs several times has no unique neighbours
         return {}, {}
     entering, leaving = (None if any(x is crossing for x in passed) else crossing for crossing in met)
     before = {name: modules[name] for name, tensor in made.items() if tensor is entering}
@@ -229,12 +230,12 @@ def _outputs(network: nn.Module, example: Example) -> list[Tensor]:
 
 
 def _largest(values: list[Tensor]) -> float:
-    """The largest size of a finite number among them; 0 if there is none."""
+    """Return the largest absolute value of all finite elements; 0 if there are none."""
     return max(float(value[value.isfinite()].abs().max()) if value.isfinite().any() else 0.0 for value in values)
 
 
 def _difference(outputs: list[Tensor], reference: list[Tensor]) -> float:
-    """The largest over all numbers; infinite where only one of the two is finite, or one is no number."""
+    """Return the largest absolute difference of any element; infinity if non-finite elements differ or are NaN."""
     pairs = list(zip(outputs, reference, strict=True))
     for a, b in pairs:
         odd = ~(a.isfinite() & b.isfinite())

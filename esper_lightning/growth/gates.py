@@ -1,6 +1,6 @@
-"""May this seed advance? Gates are pure functions that return the reasons against; an empty list is a pass.
+"""Gates G1 to G5: pure functions that return the reasons why a seed may not change its stage; none means it may.
 
-G0, whether a blueprint can grow in a slot at all, is found out by trying: see `growth.probe`.
+G0, the question whether a blueprint can grow in a slot at all, is answered by trial: see `probe_seeds`.
 """
 
 import math
@@ -13,49 +13,49 @@ from esper_lightning.growth.gradients import GradientStats
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleConfig:
-    """How seeds begin, when they advance, and what they must show first. Ticks are host epochs."""
+    """Initial state of seeds, and conditions for each change of stage. A tick is one host epoch."""
 
     birth: Birth = "identity"
-    """A new seed's output is the host's feature itself, or random."""
+    """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
 
     training_ticks: int = 3
-    """Ticks a seed must spend in TRAINING before it is blended. 0: blend right after the tick of germination."""
+    """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""
 
     min_gradient_health: float = 0.7
-    """Least gradient health (1: every tensor learns) for blending."""
+    """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
 
     max_gradient_norm: float = 100.0
-    """A seed whose gradient norm is above this is exploding and is not blended."""
+    """Maximum gradient norm of a seed for blending and for fossilization."""
 
     auto_blend: bool = True
-    """Blend a seed as soon as it may be. Off, the controller decides by ADVANCE."""
+    """Blend a seed automatically as soon as its gate allows it. Off: only by the action ADVANCE."""
 
     alpha_target: float = 1.0
     """Alpha at the end of a new seed's ramp."""
 
     min_alpha_reached: float = 0.95
-    """Share of the alpha target that ends blending."""
+    """Share of the alpha target that must be reached before a seed becomes probationary."""
 
     auto_probation: bool = True
-    """Put a seed on probation as soon as it is blended in. Off, the controller decides by ADVANCE."""
+    """Make a seed probationary automatically once alpha has reached its target. Off: only by the action ADVANCE."""
 
     min_contribution: float | None = 1.0
-    """Accuracy points (of 100) a seed must contribute before it may be fossilized. None: none needed."""
+    """Minimum contribution for fossilization, in accuracy points (of 100). None: no minimum."""
 
     auto_cull: bool = True
-    """Cull probationary seeds that contribute nothing or that time out."""
+    """Cull probationary seeds automatically if their contribution is not positive or they time out."""
 
     probation_ticks: int = 5
-    """Ticks after which a probationary seed times out, if `probation_share` of the horizon is shorter."""
+    """Minimum number of ticks before a probationary seed times out. The larger of this and `probation_share` counts."""
 
     probation_share: float = 0.1
-    """Share of the episode's horizon after which a probationary seed times out, if `probation_ticks` is shorter."""
+    """Minimum time before a probationary seed times out, as a share of the episode's horizon; see `probation_ticks`."""
 
     min_cull_age: int = 1
-    """Ticks before a seed may be culled: a younger one has had no time to show its worth."""
+    """Minimum age in ticks for culling: a younger seed has had no time to prove useful."""
 
     embargo_ticks: int = 5
-    """Ticks a slot stays closed after a cull."""
+    """Ticks for which a slot stays closed after a cull."""
 
     def __post_init__(self) -> None:
         for name in ("training_ticks", "embargo_ticks", "min_cull_age", "probation_ticks"):
@@ -70,29 +70,31 @@ class LifecycleConfig:
             raise ValueError(f"lifecycle.alpha_target must lie in (0, 1], got {self.alpha_target}")
 
     def probation_limit(self, horizon: int) -> int:
-        """Ticks a seed may stay probationary in an episode of `horizon` ticks."""
+        """Return the ticks after which a probationary seed times out in an episode of `horizon` ticks."""
         return max(self.probation_ticks, round(self.probation_share * horizon))
 
 
 class Evidence(NamedTuple):
-    """What has been measured of a seed. None: not measured yet."""
+    """Measurements of a seed that the gates judge. None: not measured yet."""
 
     age: int
     """Host epochs since germination."""
     ticks_in_stage: int
+    """Host epochs in the present stage."""
     in_optimizer: bool
-    """An optimizer holds the seed's parameters."""
+    """Whether an optimizer holds the seed's parameters."""
     alpha_share: float
-    """How near alpha was to its target in the last host epoch, 0 … 1."""
+    """Ratio of alpha in the last host epoch and its target, the smaller divided by the larger; in [0, 1]."""
     alpha_rests: bool
-    """Alpha was at its target in the last host epoch already, and that is not 0."""
+    """Whether alpha was at its target, which is not 0, throughout the last host epoch."""
     gradient: GradientStats | None = None
+    """Gradient statistics of the seed's parameters."""
     contribution: float | None = None
-    """Accuracy with the seed minus accuracy without it, in points of 100, on the same validation pass."""
+    """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
 
 
 def against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Is the seed's gradient known, alive and calm?"""
+    """Return the reasons why the seed's gradient is not healthy: not measured, too large, or vanished or exploded."""
     gradient = evidence.gradient
     if gradient is None:
         return ["gradient not measured"]
@@ -105,12 +107,12 @@ def against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
 
 
 def against_training(evidence: Evidence) -> list[str]:
-    """G1: will the seed learn?"""
+    """Gate G1, GERMINATED to TRAINING: an optimizer must hold the seed's parameters."""
     return [] if evidence.in_optimizer else ["no optimizer holds its parameters"]
 
 
 def against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """G2: has the seed learned long enough, and is it healthy?"""
+    """Gate G2, TRAINING to BLENDING: the seed must have trained long enough, with a healthy gradient."""
     against = against_gradient(evidence, config)
     if evidence.ticks_in_stage < config.training_ticks:
         against.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
@@ -118,21 +120,21 @@ def against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
 
 
 def against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """G3: is the ramp of alpha at its end?"""
+    """Gate G3, BLENDING to PROBATIONARY: alpha must be near its target."""
     if evidence.alpha_share < config.min_alpha_reached:
         return [f"alpha at {evidence.alpha_share:.2f} of its target, below {config.min_alpha_reached:g}"]
     return []
 
 
 def against_culling(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """G4: has the seed had its time?"""
+    """Gate G4, to CULLED: the seed must have the minimum age."""
     if evidence.age < config.min_cull_age:
         return [f"{evidence.age} ticks old, younger than {config.min_cull_age}"]
     return []
 
 
 def against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """G5: is the seed healthy, at rest, and its contribution large enough to keep it for good?"""
+    """Gate G5, PROBATIONARY to FOSSILIZED: healthy gradient, alpha at its target, and a sufficient contribution."""
     against = against_gradient(evidence, config)
     if not evidence.alpha_rests:
         against.append("alpha is still moving")
@@ -146,7 +148,7 @@ def against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str
 
 
 def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[str]:
-    """Why a probationary seed is culled without being asked; empty: it may stay."""
+    """Return the reasons to cull a probationary seed automatically; empty if it may stay."""
     if not config.auto_cull:
         return []
     why = []

@@ -1,4 +1,4 @@
-"""Gradient statistics of a host and its seeds, on the device until somebody asks."""
+"""Gradient statistics of a host and its seeds, computed without waiting for the device."""
 
 import math
 from collections.abc import Iterable
@@ -8,51 +8,51 @@ import torch
 from torch import Tensor, nn
 
 VANISHED = 1e-7
-"""A tensor whose gradient norm is below this learns nothing: it is at float32's noise for weights near 1."""
+"""Gradient norm below which a tensor does not learn: float32 rounding noise for weights near 1."""
 
 EXPLODED = 5.0
-"""A tensor whose gradient norm is above this dominates every update."""
+"""Gradient norm above which a tensor dominates every update."""
 
 
 VANISHED_COST, EXPLODED_COST = 0.5, 0.8
-"""Health lost when every tensor has vanished or exploded: the second also spoils what the others learn."""
+"""Health lost when every tensor has vanished or exploded; exploded ones also disturb the training of the others."""
 
 
 class GradientStats(NamedTuple):
-    """Of one group of parameters."""
+    """Gradient statistics of one group of parameters."""
 
     norm: float
-    """Euclidean norm over all numbers."""
+    """Euclidean norm over all elements."""
     rms: float
-    """Root of the mean square of a number: comparable between groups of different size."""
+    """Root mean square over all elements: comparable between groups of different size."""
     vanished: float
-    """Share of the tensors with a norm below VANISHED, or with no gradient."""
+    """Share of the tensors with a norm below `VANISHED_NORM`, or without a gradient."""
     exploded: float
-    """Share of the tensors with a norm above EXPLODED, or not a number."""
+    """Share of the tensors with a norm above `EXPLODED_NORM`, or NaN."""
 
     @property
     def health(self) -> float:
-        """1: every tensor learns; 1 - 0.5·vanished - 0.8·exploded, not below 0."""
+        """Gradient health 1 - 0.5·vanished - 0.8·exploded, at least 0; 1 means that every tensor learns."""
         return max(0.0, 1.0 - VANISHED_COST * self.vanished - EXPLODED_COST * self.exploded)
 
     def ratio(self, host: "GradientStats") -> float | None:
-        """This norm over that of `host`; None where either is zero or not finite: then it says nothing."""
+        """Return this norm divided by the norm of `host`; None if either is zero or not finite."""
         known = 0.0 < self.norm < math.inf and 0.0 < host.norm < math.inf
         return self.norm / host.norm if known else None
 
 
 NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)
-"""Of no tensors at all."""
+"""Statistics of an empty group of parameters."""
 
 
 def gradient_stats(
     parameters: Iterable[nn.Parameter], device: torch.device | None = None
 ) -> Tensor:  # [4] = GradientStats, on the parameters' device, or on `device` if there are none
-    """Statistics of the gradients at hand. Nothing to train: NO_GRADIENT; tensors without a gradient: all vanished."""
+    """Return statistics of the present gradients: NO_GRADIENT if nothing is trainable; no gradient means vanished."""
     tensors = [parameter for parameter in parameters if parameter.requires_grad]
     norms = [torch.linalg.vector_norm(p.grad) for p in tensors if p.grad is not None]
     if not norms:
-        # Filled on the device: a copy of numbers to it would wait for all that is queued there.
+        # Filled on the device: a copy from the CPU would wait for all queued work.
         stats = torch.zeros(len(NO_GRADIENT), device=tensors[0].device if tensors else device)
         stats[NO_GRADIENT._fields.index("vanished")].fill_(float(bool(tensors)))
         return stats
@@ -60,7 +60,7 @@ def gradient_stats(
 
 
 def stats_of_norms(norms: Tensor, numbers: int, missing: int = 0) -> Tensor:  # [..., tensors] -> [..., 4]
-    """GradientStats from the norm of each tensor; `numbers` in all, `missing` tensors beside these without gradient."""
+    """Return GradientStats from the norms of tensors, `num_elements` in all; `num_missing` more have no gradient."""
     tensors = norms.shape[-1] + missing
     norm = torch.linalg.vector_norm(norms, dim=-1)
     vanished = ((norms < VANISHED).sum(-1) + missing) / tensors

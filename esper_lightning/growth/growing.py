@@ -1,7 +1,7 @@
-"""GrowingNetwork: a network, the optimizer that trains it, and what is known of its seeds.
+"""GrowingNetwork: a network, its optimizer and the measurements of its seeds.
 
-Growing by hand, under a rule or under a learned controller goes through the same operations: each is refused with the
-gates' reasons where it is not possible, keeps the optimizer in step, and returns what happened.
+Manual growth, rules and learned controllers use the same operations. Each raises ValueError with the gates' reasons if
+it is not allowed, updates the optimizer's parameter groups, and returns a SeedEvent.
 """
 
 from collections.abc import Mapping
@@ -37,15 +37,15 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
 SEED_MASK = 0x5EED
-"""Turns torch's seed into another one: a host built right after `manual_seed` must not share its draws with seeds."""
+"""XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""
 
 CHANGES = frozenset({Stage.GERMINATED, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})
-"""Stages whose beginning is a germination, an advance, a fossilization or a cull."""
+"""Stages entered by germination, advance, fossilization or cull: they reset the optimizer if `carry_over` is off."""
 
 
 @dataclass
 class SeedRecord:
-    """What has been measured of the seed in a slot."""
+    """Measurements of the seed in a slot. None: not measured."""
 
     contribution: float | None = None  # accuracy points of 100
     previous_contribution: float | None = None
@@ -53,7 +53,7 @@ class SeedRecord:
 
 
 class Refusals(NamedTuple):
-    """Reasons why the seed in a slot cannot be changed now; an empty list: it can."""
+    """Reasons why the seed in a slot cannot be advanced, fossilized or culled now; an empty list means it can."""
 
     advancing: list[str]
     fossilizing: list[str]
@@ -61,16 +61,17 @@ class Refusals(NamedTuple):
 
 
 class GrowingNetwork:
-    """Any network with slots, while it trains.
+    """Any network with slots, in training.
 
     Args:
-        module: The network; its slots may be its own, or attached by `attach_slots`.
-        optimizer: Holds the network's parameters. Seeds are parameter groups of it from germination to cull.
-        horizon: Host epochs (ticks) that training will take in all.
-        lifecycle: When seeds advance.
-        seed_options: Of the seeds' parameter groups (lr, weight_decay …); the rest is as the first group has it then.
-        carry_over: Keep the optimizer's state when the network changes. False resets all of it: an ablation.
-        generator: Draws the seeds' weights. None: one on the network's device that follows `torch.manual_seed`.
+        module: Network with slots, either built in or attached by `attach_slots`.
+        optimizer: Optimizer of the network's parameters. Each seed is a parameter group from germination to cull.
+        horizon: Total number of host epochs of the training.
+        lifecycle: Conditions under which seeds change their stage.
+        seed_options: Options of the seeds' parameter groups (lr, weight_decay …); all others are copied from the first
+            group at germination.
+        carry_over: Keep the optimizer's state when the network changes. False resets all of it, as an ablation.
+        generator: Generator of the seeds' weights. None: one on the network's device, seeded from `torch.manual_seed`.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class GrowingNetwork:
         self._regroup()
 
     def _regroup(self) -> None:
-        """Gives every seed the group that is its own: the network or the optimizer may have been loaded."""
+        """Give each seed its own group and drop other seed groups: network or optimizer may have been loaded."""
         seeds = {group_of(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
         for name in group_names(self.optimizer):
             if name.startswith(SEED) and not (name in seeds and holds(self.optimizer, name, seeds[name])):
@@ -114,13 +115,13 @@ class GrowingNetwork:
                 add_group(self.optimizer, name, seed, **self.seed_options)
 
     def clear(self) -> None:
-        """Takes every seed out, and forgets all momentum: as before anything grew."""
+        """Remove every seed and reset the optimizer's momenta and step counts."""
         for name in self.slots:
             self.remove(name)
         forget(self.optimizer)
 
     def remove(self, slot: str) -> None:
-        """Takes out whatever grows in `slot`, fossils too, outside of the lifecycle; the slot is open at once."""
+        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
         place = self._slot(slot)
         if place.occupied:
             self._forget_seed(slot, place.seed)
@@ -131,7 +132,7 @@ class GrowingNetwork:
     def germinate(
         self, slot: str, blueprint: str, *, ticks: int = 5, style: Style = "add", curve: Curve = "linear"
     ) -> SeedEvent:
-        """Puts a new seed in an empty slot; once it may be blended, alpha will rise over `ticks` host epochs."""
+        """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs."""
         place = self._slot(slot)
         ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
         event = network.germinate(place, blueprint, ramp, self.generator, style, self.lifecycle.birth)
@@ -143,25 +144,26 @@ class GrowingNetwork:
         return self._changed(event)
 
     def advance(self, slot: str) -> SeedEvent:
-        """TRAINING to BLENDING, or BLENDING to PROBATIONARY, where that does not happen by itself."""
+        """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
         self._allow("advanced", slot, self.against_advancing(slot))
         return self._changed(network.advance(self.slots[slot]))
 
     def set_alpha(self, slot: str, target: float, *, ticks: int = 5, curve: Curve = "linear") -> SeedEvent:
-        """Sends alpha of a blended seed to another target, above 0."""
+        """Move alpha of a blended seed to another target above 0, over `ticks` host epochs."""
         if not 0.0 < target <= 1.0:
             raise ValueError(f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; to remove it, cull")
         return network.aim(self._slot(slot), target, ticks, curve)
 
     def fossilize(self, slot: str) -> SeedEvent:
-        """Keeps a probationary seed for good."""
+        """Make a probationary seed a permanent part of the network."""
         self._allow("fossilized", slot, self.against_fossilizing(slot))
         return self._changed(replace(network.fossilize(self.slots[slot]), contribution=self._contribution(slot)))
 
     def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
-        """Removes a live seed: at once, or by letting its alpha fall to 0 over `ticks` host epochs first.
+        """Remove a live seed at once, or after its alpha has fallen to 0 over `ticks` host epochs.
 
-        A seed whose alpha is 0 already, or would be in the coming epoch, goes at once; one that fades already goes on.
+        A seed whose alpha is 0 already, or would be in the coming epoch, is removed at once. A seed that fades already
+        keeps its ramp.
         """
         place = self._slot(slot)
         self._allow("culled", slot, self.against_culling(slot))
@@ -180,17 +182,17 @@ class GrowingNetwork:
         return self._changed(replace(event, contribution=contribution))
 
     def _contribution(self, slot: str) -> float | None:
-        """Of the seed at the alpha that it is meant to have: while it fades, that says nothing of it."""
+        """Return the last contribution of the seed; None while it fades, because its alpha is then below its target."""
         return None if self.slots[slot].fading else self.records[slot].contribution
 
     def standing(self, slot: str) -> SeedEvent:
-        """Where a seed is, as a change that has yet to happen."""
+        """Return the present state of the seed as an event that changes nothing."""
         place = self._slot(slot)
         kind, stage = place.blueprint or "", place.stage
         return SeedEvent(slot, kind, stage, stage, "", place.ticks_in_stage, place.age, self._contribution(slot))
 
     def cull_live(self, cause: str) -> list[SeedEvent]:
-        """Removes every seed that is neither kept nor gone, at once and whatever the gates say."""
+        """Remove every live seed (not fossilized) at once, without asking the gates."""
         return [self._cull_now(name, cause) for name, slot in self.slots.items() if slot.live]
 
     def tick(
@@ -199,13 +201,14 @@ class GrowingNetwork:
         gradients: Mapping[str, GradientStats] | None = None,
         hold: bool = False,
     ) -> list[SeedEvent]:
-        """A host epoch has passed: takes in what it showed, and lets time pass for the seeds.
+        """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
 
         Args:
-            contributions: Accuracy points (of 100) that blended seeds contribute, by slot; see `counterfactual`.
-            gradients: Of each seed, by slot. None: measured now, from the gradients of the last backward pass; so call
-                it before `zero_grad`.
-            hold: No seed advances by itself this time.
+            contributions: Contributions of blended seeds by slot, in accuracy points (of 100); see the function
+                `contributions`.
+            gradients: Gradient statistics of each seed by slot. None: computed now from the gradients of the last
+                backward pass, so call this before `zero_grad`.
+            pause_auto_advance: Suppress automatic advances of seeds in this call.
         """
         lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False) if hold else self.lifecycle
         check_slot_names(list(contributions or ()), self.slots)
@@ -227,7 +230,7 @@ class GrowingNetwork:
         return events
 
     def evidence(self, slot: str) -> Evidence:
-        """What the gates may judge the seed in `slot` by."""
+        """Return the measurements by which the gates judge the seed in `slot`."""
         place, record = self._slot(slot), self.records[slot]
         return Evidence(
             age=place.age,
@@ -240,7 +243,7 @@ class GrowingNetwork:
         )
 
     def against_advancing(self, slot: str) -> list[str]:
-        """Why `advance` is not possible now; empty: it is."""
+        """Return the reasons why `advance` is not possible now; empty if it is."""
         place = self._slot(slot)
         if place.fading:
             return ["it is being culled"]
@@ -251,35 +254,35 @@ class GrowingNetwork:
         return [f"nothing to advance in {place.stage.name}"]
 
     def against_fossilizing(self, slot: str) -> list[str]:
-        """Why `fossilize` is not possible now; empty: it is."""
+        """Return the reasons why `fossilize` is not possible now; empty if it is."""
         place = self._slot(slot)
         if place.stage is not Stage.PROBATIONARY:
             return [f"{place.stage.name} is not PROBATIONARY"]
         return gates.against_fossilizing(self.evidence(slot), self.lifecycle)
 
     def against_culling(self, slot: str) -> list[str]:
-        """Why `cull` is not possible now; empty: it is."""
+        """Return the reasons why `cull` is not possible now; empty if it is."""
         place = self._slot(slot)
         if not place.live:
             return [f"no live seed in {place.stage.name}"]
         return gates.against_culling(self.evidence(slot), self.lifecycle)
 
     def refusals(self) -> list[Refusals]:
-        """What the gates have against every change of the seed in each slot, [K]."""
+        """Return for each of the K slots the gates' reasons against every change of its seed."""
         return [
             Refusals(self.against_advancing(name), self.against_fossilizing(name), self.against_culling(name))
             for name in self.slots
         ]
 
     def gradient_tensors(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
-        """Statistics of the gradients at hand; nothing is read back. An empty slot has NO_GRADIENT."""
+        """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
         own = {id(p) for slot in self.slots.values() for p in slot.seed.parameters()}
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in own])
         seeds = [gradient_stats(slot.seed.parameters(), host.device).to(host) for slot in self.slots.values()]
         return torch.stack([host, *seeds])
 
     def gradients(self) -> dict[str, GradientStats]:
-        """Statistics of the gradients at hand, by slot, of seeds that have any: one transfer."""
+        """Return statistics of the present gradients by slot, for seeds with a gradient; needs one device transfer."""
         _, *rows = self.gradient_tensors().tolist()
         return {
             name: GradientStats(*row)
@@ -288,7 +291,7 @@ class GrowingNetwork:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that growing goes on from, the network included, in types that `weights_only=True` loads."""
+        """Return the full state of growth, including the network, in types that `weights_only=True` loads."""
         return {
             "manifest": manifest(self.module),
             "network": self.module.state_dict(),
@@ -302,9 +305,9 @@ class GrowingNetwork:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken: seeds grow again in the same slots, with their momentum.
+        """Restore a state: the same seeds in the same slots, with their optimizer state.
 
-        Raises ValueError if the state is of another network, or damaged.
+        Raises ValueError if the state belongs to another network or is damaged.
         """
         check_parts(
             "the network's growth", state, ("manifest", "network", "groups", "optimizer", "records", "generator")
@@ -314,16 +317,16 @@ class GrowingNetwork:
         for name in group_names(self.optimizer):
             if name.startswith(SEED):
                 remove_group(self.optimizer, name)
-        # In the order of the saved groups: an optimizer's state knows parameters by their place.
+        # In the order of the saved groups, because an optimizer's state refers to parameters by index.
         seeds = {group_of(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
         if sorted(state["groups"]) != sorted([*group_names(self.optimizer), *seeds]):
             raise ValueError(
-                f"the optimizer's groups are {state['groups']}, which are not those of the seeds that grow"
+                f"the optimizer's groups are {state['groups']}, which do not match the seeds of the manifest"
             )
         for name in state["groups"]:
             if name in seeds:
                 add_group(self.optimizer, name, seeds[name], **self.seed_options)
-        load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # which would share its tensors
+        load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
         for name, record in zip(self.slots, state["records"], strict=True):
             contribution, previous, gradient = record
             check_numbers("what is known of a seed", [n for n in (contribution, previous) if n is not None])
@@ -331,7 +334,7 @@ class GrowingNetwork:
                 gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
             self.records[name] = SeedRecord(contribution, previous, gradient)
         generator = check_like("the generator's state", state["generator"].cpu(), self.generator.get_state())
-        self.generator.set_state(generator.clone())  # torch takes the state from the storage's beginning: not of a view
+        self.generator.set_state(generator.clone())  # torch reads the storage from its start, which is wrong for a view
 
     def _slot(self, name: str) -> SeedSlot:
         check_slot_names([name], self.slots)

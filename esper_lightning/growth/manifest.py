@@ -1,4 +1,4 @@
-"""What has grown where, as plain JSON: with a state dict it rebuilds a grown network exactly."""
+"""Manifest of a grown network in plain JSON types; with a state dict it restores the network exactly."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -15,11 +15,11 @@ from esper_lightning.growth.stages import OCCUPIED, Stage
 Manifest = list[dict[str, Any]]
 
 MOST = 2**53
-"""Ticks that can still be counted in floating point."""
+"""Largest number of ticks, exact in floating point."""
 
 
 def manifest(network: nn.Module) -> Manifest:
-    """One entry per slot, in plain JSON types."""
+    """Return a manifest entry for each slot: its seed's stage, blueprint, style, ramp and ages, in plain JSON types."""
     return [
         {
             "slot": slot.name,
@@ -39,15 +39,15 @@ def manifest(network: nn.Module) -> Manifest:
 
 
 def rebuild(network: nn.Module, structure: Manifest) -> None:
-    """Gives `network` the grown structure of a manifest; its weights are then loaded with `load_state_dict`.
+    """Grow `network` as a manifest describes; its weights are then loaded with `load_state_dict`.
 
-    Raises ValueError, and changes nothing, if the manifest's slots are not the network's or an entry makes no sense.
+    Raises ValueError, and changes nothing, if the manifest has other slots than the network or an invalid entry.
     """
     install(plan(network, structure))
 
 
 class Place(NamedTuple):
-    """A slot, and what will be in it."""
+    """A slot with the state and modules to be installed in it."""
 
     slot: SeedSlot
     entry: dict[str, Any]
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 def plan(network: nn.Module, structure: Manifest) -> list[Place]:
-    """Builds what a manifest asks for, with weights that mean nothing yet; the network stays as it is."""
+    """Build the modules of a manifest with placeholder weights; leaves the network unchanged."""
     slots = slots_of(network)
     if not isinstance(structure, list) or not all(isinstance(entry, dict) for entry in structure):
         raise ValueError(f"a manifest is a list with an entry per slot, got {type(structure).__name__}")
@@ -68,7 +68,7 @@ def plan(network: nn.Module, structure: Manifest) -> list[Place]:
 
 
 def install(places: list[Place]) -> None:
-    """Puts what `plan` built into the slots."""
+    """Install the records of `build_slot_records` in their slots."""
     for slot, entry, ramp, seed, folded in places:
         slot.empty()
         slot.stage = Stage[entry["stage"]]
@@ -98,7 +98,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "ticks_in_stage": _count,
     "folded": lambda value: value is None or (type(value) is int and value in (1, 3)),
 }
-"""Does a value of an entry have its type and range? What belongs to the slot itself is compared with it."""
+"""Checks of type and range for the values of a manifest entry; layout and width are compared with the slot instead."""
 
 
 def _place(slot: SeedSlot, entry: dict[str, Any]) -> Place:
@@ -114,7 +114,7 @@ def _place(slot: SeedSlot, entry: dict[str, Any]) -> Place:
             raise ValueError(f"stage {entry['stage']} with blueprint {entry['blueprint']!r}")
         seed: nn.Module = nn.Identity()
         if occupied:
-            # Any generator will do: weights are loaded over it. A random birth asks least of a blueprint.
+            # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
             generator = torch.Generator(slot.alpha.device)
             seed = new_seed(slot, entry["blueprint"], entry["style"], generator, "random")
         if entry["folded"] is not None and slot.layout != "image":

@@ -1,4 +1,4 @@
-"""Tensors within nested values: tuples, lists and mappings of tensors."""
+"""Access to tensors in nested tuples, lists and mappings."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 Path = tuple[int | str, ...]
-"""Indices and keys that lead from a value to one of its parts; empty: the value itself."""
+"""Indices and keys that select a part of a nested value; an empty path selects the value itself."""
 
 
 def _parts(value: Any) -> list[tuple[int | str, Any]]:
@@ -17,7 +17,7 @@ def _parts(value: Any) -> list[tuple[int | str, Any]]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in `value`, depth first."""
+    """Yield every tensor in `value`, depth first."""
     if isinstance(value, Tensor):
         yield value
     for _, part in _parts(value):
@@ -25,7 +25,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def first_tensor(value: Any) -> Path | None:
-    """Where the first floating-point tensor is, depth first; None if there is none."""
+    """Return the path to the first floating-point tensor, depth first; None if there is none."""
     if isinstance(value, Tensor):
         return () if value.is_floating_point() else None
     for key, part in _parts(value):
@@ -36,9 +36,9 @@ def first_tensor(value: Any) -> Path | None:
 
 
 def resolve(value: Any, keys: list[str]) -> Path:
-    """The path that written keys mean: in a mapping the key as it is, or else the index of that number.
+    """Return the path for keys given as text: each is a key of a mapping if it has that key, otherwise an index.
 
-    Raises LookupError if they lead nowhere; the numbers within a tensor are no parts.
+    Raises LookupError if a key does not exist; elements of a tensor cannot be selected.
     """
     if not keys:
         return ()
@@ -55,14 +55,14 @@ def resolve(value: Any, keys: list[str]) -> Path:
 
 
 def pick(value: Any, path: Path) -> Any:
-    """The part of `value` that `path` leads to."""
+    """Return the part of `value` at `path`."""
     for key in path:
         value = value[key]
     return value
 
 
 def put(value: Any, path: Path, part: Any) -> Any:
-    """`value` with another part at `path`; containers on the way are copied, everything else is shared."""
+    """Return `value` with the part at `path` replaced; containers along the path are copied, all else is shared."""
     if not path:
         return part
     key, *rest = path
@@ -77,7 +77,7 @@ def put(value: Any, path: Path, part: Any) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor changed; the containers are copied."""
+    """Return `value` with `change` applied to every tensor; the containers are copied."""
     if isinstance(value, Tensor):
         return change(value)
     for key, part in _parts(value):

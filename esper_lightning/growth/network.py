@@ -1,6 +1,6 @@
-"""Operations on one slot of a growing network. They change a stage, return what happened, and log nothing.
+"""Lifecycle operations on one slot. They change its stage and return an event, without logging.
 
-`growth.growing.GrowingNetwork` puts them together with an optimizer, measurements and gates.
+`GrowingNetwork` combines them with an optimizer, measurements and gates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,9 +27,9 @@ from esper_lightning.growth.stages import Stage, check_transition
 
 @dataclass(frozen=True)
 class SeedEvent:
-    """One change of a seed: of its stage, or of where its alpha goes (then `before` and `after` are the same).
+    """One change of a seed: of its stage, or of the target of its alpha (then `before` and `after` are equal).
 
-    Equal are those that tell of the same change, whatever had been measured by then.
+    Events of the same change are equal, whatever their times and measurements.
     """
 
     slot: str
@@ -38,20 +38,20 @@ class SeedEvent:
     after: Stage
     cause: str
     ticks: int = field(default=0, compare=False)
-    """Host epochs that the seed had spent in `before`."""
+    """Host epochs that the seed spent in stage `before`."""
     age: int = field(default=0, compare=False)
-    """Host epochs since it was germinated."""
+    """Host epochs since germination."""
     contribution: float | None = field(default=None, compare=False)
-    """Accuracy points (of 100) as last measured at the alpha that it was meant to have. None: never, or alpha falls."""
+    """Last measured contribution, in accuracy points (of 100). None: never measured, or alpha is fading to 0."""
 
     def __str__(self) -> str:
-        """`layer1: conv_light DORMANT → GERMINATED (germinate)`"""
+        """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""
         change = self.before.name if self.before is self.after else f"{self.before.name} → {self.after.name}"
         return f"{self.slot}: {self.blueprint} {change} ({self.cause})"
 
 
 def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
-    """The network's slots by name, in the order in which its modules were defined; names must differ."""
+    """Return the network's slots by name, in the order of module definition. Raises ValueError if names repeat."""
     slots = [module for module in network.modules() if isinstance(module, SeedSlot)]
     names = [slot.name for slot in slots]
     check_slot_names(names, names)
@@ -59,7 +59,7 @@ def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
 
 
 def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
-    """Raises ValueError if a wanted slot does not exist or is named twice."""
+    """Raise ValueError if a wanted slot does not exist or is named twice."""
     available = list(available)
     for name in wanted:
         if name not in available:
@@ -71,7 +71,7 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
 def new_seed(
     slot: SeedSlot, blueprint: str, style: Style, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
-    """A seed for `slot`, with its device, precision and mode; weights come from `generator`, on the same device."""
+    """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device, generator, birth)
     if style == "gate":
@@ -88,28 +88,27 @@ def germinate(
     style: Style = "add",
     birth: Birth = "identity",
 ) -> SeedEvent:
-    """Puts a new seed in an empty slot. Its weights come from `generator`, which lives on the slot's device.
+    """Put a new seed in an empty slot, with weights drawn from `generator`, which must be on the slot's device.
 
-    The seed learns once an optimizer knows its parameters: see `growth.optimizer.add_group`, and `remove_group` for
-    when it is culled.
+    The seed learns only once an optimizer holds its parameters: see `add_group`, and `remove_group` for its cull.
     """
     check_transition(slot.name, slot.stage, Stage.GERMINATED)
     check_ramp(ramp)
     if style not in get_args(Style):
         raise ValueError(f"unknown style {style!r}; {nearest(style, get_args(Style))}")
-    slot.seed = new_seed(slot, blueprint, style, generator, birth)  # may fail, and then the slot is as it was
+    slot.seed = new_seed(slot, blueprint, style, generator, birth)  # if this fails, the slot is unchanged
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.aim(ramp)
     return _move(slot, Stage.GERMINATED, "germinate")
 
 
 def fossilize(slot: SeedSlot) -> SeedEvent:
-    """Keeps the seed for good."""
+    """Make the seed a permanent part of the host."""
     return _move(slot, Stage.FOSSILIZED, "fossilize")
 
 
 def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
-    """Removes the seed; its parameters are gone at once, and the slot stays closed for a while."""
+    """Remove the seed with its parameters at once; the slot then stays closed for the embargo."""
     event = _move(slot, Stage.CULLED, cause)
     slot.empty()
     slot.stage = Stage.CULLED
@@ -117,34 +116,34 @@ def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
 
 
 def aim(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> SeedEvent:
-    """Sends alpha to another target over `ticks` host epochs. At target 0 the seed will be culled: a slow cull.
+    """Move alpha to another target over `ticks` host epochs. At target 0 the seed will be culled (a slow cull).
 
-    Raises ValueError if alpha cannot move: before BLENDING, and once the seed is fossilized.
+    Raises ValueError unless the seed is in BLENDING or PROBATIONARY.
     """
     if not slot.ramping:
         raise ValueError(f"slot {slot.name!r}: alpha does not move in {slot.stage.name}; only BLENDING to PROBATIONARY")
-    # From what the host has seen last: asked twice between two host epochs, alpha moves once.
+    # Starts at the alpha of the last host epoch: two calls between two epochs move alpha once.
     slot.aim(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
-    slot.ticks_in_stage = 0  # a seed that is given another alpha is judged anew
+    slot.ticks_in_stage = 0  # with another alpha the time in the stage starts anew
     return SeedEvent(
         slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks", age=slot.age
     )
 
 
 def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
-    """The next stage on the way to PROBATIONARY. Raises ValueError where only time or another operation leads on."""
+    """Move the seed from TRAINING to BLENDING or from BLENDING to PROBATIONARY. Raises ValueError in other stages."""
     following = {Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
     if slot.stage not in following:
         raise ValueError(f"slot {slot.name!r}: nothing to advance in {slot.stage.name}; only TRAINING and BLENDING")
     if slot.fading:
-        raise ValueError(f"slot {slot.name!r}: the seed is being culled and cannot advance; set_alpha calls it back")
+        raise ValueError(f"slot {slot.name!r}: the seed is being culled and cannot advance; set_alpha ends the cull")
     return _move(slot, following[slot.stage], cause)
 
 
 def elapse(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[SeedEvent]:
-    """What time and evidence alone bring about at the end of a host epoch; `horizon` is the episode's length in ticks.
+    """Apply the automatic changes of stage at the end of a host epoch; `horizon` is the episode length in host epochs.
 
-    Call it after `slot.tick()`. A seed may pass several stages at once where the config asks for no wait between them.
+    Call it after `slot.end_epoch()`. A seed may pass several stages at once if the config sets no wait between them.
     """
     events: list[SeedEvent] = []
     if slot.stage is Stage.GERMINATED and not against_training(evidence):

@@ -1,4 +1,4 @@
-"""One optimizer for a host and its seeds: each is a parameter group, and groups come and go without a trace."""
+"""Parameter groups of one optimizer for a host and its seeds, added and removed without affecting other groups."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from torch.optim import Optimizer
 HOST_GROUP = "host"
 
 SEED = "seed."
-"""How the names of seeds' groups begin."""
+"""Prefix of the names of seeds' parameter groups."""
 
 
 def group_of(slot: str) -> str:
-    """Name of the parameter group of the seed in `slot`."""
+    """Return the name of the parameter group of the seed in `slot`."""
     return f"{SEED}{slot}"
 
 
 def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: float) -> None:
-    """Lets `module` learn as group `name`, as the first group does now but for `options` (lr, weight_decay …).
+    """Add `module` as group `name` with the first group's present options, overridden by `options` (lr, …).
 
-    Parameters that another group holds leave it, with what the optimizer knows of them.
+    Parameters that another group holds are moved, with their optimizer state.
     """
     _strip(optimizer, module)
-    # An optimizer that was given named parameters wants names for all.
+    # An optimizer created with named parameters requires names for all.
     named = any("param_names" in group for group in optimizer.param_groups)
     parameters = [(f"{name}.{own_name}", p) for own_name, p in module.named_parameters()]
     params = parameters if named else [parameter for _, parameter in parameters]
-    # What a learning-rate scheduler has made of the first group holds for a newcomer too.
+    # A learning-rate scheduler may have changed the first group; the new group follows it.
     first = {key: optimizer.param_groups[0][key] for key in optimizer.defaults}
     if "initial_lr" in optimizer.param_groups[0]:
         first["initial_lr"] = options.get("lr", optimizer.param_groups[0]["initial_lr"])
@@ -35,7 +35,7 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
 
 
 def remove_group(optimizer: Optimizer, name: str) -> None:
-    """Drops group `name` with its state; every other group's state stays as it is."""
+    """Remove group `name` with its state; the state of other groups is unchanged."""
     group = find_group(optimizer, name)
     # By identity: comparing groups would compare tensors.
     optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
@@ -44,7 +44,7 @@ def remove_group(optimizer: Optimizer, name: str) -> None:
 
 
 def take_out(optimizer: Optimizer, name: str, module: nn.Module) -> None:
-    """Drops `module` from the optimizer with its state, whatever group holds it, and group `name` if there is one."""
+    """Remove the parameters of `module` with their state from all groups, and group `name` if it exists."""
     _strip(optimizer, module)
     for parameter in module.parameters():
         optimizer.state.pop(parameter, None)
@@ -62,30 +62,30 @@ def _strip(optimizer: Optimizer, module: nn.Module) -> None:
 
 
 def holds(optimizer: Optimizer, name: str, module: nn.Module) -> bool:
-    """Is there a group `name` with the parameters of `module`, these very ones?"""
+    """Return True if group `name` holds exactly the parameters of `module`, compared by identity."""
     wanted = [id(parameter) for parameter in module.parameters()]
     found = [group["params"] for group in optimizer.param_groups if group.get("name") == name]
     return len(found) == 1 and [id(parameter) for parameter in found[0]] == wanted
 
 
 def find_group(optimizer: Optimizer, name: str) -> dict[str, Any]:
-    """The group called `name`; there must be one."""
+    """Return the group called `name`, which must exist."""
     return next(group for group in optimizer.param_groups if group.get("name") == name)
 
 
 def group_names(optimizer: Optimizer) -> list[str]:
-    """Names in the order in which the groups were added, which is the order of a saved optimizer state.
+    """Return the group names in the order of addition, which is the order of a saved optimizer state.
 
-    A group that somebody else made may have no name: then it is empty here.
+    The name is empty for a group that was created elsewhere without one.
     """
     return [group.get("name", "") for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def forget(optimizer: Optimizer) -> None:
-    """Sets momenta and step counts to zero in place: as new, without new memory.
+    """Set momenta and step counts to zero, in place.
 
-    So it is for SGD (without dampening), Adam and their like, whose state begins with zeros.
+    This resets optimizers whose initial state is zero, such as SGD without dampening and Adam.
     """
     for state in optimizer.state.values():
         for value in state.values():

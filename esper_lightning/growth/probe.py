@@ -1,4 +1,4 @@
-"""Gate G0: can this blueprint grow in this slot at all? Found out once, on a throw-away network."""
+"""Gate G0: a trial of each blueprint in each slot of a throw-away network, to find those that can grow there."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +13,7 @@ from esper_lightning.growth.slot import SeedSlot
 PROBE_SEED = 0
 
 AFTER_A_STEP = 0.01
-"""Size of a weight that began at zero."""
+"""Standard deviation of the noise that replaces zero weights, about the size of one optimizer step."""
 
 
 def probe_seeds(
@@ -22,13 +22,13 @@ def probe_seeds(
     loss_of: Callable[[nn.Module], Tensor],
     birth: Birth = "identity",
 ) -> dict[tuple[str, str], list[str]]:
-    """Grows each blueprint in every slot of `network`, once, and returns the reasons against (slot, blueprint).
+    """Grow each blueprint once in every slot and return the reasons against it by (slot, blueprint); empty if it fits.
 
     Args:
-        network: A host with empty slots. It is used up.
-        blueprints: Names to try.
-        loss_of: Runs a network on a batch of training data and returns its loss, with a graph.
-        birth: How seeds will begin.
+        network: Host with empty slots; it is modified and must not be used afterwards.
+        blueprints: Names of the blueprints to try.
+        loss_of: Function that runs a network on a batch of training data and returns its loss, with a graph.
+        birth: Initial state of seeds.
     """
     slots = slots_of(network)
     generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_SEED)
@@ -36,7 +36,7 @@ def probe_seeds(
     network.train()
     _leave_zero(network, generator)
     for blueprint in blueprints:
-        check_known(blueprint)  # an unknown name ends it here
+        check_known(blueprint)  # raises ValueError for an unknown name
         trial = _Trial()
         for slot in slots.values():
             slot.empty()
@@ -51,15 +51,18 @@ def probe_seeds(
 
 @torch.no_grad()
 def _leave_zero(network: nn.Module, generator: torch.Generator) -> None:
-    """Some networks begin with a part at exactly zero, as the head of torchvision's VisionTransformer: it passes no
-    gradient back until it has learned for a step, which says nothing of what may grow before it."""
+    """Replace parameters that are all zero by small noise.
+
+    Such a parameter (for example the head of torchvision's VisionTransformer) passes no gradient back before its first
+    update, which would make every earlier slot look unable to learn.
+    """
     for parameter in network.parameters():
         if parameter.requires_grad and not parameter.any():
             parameter.normal_(std=AFTER_A_STEP, generator=generator)
 
 
 class _Trial:
-    """Stands in for the slots' forward pass: runs each seed, and keeps the host going where that fails."""
+    """Override of the slots' forward pass that runs each seed, and records an error instead of raising it."""
 
     def __init__(self) -> None:
         self.reached: set[str] = set()
@@ -68,7 +71,7 @@ class _Trial:
     def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, birth: Birth) -> None:
         try:
             germinate(slot, blueprint, FULL, generator, birth=birth)
-        except ValueError as error:  # it cannot begin like this, or at this width
+        except ValueError as error:  # the blueprint does not support this birth or width
             self.against[slot.name] = str(error)
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
@@ -77,7 +80,7 @@ class _Trial:
             return x
         try:
             after = slot.seed(x.detach()).shape
-        except (RuntimeError, ValueError) as error:  # whatever torch has against the shape
+        except (RuntimeError, ValueError) as error:  # torch does not accept the feature's shape
             self.against[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x
         if after != x.shape:

@@ -1,7 +1,7 @@
-"""Files of tensors that somebody else may have made: they run no code, are whole, and take no more memory than disk.
+"""Safe loading of untrusted tensor files: no code is run, damage is detected, memory is limited by the file's size.
 
-`torch.load(weights_only=True)` runs no code, but takes damaged tensors for sound ones, and a file of a few bytes may
-ask it for any amount of memory.
+`torch.load(weights_only=True)` runs no code, but does not detect damaged tensors, and a file of a few bytes can make it
+allocate any amount of memory.
 """
 
 import pickle
@@ -31,34 +31,34 @@ NOT_TENSORS = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
 )
-"""What reading a file that is something else, or using what it holds, has been seen to raise."""
+"""Exceptions observed when reading a file of another kind, or when using its content."""
 
 MAKERS = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch Size|torch (?!Typed|Untyped)\w+Storage"
 )
-"""What a file may name to be made on reading: all that state dicts need. Of what torch allows besides, much allocates
-as much as the file asks for."""
+"""Globals that a pickle may refer to: all that state dicts need. Many of the others that torch allows allocate as much
+memory as the file asks for."""
 
 END = struct.Struct("<4s4H2LH")
-"""The last record of a zip archive that has no comment."""
+"""Layout of the last record of a zip archive without a comment."""
 
 MAX_DEPTH = 48
-"""Containers within containers: four times as deep as a checkpoint is."""
+"""Maximum depth of nested containers: four times the depth of a checkpoint."""
 
 MAX_COPIES = 4
-"""Tensors may share memory (tied weights), but together be no larger than this many times the file."""
+"""Maximum total size of all tensors, as a multiple of the file size; above 1 because tied weights share memory."""
 
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
-"""Whole numbers that torch can hold."""
+"""Range of integers that torch can represent."""
 
 
 CPU = torch.device("cpu")
 
 
 def read_tensors(path: Path, device: torch.device = CPU) -> Any:
-    """What `torch.save` wrote to `path`. Raises ValueError, saying why, unless it is whole and plain data."""
+    """Return the object that `torch.save` wrote to `path`. Raises ValueError unless it is undamaged, plain data."""
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is not there, or not a file")
+        raise ValueError(f"{str(path)!r} does not exist or is not a file")
     try:
         check_archive(path)
         content = torch.load(path, map_location=device, weights_only=True)
@@ -70,13 +70,13 @@ def read_tensors(path: Path, device: torch.device = CPU) -> Any:
 
 
 def check_archive(path: Path) -> None:
-    """Raises ValueError or BadZipFile unless the file is an archive as torch writes it, to the last bit."""
+    """Raise ValueError or BadZipFile unless the file is an undamaged archive in exactly the form that torch writes."""
     size = path.stat().st_size
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-        # Torch reads the archive by other rules than we do: so there must be one way alone to read it.
+        # Torch and zipfile parse archives differently, so only files that both read alike are accepted.
         file.seek(size - END.size)
         if not file.read().startswith(b"PK\5\6") or archive.comment:
-            raise ValueError("something follows the archive")
+            raise ValueError("there is data after the archive")
         entries = archive.infolist()
         names = [entry.filename.lower() for entry in entries]
         if len(set(names)) < len(names) or len({name.partition("/")[0] for name in names}) != 1:
@@ -84,7 +84,7 @@ def check_archive(path: Path) -> None:
         if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
             raise ValueError("the archive is compressed or encrypted")
         if sum(entry.file_size for entry in entries) > size:
-            raise ValueError("the archive is larger within than without")
+            raise ValueError("the content of the archive is larger than the file")
         if (damaged := archive.testzip()) is not None:
             raise ValueError(f"{damaged} is damaged")
         for entry in entries:
@@ -93,16 +93,16 @@ def check_archive(path: Path) -> None:
 
 
 def check_makers(pickled: bytes) -> None:
-    """Raises ValueError if unpickling would make anything but containers, numbers, strings and tensors."""
+    """Raise ValueError if unpickling would create anything but containers, numbers, strings and tensors."""
     for operation, argument, _ in pickletools.genops(pickled):
         if operation.name == "GLOBAL" and MAKERS.fullmatch(argument) is None:
             raise ValueError(f"it would make a {argument.replace(' ', '.')}")
 
 
 def check_content(content: Any, size: int) -> None:
-    """Raises ValueError if `content`, from a file of `size` bytes, is no plain data or much larger than the file.
+    """Raise ValueError if `content`, from a file of `size` bytes, is not plain data or is much larger than the file.
 
-    What is shared counts wherever it stands: whoever goes through the content, or copies it, goes through all of it.
+    A shared object is counted each time it is referenced, because traversing or copying visits it each time.
     """
     values, tensors, storages = 0, 0, dict[int, int]()
     level = [content]
@@ -134,7 +134,7 @@ def check_content(content: Any, size: int) -> None:
 
 
 def check_tensor(tensor: Tensor) -> int:
-    """Bytes of the tensor. Raises ValueError unless it has a number of its own in every place."""
+    """Return the size of the tensor in bytes. Raises ValueError unless it is dense and its storage holds that many."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         raise ValueError(f"it holds a tensor of layout {tensor.layout}")
     wanted = tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What is loaded must be what is meant to be there: torch's own loaders convert, broadcast, and check sizes late."""
+"""Strict checks for `load_state_dict`: torch's own loaders convert dtypes, broadcast, and check sizes late."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,14 @@ from torch.optim import Adam, AdamW, Optimizer
 
 NEEDED: dict[type[Optimizer], tuple[str, ...]] = {Adam: ("step", "exp_avg", "exp_avg_sq")}
 NEEDED[AdamW] = NEEDED[Adam]
-"""What an optimizer that knows a parameter must know of it."""
+"""Keys that the state of a parameter must have, by type of optimizer."""
 
 LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""Keys of an optimizer's state whose tensors have the shape and dtype of the parameter."""
 
 
 def check_like(what: str, saved: Any, ours: Tensor) -> Tensor:
-    """The saved tensor. Raises ValueError unless it is one of our shape and type."""
+    """Return the saved tensor. Raises ValueError unless it has the shape and dtype of `expected`."""
     if not isinstance(saved, Tensor):
         raise ValueError(f"{what} is a {type(saved).__name__}, not a tensor")
     if saved.shape != ours.shape or saved.dtype != ours.dtype:
@@ -28,35 +29,35 @@ def check_like(what: str, saved: Any, ours: Tensor) -> Tensor:
 
 
 def check_finite(what: str, tensor: Tensor) -> None:
-    """Raises ValueError if a number is none."""
+    """Raise ValueError if a floating-point tensor contains NaN or infinity."""
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         raise ValueError(f"{what} holds numbers that are not finite")
 
 
 def check_below(what: str, tensor: Tensor, choices: int) -> None:
-    """Raises ValueError unless all of its whole numbers are from 0 to less than `choices`."""
+    """Raise ValueError unless all integers of the tensor lie in [0, `num_choices`)."""
     if tensor.numel() and not (tensor.min() >= 0 and tensor.max() < choices):
         raise ValueError(f"{what} is not one of {choices}")
 
 
 def check_count(what: str, value: Any, most: int = 2**53) -> int:
-    """The value. Raises ValueError unless it is a whole number from 0 to `most`."""
+    """Return the value. Raises ValueError unless it is an integer from 0 to `maximum`."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} is {value!r:.50}, not a whole number from 0 to {most}")
     return value
 
 
 def check_numbers(what: str, values: Any, length: int | None = None, finite: bool = False) -> list[float]:
-    """The values. Raises ValueError unless they are a list of (finite) numbers, of that length if one is given."""
+    """Return the values as a list. Raises ValueError unless they are (finite) numbers, and `length` many if given."""
     if not isinstance(values, list | tuple) or length not in (None, len(values)):
         raise ValueError(f"{what} is not a list of {length if length is not None else ''} numbers".replace("  ", " "))
     if any(type(value) not in (int, float) or (finite and not isfinite(value)) for value in values):
-        raise ValueError(f"{what} holds something else than {'finite ' if finite else ''}numbers")
+        raise ValueError(f"{what} holds values that are not {'finite ' if finite else ''}numbers")
     return list(values)
 
 
 def check_parts(what: str, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    """The value. Raises ValueError unless it is a dict that has these parts."""
+    """Return the value. Raises ValueError unless it is a mapping with all these keys."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is a {type(value).__name__}, not a dict")
     missing = [name for name in names if name not in value]
@@ -66,29 +67,29 @@ def check_parts(what: str, value: Any, names: Iterable[str]) -> Mapping[str, Any
 
 
 def load_module(module: nn.Module, saved: Any) -> None:
-    """`module.load_state_dict(saved)`, but exactly: equal names, shapes and types. Raises ValueError otherwise."""
+    """Load a state dict into `module`. Raises ValueError unless names, shapes and dtypes are equal."""
     ours = module.state_dict()
     saved = check_parts("the network's state", saved, ours)
     if len(saved) > len(ours):
         raise ValueError(f"the network's state has {len(saved)} parts, the network {len(ours)}")
     for name, tensor in ours.items():
-        if isinstance(tensor, Tensor):  # a module's extra state is its own affair
+        if isinstance(tensor, Tensor):  # a module checks its extra state itself
             check_like(f"the network's {name}", saved[name], tensor)
     exactly = OrderedDict((name, saved[name]) for name in ours)
-    exactly._metadata = ours._metadata  # versions of modules, ours and not a file's
+    exactly._metadata = ours._metadata  # module versions of this program, not of the file
     module.load_state_dict(exactly)
 
 
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
-    """`optimizer.load_state_dict(saved)`, of which it may keep the tensors, but exactly. Raises ValueError otherwise.
+    """Load a state dict, whose tensors may be kept, into `optimizer`. Raises ValueError unless it fits exactly.
 
-    How steps are computed (fused, amsgrad, maximize …) stays as it is here: that is no state.
+    Options of how a step is computed (fused, amsgrad, maximize …) are not loaded: they are not state.
     """
     check_parts("the optimizer's state", saved, ("state", "param_groups"))
     check_parts("the optimizer's state", saved["state"], ())
     groups = saved["param_groups"]
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one others")
+        raise ValueError(f"the saved optimizer does not have {len(optimizer.param_groups)} parameter groups")
     loaded = [_options(theirs, ours) for theirs, ours in zip(groups, optimizer.param_groups, strict=True)]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": loaded})
     for group in optimizer.param_groups:
@@ -98,7 +99,7 @@ def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
 
 
 def _options(saved: Any, ours: dict[str, Any]) -> dict[str, Any]:
-    """A saved parameter group with our settings where they are no numbers."""
+    """Return a saved parameter group, with this optimizer's options where they are not numbers."""
     names = [name for name in ours if name != "initial_lr"]
     saved = dict(check_parts("a parameter group", saved, names))
     if not isinstance(saved["params"], list) or len(saved["params"]) != len(ours["params"]):

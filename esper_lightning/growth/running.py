@@ -1,4 +1,4 @@
-"""Running a network to look at it, without leaving a trace in it."""
+"""Forward passes of a network on an example, without changing the network."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from esper_lightning.growth.nested import map_tensors, tensors
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a network is called with: one tensor, positional or keyword arguments."""
+"""Input of a network: one tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 
 def run(network: nn.Module, example: Example) -> Any:
-    """The network's output on `example`."""
+    """Return the network's output for `example`."""
     if isinstance(example, Mapping):
         return network(**example)
     return network(*example) if isinstance(example, tuple) else network(example)
 
 
 def batch_size(example: Any) -> int:
-    """Rows of the first tensor in what a network is called with."""
+    """Return the number of rows of the first tensor in an example."""
     return len(next(tensors(example)))
 
 
 def repeat_rows(example: Any, rows: int, times: int) -> Any:
-    """`example` with every tensor of `rows` rows repeated as a whole; others (a mask, say) stay as they are."""
+    """Return `example` with every tensor of `rows` rows repeated `times` times; others (a mask, say) are unchanged."""
 
     def repeat(x: Tensor) -> Tensor:
         return x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim and len(x) == rows else x
@@ -35,7 +35,7 @@ def repeat_rows(example: Any, rows: int, times: int) -> Any:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode; every module's own mode is restored, and new modules get that of the network."""
+    """Set evaluation mode within a `with` block; then restore each module's mode, new modules taking the network's."""
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:

@@ -1,4 +1,4 @@
-"""A grown network in a folder: `topology.json` says what grew where, `weights.pt` is a plain state dict."""
+"""Saving of a grown network to a folder: slots and seeds in `topology.json`, a plain state dict in `weights.pt`."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from esper_lightning.growth.network import slots_of
 from esper_lightning.growth.reading import read_tensors
 
 FORMAT = 1
-"""Number of the saved form; another one is refused."""
+"""Version of the file format; files of another version are refused."""
 
 TOPOLOGY, WEIGHTS = "topology.json", "weights.pt"
 
 
 def save(network: nn.Module, folder: str | Path) -> None:
-    """Writes a grown network to `folder`: `topology.json`, and `weights.pt`, which `weights_only=True` loads."""
+    """Write a grown network to `folder`: `topology.json`, and `weights.pt`, which `weights_only=True` loads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     topology = {"format": FORMAT, "attached": attachments(network), "slots": manifest(network)}
@@ -30,10 +30,10 @@ def save(network: nn.Module, folder: str | Path) -> None:
 
 
 def load(network: nn.Module, folder: str | Path) -> None:
-    """Makes `network` what `save` wrote: the same architecture before it grew becomes the grown one.
+    """Load the grown network that `save` wrote into `network`, which has the same architecture before growth.
 
-    Slots that were attached are attached again where the network lacks them. Raises ValueError, and leaves the network
-    as it was, if the files are not there, are damaged, or are of another network.
+    Slots that were attached are attached again if the network lacks them. Raises ValueError, and leaves the network
+    unchanged, if the files are missing, damaged, or of another network.
     """
     folder = Path(folder)
     for name in (TOPOLOGY, WEIGHTS):
@@ -57,7 +57,7 @@ def load(network: nn.Module, folder: str | Path) -> None:
 def _read_topology(path: Path) -> dict[str, Any]:
     try:
         topology = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists within lists without end
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or nested too deeply
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(topology, dict) or topology.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}; save the network again with this version")
@@ -74,8 +74,8 @@ def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _check_weights(network: nn.Module, places: list[Place], weights: dict[str, Tensor], path: Path) -> None:
-    """Raises ValueError unless `weights` are those of the network with what is planned for its slots."""
-    # A module that is shared has several names, and its weights stand under each.
+    """Raise ValueError unless `weights` fit the network with the planned content of its slots."""
+    # A shared module has several names, and its weights appear under each.
     planned = {place.slot: place for place in places}
     names = [(name, planned[m]) for name, m in network.named_modules(remove_duplicate=False) if m in planned]
     inside = tuple(f"{name}." for name, _ in names)
@@ -90,12 +90,12 @@ def _check_weights(network: nn.Module, places: list[Place], weights: dict[str, T
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Of a tensor; a module's extra state has none."""
+    """Return the shape of a tensor; None for a module's extra state."""
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside the target and renames: a crash leaves the file that was there."""
+    """Write a temporary file and rename it to `path`, so that a crash leaves the earlier file intact."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(draft)

@@ -1,6 +1,6 @@
-"""Credit of seeds that work together: Shapley values and interactions, exact or sampled. k players (slots).
+"""Shapley values and interactions of seeds, exact or sampled, with k players (slots).
 
-v(S) is what the network is worth with the seeds S; see `counterfactual.measure_variants`.
+v(S), the value of a coalition S, is the score of the network with the seeds S; see `measure_variants`.
 """
 
 import math
@@ -13,13 +13,13 @@ import numpy as np
 from esper_lightning.growth.counterfactual import Variant, full_family
 
 MAX_EXACT = 4
-"""Most players for which all 2^k combinations are worth a pass; more are sampled."""
+"""Maximum number of players for which all 2^k coalitions are evaluated; with more, orders are sampled."""
 
 
 def shapley_values(worth: Mapping[Variant, float], players: Sequence[str]) -> dict[str, float]:
-    """Exact Shapley values from the worth of all 2^k combinations (Shapley 1953, doi:10.1515/9781400881970-018).
+    """Return exact Shapley values from the values of all 2^k coalitions (Shapley 1953, doi:10.1515/9781400881970-018).
 
-    A player's mean marginal worth over all orders in which the players could have joined. They sum to v(all) - v(none).
+    A Shapley value is the mean marginal value of a player over all orders of joining. They sum to v(all) - v(none).
     """
     k = len(players)
 
@@ -34,9 +34,9 @@ def shapley_values(worth: Mapping[Variant, float], players: Sequence[str]) -> di
 
 
 def interactions(worth: Mapping[Variant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Shapley interaction index of every pair (Grabisch & Roubens 1999, doi:10.1007/s001820050125).
+    """Return the Shapley interaction index of every pair (Grabisch & Roubens 1999, doi:10.1007/s001820050125).
 
-    Positive: the two are worth more together than apart; negative: they stand in for each other.
+    Positive: the two players are worth more together than separately; negative: one can replace the other.
     """
     k = len(players)
 
@@ -51,26 +51,29 @@ def interactions(worth: Mapping[Variant, float], players: Sequence[str]) -> dict
 
 
 class Credit(NamedTuple):
-    """A player's Shapley value."""
+    """Shapley value of a player with its standard error."""
 
     value: float
     error: float
-    """Standard error; 0 where the value is exact."""
+    """Standard error; 0 if the value is exact."""
 
 
 def sampled_shapley(
     worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
 ) -> dict[str, Credit]:
-    """Shapley values from random orders, each with its reverse (https://arxiv.org/abs/2104.12199).
+    """Return Shapley values estimated from random orders, each with its reverse (https://arxiv.org/abs/2104.12199).
 
-    A player's places in an order and in its reverse balance, which lowers the variance; pairs of orders are
-    independent, so the standard error is taken over them. The values sum to v(all) - v(none) whatever is drawn.
+    A player's positions in an order and in its reverse balance, which lowers the variance. Pairs of orders are
+    independent, so the standard error is taken over pairs. The values always sum to v(all) - v(none).
 
     Args:
-        worth: Combinations -> what each is worth; asked once, for every distinct combination that the orders meet.
-        players: Names.
-        pairs: Pairs of orders, at least 2: each costs 2·(k - 1) combinations, less what they share.
-        rng: Draws the orders.
+        value_function: Function from coalitions to their values; called once, with all distinct coalitions.
+        players: Names of the players.
+        pairs: Number of pairs of orders, at least 2; each adds at most 2·(k - 1) coalitions.
+        rng: Generator of the orders.
+
+    Raises:
+        ValueError: `pairs` is less than 2.
     """
     if pairs < 2:
         raise ValueError(f"sampled Shapley values need at least 2 pairs of orders for a standard error, got {pairs}")
@@ -89,16 +92,17 @@ def sampled_shapley(
 
 
 class Shares(NamedTuple):
-    """How what all players are worth together is divided among them."""
+    """Allocation of the value of all players to the individual players."""
 
     worth: dict[Variant, float]
-    """Of every combination, where all were measured; else empty."""
+    """Value of every coalition if all were evaluated; otherwise empty."""
     credit: dict[str, Credit]
+    """Shapley value of each player."""
     interactions: dict[tuple[str, str], float] | None
-    """Of every pair. None: there are too many players to know."""
+    """Interaction index of every pair. None: too many players to compute it."""
 
     def interaction_of(self, player: str) -> float | None:
-        """Sum of a player's interactions with all others."""
+        """Return the sum of a player's interactions with all others; None if they are unknown."""
         if self.interactions is None:
             return None
         return sum(value for pair, value in self.interactions.items() if player in pair)
@@ -107,7 +111,7 @@ class Shares(NamedTuple):
 def share_out(
     worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
 ) -> Shares:
-    """Exact for up to MAX_EXACT players, sampled for more. Arguments: see `sampled_shapley`."""
+    """Return exact Shapley values for up to MAX_EXACT players, sampled for more. Arguments: see `sampled_shapley`."""
     if len(players) > MAX_EXACT:
         return Shares({}, sampled_shapley(worth, players, pairs, rng), None)
     family = full_family(players)
@@ -119,5 +123,5 @@ def share_out(
 def credit(
     worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
 ) -> dict[str, Credit]:
-    """Shapley values alone, of `share_out`."""
+    """Return only the Shapley values of `allocate_credit`. Arguments: see `sampled_shapley`."""
     return share_out(worth, players, pairs, rng).credit

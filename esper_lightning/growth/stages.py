@@ -1,10 +1,10 @@
-"""The life of a seed: its stages and which may follow which."""
+"""Lifecycle stages of a seed and the allowed transitions between them."""
 
 from enum import IntEnum
 
 
 class Stage(IntEnum):
-    """Where a slot's seed is in its life. The numbers index one-hot observations."""
+    """Lifecycle stage of the seed in a slot. The values index one-hot observations."""
 
     DORMANT = 0
     GERMINATED = 1
@@ -26,22 +26,23 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.CULLED: frozenset({Stage.EMBARGOED}),
     Stage.EMBARGOED: frozenset({Stage.DORMANT}),
 }
+"""Stages that may directly follow each stage."""
 
 STRAIGHT_THROUGH = frozenset({Stage.GERMINATED, Stage.TRAINING})
-"""The seed learns from the loss and leaves the host untouched."""
+"""Stages in which the seed learns from the loss and does not change the host's output."""
 
 BLENDED = frozenset({Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED})
-"""The seed's output is part of the host's."""
+"""Stages in which the seed's output is part of the host's feature."""
 
 LIVE = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY})
-"""The slot holds a seed that is not yet kept for good."""
+"""Stages in which the slot contains a seed that is not fossilized."""
 
 OCCUPIED = LIVE | {Stage.FOSSILIZED}
-"""The slot holds a seed."""
+"""Stages in which the slot contains a seed."""
 
 
 def check_transition(slot: str, before: Stage, after: Stage) -> None:
-    """Raises ValueError, naming what is allowed, if a seed cannot go from `before` to `after`."""
+    """Raise ValueError, with the allowed stages, if a seed cannot change from `before` to `after`."""
     allowed = NEXT_STAGES[before]
     if after not in allowed:
         names = ", ".join(stage.name for stage in sorted(allowed)) or "nothing (final)"

@@ -1,4 +1,4 @@
-"""Looking at a network before slots are attached to it: which features its modules give, and what may be a slot."""
+"""Checks before slots are attached: features returned by the modules of a network, and their suitability for slots."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +15,25 @@ from esper_lightning.growth.running import Example, batch_size, repeat_rows, run
 from esper_lightning.growth.slot import Layout
 
 LAYOUTS: dict[int, tuple[Layout, int]] = {4: ("image", 1), 3: ("sequence", 2), 2: ("vector", 1)}
-"""Layout and axis of the channels, by number of axes: [B, C, H, W], [B, T, C], [B, C]."""
+"""Layout and channel axis of a feature by its number of axes: [B, C, H, W], [B, T, C], [B, C]."""
 
 REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
-"""What a network may raise that is given a batch of unexpected length in its middle."""
+"""Exceptions that a network may raise if the batch has an unexpected length."""
 
 
 class Place(NamedTuple):
-    """Where a slot is."""
+    """Location of an attached slot."""
 
     module: str
-    """It stands behind the output of this module."""
+    """Name of the module whose output passes through the slot."""
     path: Path
-    """The way to the tensor in that output."""
+    """Path to the tensor within that output."""
     channels_last: bool
-    """The tensor is [B, H, W, C]."""
+    """Whether the tensor is [B, H, W, C]."""
 
 
 class Wanted(NamedTuple):
-    """A slot as it was asked for."""
+    """Requested location of a slot: module name, keys into its output, and memory layout."""
 
     module: str
     keys: list[str]
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
 
 
 def check_names(network: nn.Module, names: Sequence[str], channels_last: Sequence[str]) -> dict[str, Wanted]:
-    """What names of slots ask for, by name. Raises ValueError for one that makes no sense."""
+    """Return the slot request that each name stands for, by name. Raises ValueError for an invalid name."""
     if isinstance(names, str) or not names:
         raise ValueError(f"name at least one module, as a list of names; got {names!r}")
     for name in channels_last:
@@ -62,6 +62,7 @@ def check_names(network: nn.Module, names: Sequence[str], channels_last: Sequenc
 
 
 def check_module(name: str, modules: Sequence[str]) -> None:
+    """Raise ValueError, with a suggestion, if the network has no module of this name."""
     if name not in modules:
         raise ValueError(f"the network has no module {name!r}; {nearest(name, modules)}")
 
@@ -69,7 +70,7 @@ def check_module(name: str, modules: Sequence[str]) -> None:
 def dry_run(
     network: nn.Module, wanted: Mapping[str, Wanted], example: Example
 ) -> tuple[dict[str, tuple[Place, Tensor]], Any]:
-    """Where each slot goes and what it will see, in the order of the data's way; and the network's output."""
+    """Return site and feature of each slot, in the order of execution, and the network's output."""
     found: dict[str, tuple[Place, Tensor]] = {}
 
     def watch(name: str, want: Wanted) -> Callable[..., None]:
@@ -116,7 +117,7 @@ def _feature(name: str, want: Wanted, output: Any) -> tuple[Place, Tensor]:
 def check_batch_axis(
     network: nn.Module, wanted: Mapping[str, Wanted], found: Mapping[str, tuple[Place, Tensor]], example: Example
 ) -> None:
-    """Raises ValueError unless twice the samples give every feature twice, one behind the other."""
+    """Raise ValueError unless repeating all samples repeats every feature along its first axis."""
     rows = batch_size(example)
     if rows < 2:
         raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
@@ -136,7 +137,7 @@ def check_batch_axis(
 
 
 def doubled(twice: Tensor, once: Tensor) -> bool:
-    """Up to rounding: kernels may depend on the number of rows."""
+    """Return True if `twice` is `once` repeated along the first axis, up to rounding that depends on the batch size."""
     if once.ndim == 0 or twice.shape != (2 * len(once), *once.shape[1:]):
         return False
     return torch.allclose(twice, torch.cat([once, once]), rtol=1e-3, atol=1e-5, equal_nan=True)

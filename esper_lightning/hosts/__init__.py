@@ -1,4 +1,4 @@
-"""What seeds grow on: networks with slots built in."""
+"""Hosts: networks with slots in which seeds grow."""
 
 from esper_lightning.hosts.attached import Attached
 from esper_lightning.hosts.cnn import CNN

@@ -1,4 +1,4 @@
-"""Hosts that nobody wrote for growth: any network, with slots attached behind its modules."""
+"""Hosts made from any network by attaching slots behind its modules."""
 
 import importlib
 import json
@@ -14,28 +14,28 @@ from esper_lightning.growth.attach import attach_known, attach_slots, attachment
 from esper_lightning.growth.network import slots_of
 
 CPU = torch.device("cpu")
-"""Where networks are made that are only looked at; ours may be on a device without numbers by then."""
+"""Device for trial networks; the host itself may be on the meta device, which has no values."""
 
 ROWS = 2
-"""Samples that a network is tried on: with one alone nobody could tell the batch's axis."""
+"""Batch size of a trial forward pass; with 1 the batch axis would be ambiguous."""
 
 SEEDS = 2**62
-"""Of torch's own generator, which a network's constructor draws from."""
+"""Upper bound of RNG seeds for torch's global generator, from which network constructors draw."""
 
 
 class Attached(nn.Module):
-    """Any network as a host. It begins every episode with weights that its own constructor draws.
+    """Host made from any network. Every episode begins with weights drawn by the network's own constructor.
 
     Args:
         input_shape: Shape of one input.
         outputs: Number of classes.
-        network: Import path of what makes the network, a class or a function: `torchvision.models.resnet18`.
+        network: Import path of the class or function that makes the network, as `torchvision.models.resnet18`.
         slots: Names of modules, as in `named_modules`, behind which seeds may grow; see `attach_slots`.
-        settings: Arguments for `network`.
-        classes_as: Name of the argument that takes the number of classes. None: the network knows it by itself.
-        tokens: Inputs are indices of tokens, not numbers.
+        settings: Keyword arguments for `network`.
+        classes_as: Name of the argument that takes the number of classes. None: no such argument is passed.
+        tokens: Whether inputs are token indices (int64) instead of real numbers.
         isolate: See SeedSlot.
-        channels_last: Those of `slots` whose features are [B, H, W, C].
+        channels_last: The subset of `slots` whose features have shape [B, H, W, C].
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Attached(nn.Module):
         attach_known(self, [place | {"module": f"network.{place['module']}"} for place in places])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
-        """As its constructor does: what other networks are made of nobody here knows."""
+        """Initialise the whole network by its own constructor, since its modules may be of any class."""
         seed = torch.randint(SEEDS, (), generator=generator, device=generator.device).item()
         with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
@@ -83,8 +83,10 @@ def find_places(
     isolate: bool | None,
     channels_last: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """Where the slots of such a network are, found out by running one on numbers; whatever that draws counts for
-    nothing. Raises ValueError if there are none, or if its answer does not fit the task."""
+    """Return records of the slots of a network, found by a trial forward pass that leaves random states unchanged.
+
+    Raises ValueError if a slot cannot be attached, or if the output does not fit the task.
+    """
     with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         trial = made(imported(network), json.loads(settings)).eval()
         shape = (ROWS, *input_shape)
@@ -106,7 +108,7 @@ def find_places(
 
 
 def made(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
-    """The network. Raises ValueError if it cannot be made so."""
+    """Return `make(**settings)`. Raises ValueError if the arguments do not fit."""
     try:
         return make(**settings)
     except TypeError as error:
@@ -114,7 +116,7 @@ def made(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
 
 
 def imported(path: str) -> Callable[..., nn.Module]:
-    """What is called `package.module.name`. Raises ValueError if there is no such thing."""
+    """Return the object with the import path `package.module.name`. Raises ValueError if there is none."""
     module, _, name = path.rpartition(".")
     try:
         home = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Activation checkpointing (https://arxiv.org/abs/1604.06174): less memory for more arithmetic, same results."""
+"""Activation checkpointing (https://arxiv.org/abs/1604.06174): less memory and more arithmetic, same results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, checkpoint_activations: bool) -> Tensor:
-    """`block(x)`, a part of `host`; with `checkpoint_activations` only `x` is kept until the backward pass.
+    """Return `block(x)` for a part of `host`; with `checkpoint_activations` only `x` is stored for the backward pass.
 
-    The backward pass then computes the block a second time. Where nothing is kept anyway (in evaluation, or without
-    gradients) it makes no difference. Outputs, gradients and buffers are those of `block(x)`, bit for bit.
+    The backward pass then computes the block again. In evaluation mode and without gradients the option has no effect.
+    Outputs, gradients and buffers equal those of `block(x)` bit for bit.
     """
     if not (checkpoint_activations and host.training and torch.is_grad_enabled()):
         return block(x)
@@ -21,15 +21,15 @@ def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, che
 
 @contextmanager
 def _buffers_spared(network: nn.Module) -> Iterator[None]:
-    """What is written to buffers meanwhile is lost: BatchNorm would count a recomputed batch twice.
+    """Discard writes to buffers within this context, because BatchNorm would count a recomputed batch twice.
 
     See https://github.com/pytorch/pytorch/issues/96136.
     """
     buffers = [
         (module, name, buffer) for module in network.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
-    # Copies stand in for the buffers. To do without, by track_running_stats = False, saves fewer tensors for backward
-    # than the first pass did, which torch refuses.
+    # Copies replace the buffers. With track_running_stats = False instead, the second pass would save fewer tensors
+    # than the first, which torch refuses.
     for module, name, buffer in buffers:
         setattr(module, name, buffer.clone())
     try:

@@ -1,4 +1,4 @@
-"""A plain convolutional host with slots after its blocks."""
+"""Convolutional host with slots after its blocks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,17 +18,17 @@ class CNN(nn.Module):
     Args:
         input_shape: Shape (C, H, W) of one image.
         outputs: Number of classes.
-        base: Channels of the first block; each block has twice the one before.
+        base: Channels of the first block; each later block has twice as many as the one before.
         blocks: Number of blocks.
-        widths: Channels of each block, in place of base and blocks: a narrow one is a bottleneck.
+        widths: Channels of each block, instead of base and blocks; a narrow block is a bottleneck.
         kernel: Side of the convolutions; odd.
-        pools: Number of blocks that end in a 2×2 max-pool, from the first on. None: all.
-        slots: Where seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: after every block,
-            behind its pool if it has one.
+        pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
+        slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
+            block, after its pool if it has one.
         isolate: See SeedSlot.
-        checkpoint_activations: Compute each block again in the backward pass instead of keeping what it computed, with
-            the same results bit for bit. 128 images of 3×32×32 then keep 3.0 instead of 20.5 MiB (base 8), for 1.6
-            times the processor time (1.9 times with base 32).
+        checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
+            with the same results bit for bit. 128 images of 3×32×32 then need 3.0 instead of 20.5 MiB (base 8), for
+            1.6 times the processor time (1.9 times with base 32).
         channels_last: Keep features as [B, H, W, C] in memory. A training step on 3×32×32 images then takes 0.60
             (base 8) and 0.65 (base 32) times the processor time, measured on one CPU core; 1.02 and 0.99 times without
             oneDNN (see HostTraining), and up to 1.09 times in hosts of a few channels.
@@ -71,8 +71,8 @@ class CNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]
         if self.channels_last:
-            # All that follows, seeds too, takes its format from its input; weights in the same format gained nothing
-            # more (ratios .62 and .65). Not contiguous(): to it an image of one channel has either format already.
+            # All later layers and seeds take over the memory format of their input; converting the weights, too, gained
+            # nothing (ratios .62 and .65). Not contiguous(), which leaves an image of one channel as it is.
             x = x.clone(memory_format=torch.channels_last)
         for i in range(len(self.convs)):
             x = run_block(self, partial(self._block, i), x, self.checkpoint_activations)

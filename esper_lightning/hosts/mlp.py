@@ -1,4 +1,4 @@
-"""A fully connected host with slots after its hidden layers."""
+"""Fully connected host with slots after its hidden layers."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class MLP(nn.Module):
         outputs: Number of classes.
         width: Units of each hidden layer.
         layers: Number of hidden layers.
-        slots: Where seeds may grow: `layer1`, `layer2` … None: after every hidden layer.
+        slots: Slots in which seeds may grow: `layer1`, `layer2` … None: one after every hidden layer.
         isolate: See SeedSlot.
     """
 

@@ -1,4 +1,4 @@
-"""The slots of a host, by the names of their places."""
+"""The slots of a host, by name."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +9,12 @@ from esper_lightning.growth.slot import Layout, SeedSlot
 
 
 class Slots(nn.ModuleDict):
-    """Slots at some of a host's places; elsewhere features pass unchanged.
+    """The slots of a host, at a subset of the positions where it allows them.
 
     Args:
-        wanted: Names of the places that get a slot, in any order.
-        places: Every place of the host and the width C of the feature there, in the order of the data's way.
-        layout: Shape of the features.
+        wanted: Names of the slots to create, in any order.
+        places: Names of all possible slots with the width C of the feature there, in forward order.
+        layout: Layout of the features.
         isolate: See SeedSlot.
     """
 
@@ -25,11 +25,11 @@ class Slots(nn.ModuleDict):
         )
 
     def at(self, place: str, x: Tensor) -> Tensor:  # same shape in and out
-        """The feature `x` behind the slot at `place`, if there is one."""
+        """Return the output of the named slot for the feature `x`, or `x` itself if there is no such slot."""
         key = _key(place)
         return self[key](x) if key in self else x
 
 
 def _key(place: str) -> str:
-    # nn.ModuleDict allows no dots in keys; the slot's own name keeps it.
+    # nn.ModuleDict allows no dots in keys; `SeedSlot.name` keeps the dot.
     return place.replace(".", "_")

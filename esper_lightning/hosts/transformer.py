@@ -1,4 +1,4 @@
-"""A decoder-only transformer with slots after some of its blocks. B sequences of T tokens, width C."""
+"""Decoder-only transformer host with slots after some of its blocks. B sequences of T tokens, width C."""
 
 import math
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from esper_lightning.hosts.checkpointing import run_block
 from esper_lightning.hosts.slots import Slots
 
 INITIAL_STD = 0.02
-"""Standard deviation of the first weights, as in GPT-2."""
+"""Standard deviation of the initial weights, as in GPT-2."""
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each word; the same vectors judge which word comes next."""
+    """Token embedding whose weights also serve as the output layer (tied weights)."""
 
     def logits(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, words]
         return F.linear(x, self.weight)
 
 
 class Positions(nn.Embedding):
-    """Adds what is learned of each position."""
+    """Learned position embedding that is added to its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C], same out
         return x + self.weight[: x.shape[1]]
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention (https://arxiv.org/abs/1706.03762) in which no token sees a later one."""
+    """Causal multi-head self-attention (https://arxiv.org/abs/1706.03762)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP of four times the width; each is normalised first (https://arxiv.org/abs/2002.04745)."""
+    """Pre-norm block of attention and an MLP of four times the width (https://arxiv.org/abs/2002.04745)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token: GPT-2 without dropout. The output layer has the weights of the token embedding, no bias.
+    """GPT-2 without dropout, for next-token prediction. The output layer shares the token embedding's weights, no bias.
 
     GPT-2:
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
@@ -70,13 +70,14 @@ class GPT(nn.Module):
         outputs: Size of the vocabulary.
         width: Channels C of every feature.
         blocks: Number of blocks.
-        heads: Attention heads; they share the width.
-        context: Positions that can be told apart: the longest T.
-        slots: Where seeds may grow: `layer1` (after the first block), `layer2` … None: after every second block,
-            the last one included.
+        heads: Number of attention heads, each of width / heads channels.
+        context: Number of position embeddings: the largest T.
+        slots: Slots in which seeds may grow: `layer1` (after the first block), `layer2` … None: one after every second
+            block, the last one included.
         isolate: See SeedSlot.
-        checkpoint_activations: Compute each block again in the backward pass instead of keeping what it computed, with
-            the same results bit for bit. 512 tokens then keep 6.5 instead of 74 MiB, for 1.2 times the processor time.
+        checkpoint_activations: Recompute the activations of each block in the backward pass instead of storing them,
+            with the same results bit for bit. 512 tokens then need 6.5 instead of 74 MiB, for 1.2 times the processor
+            time.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """As GPT-2: normal weights, smaller where they enter the residual sum of 2·blocks terms; biases zero."""
+        """Initialise as GPT-2: normal weights, zero biases, residual projections scaled by 1 / √(2 · blocks)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INITIAL_STD, generator=generator)
@@ -116,7 +117,7 @@ class GPT(nn.Module):
         x = self.positions(self.tokens(x))
         for i in range(len(self.blocks)):
             x = run_block(self, partial(self._block, i), x, self.checkpoint_activations)
-        # The embedding itself: a second, tied Parameter would come apart when a host is built on the meta device.
+        # Not a second, tied Parameter: it would lose the tie when a host is built on the meta device.
         return self.tokens.logits(self.norm(x))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]

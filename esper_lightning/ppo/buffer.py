@@ -1,4 +1,4 @@
-"""The rollout: what the policy saw, did and earned, in storage that is allocated once. T ticks, N environments."""
+"""Rollout storage, allocated once. T environment steps per rollout, N environments."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,21 +12,21 @@ from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 
 class Rollout(NamedTuple):
-    """Whole sequences of n environments, ready to learn from."""
+    """Training data of PPO: whole sequences of n environments."""
 
-    observation: Any  # [T, n, …] features normalised: exactly what the policy saw
-    masks: Any  # [T, n, …]
-    action: Any  # [T, n, …]
-    log_prob: Tensor  # [T, n] of the action, by the policy that acted
-    values: Tensor  # [T, n] normalised, by the policy that acted
+    observation: Any  # [T, n, …] observation as given to the policy, with normalised features
+    masks: Any  # [T, n, …] action masks
+    action: Any  # [T, n, …] action as carried out
+    log_prob: Tensor  # [T, n] log-probability of the action under the policy that acted
+    values: Tensor  # [T, n] normalised values by the critic that acted
     starts: Tensor  # [T, n] bool: the recurrent state was reset before this step
-    state: RecurrentState  # [n, width] before the first step
-    advantages: Tensor  # [T, n] normalised
+    state: RecurrentState  # [n, width] recurrent state before the first step
+    advantages: Tensor  # [T, n] normalised advantages
     targets: Tensor  # [T, n] normalised returns
-    privileged: Tensor | None = None  # [T, n, P] normalised: what the critic saw beside
+    privileged: Tensor | None = None  # [T, n, P] normalised features for the critic only
 
     def of(self, envs: Tensor) -> "Rollout":
-        """The sequences of the environments with indices `envs`."""
+        """Return the sequences of the environments with indices `envs` [m] int64."""
 
         def pick(field: Any) -> Any:
             if field is None or isinstance(field, Tensor):
@@ -37,11 +37,11 @@ class Rollout(NamedTuple):
         return Rollout(**fields, state=RecurrentState(*(part[envs] for part in self.state)))
 
     def cut(self, sequence: int, later: RecurrentState) -> "Rollout":
-        """The same steps as shorter sequences, which become environments of their own.
+        """Return the same steps as shorter sequences, which become separate environments.
 
         Args:
-            sequence: Ticks L of each; T is a multiple.
-            later: Recurrent states before each sequence but the first [T / L - 1, n, width].
+            sequence_length: Environment steps L of a sequence; a divisor of T.
+            sequence_states: Recurrent states before each sequence but the first, [T / L - 1, n, width].
         """
 
         def side_by_side(field: Tensor) -> Tensor:  # [T, n, …] -> [L, T / L · n, …]
@@ -57,7 +57,7 @@ class Rollout(NamedTuple):
         return Rollout(**fields, state=RecurrentState(*states))
 
     def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator["Rollout"]:
-        """Goes over the rollout `epochs` times, each time in `parts` random groups of environments."""
+        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments."""
         device = self.log_prob.device
         n = self.log_prob.shape[1]
         for _ in range(epochs):
@@ -66,30 +66,30 @@ class Rollout(NamedTuple):
 
 
 class Experience(NamedTuple):
-    """One step of N environments, as PPO learns from it."""
+    """One step of N environments, as stored for PPO."""
 
-    observation: Any  # [N, …] features normalised: exactly what the policy saw
-    masks: Any  # [N, …]
-    action: Any  # [N, …] as it was carried out
-    log_prob: Tensor  # [N] of that action, by the policy that acted
-    values: Tensor  # [N] normalised, before the action
+    observation: Any  # [N, …] observation as given to the policy, with normalised features
+    masks: Any  # [N, …] action masks
+    action: Any  # [N, …] action as carried out
+    log_prob: Tensor  # [N] log-probability of the action under the policy that acted
+    values: Tensor  # [N] normalised values of the states before the action
     starts: Tensor  # [N] bool: the recurrent state was reset before this step
-    state: RecurrentState  # [N, width] before this step
+    state: RecurrentState  # [N, width] recurrent state before this step
     rewards: Tensor  # [N]
-    terminated: Tensor  # [N] bool
-    truncated: Tensor  # [N] bool
-    privileged: Tensor | None = None  # [N, P] normalised: what the critic saw beside
+    terminated: Tensor  # [N] bool: the episode ended
+    truncated: Tensor  # [N] bool: a time limit cut the episode
+    privileged: Tensor | None = None  # [N, P] normalised features for the critic only
 
 
 class RolloutBuffer:
-    """Storage for one rollout, filled tick by tick.
+    """Storage for one rollout, filled step by step.
 
     Args:
-        env: What there is to store of N environments in T ticks.
-        policy: Whose recurrent state is kept, and whose critic may see more than the policy.
-        sequence: Ticks of one sequence to learn from. None: the whole rollout.
+        env: Environments that determine the number and shapes of what is stored.
+        policy: Policy that determines the recurrent state, and whether privileged features are stored.
+        sequence_length: Environment steps of one training sequence. None: the whole rollout.
 
-    Raises ValueError if a rollout is not made of whole sequences.
+    Raises ValueError if a rollout cannot be split into whole sequences.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, sequence: int | None = None) -> None:
@@ -116,19 +116,19 @@ class RolloutBuffer:
         self.privileged = zeros(env.privileged.shape[-1]) if policy.asymmetric else None
         self.state = RecurrentState(*(torch.zeros_like(part) for part in policy.initial_state(n)))
         cuts = self.ticks // self.sequence - 1
-        # Before each sequence but the first [cuts, N, width].
+        # Recurrent states before each sequence but the first, [cuts, N, width].
         self.later = RecurrentState(*(part.new_zeros(cuts, *part.shape) for part in self.state)) if cuts else None
-        # Views of every tick's rows: to make them anew would cost as much as to write into them.
+        # Views of each step's rows, because creating a view costs as much as writing into it.
         self._rows = [t.unbind(0) for t in self._all()]
 
     def clear(self, state: RecurrentState) -> None:
-        """Begins a rollout whose first step starts from `state`."""
+        """Begin a rollout whose first step starts from `state`."""
         self.length = 0
         for mine, given in zip(self.state, state, strict=True):
             mine.copy_(given)
 
     def add(self, step: Experience) -> None:
-        """Stores a copy of one step, and of the recurrent state before it if a sequence begins there."""
+        """Store a copy of one step, and of the recurrent state before it if a sequence begins there."""
         assert self.length < self.ticks, "the rollout is full"
         if self.later is not None and self.length and self.length % self.sequence == 0:
             for mine, given in zip(self.later, step.state, strict=True):
@@ -141,18 +141,18 @@ class RolloutBuffer:
         return self._tensors_of(self)
 
     def _tensors_of(self, of: "Experience | RolloutBuffer") -> tuple[Tensor, ...]:
-        """The tensors of one step or of all steps, in the order of a checkpoint."""
+        """Return the tensors of one step or of all steps, in the order of a checkpoint."""
         seen = (*of.observation, *of.masks, of.values, of.starts)
         extra = () if self.privileged is None else (of.privileged,)
         return (*seen, *extra, *of.action, of.log_prob, of.rewards, of.terminated, of.truncated)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ticks filled so far."""
+        """Return copies of the steps stored so far and of the recurrent states."""
         saved = {"ticks": [t[: self.length].clone() for t in self._all()], "state": [t.clone() for t in self.state]}
         return saved if self.later is None else saved | {"later": [t.clone() for t in self.later]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Raises ValueError unless it is a part of a rollout like this one."""
+        """Restore a state from `state_dict`. Raises ValueError if its shapes or values do not fit this rollout."""
         check_parts("the rollout's buffer", state, ("ticks", "state", *(() if self.later is None else ("later",))))
         length = check_count("the length of the rollout", len(state["ticks"][0]), self.ticks)
         stored = [t[:length] for t in self._all()]

@@ -1,4 +1,4 @@
-"""Advantage estimation. T = steps in the rollout, N = environments."""
+"""Advantage estimation. T environment steps in a rollout, N environments."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ def gae(
     rewards: Tensor,  # [T, N]
     values: Tensor,  # [T, N]  V(s_t)
     next_values: Tensor,  # [T, N]  V(s_{t+1}), taken before any reset
-    terminated: Tensor,  # [T, N]  bool: s_{t+1} is final and worth nothing
+    terminated: Tensor,  # [T, N]  bool: s_{t+1} is terminal and has value 0
     truncated: Tensor,  # [T, N]  bool: time limit; s_{t+1} keeps its value
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438), for all environments at once.
+    """Compute generalised advantage estimates (https://arxiv.org/abs/1506.02438) of all environments.
 
-    Returns advantages and returns, both [T, N]. Credit never crosses an episode's end.
+    Returns advantages and returns, both [T, N]. Credit never crosses the end of an episode.
     """
     delta = rewards + gamma * next_values * ~terminated - values
     ended = terminated | truncated
@@ -28,9 +28,9 @@ def gae(
 
 
 def normalise(advantages: Tensor, counted: Tensor, floor: float) -> Tensor:
-    """Advantages with mean 0 and deviation 1 over the steps in `counted` (bool, same shape).
+    """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
-    A deviation below `floor` is taken for it, so that noise is not blown up when all returns are alike.
+    The standard deviation is at least `floor`, so that noise is not amplified when all returns are alike.
     """
     sample = advantages[counted]
     if sample.numel() < 2:
@@ -39,5 +39,5 @@ def normalise(advantages: Tensor, counted: Tensor, floor: float) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, floor: float = 1e-8) -> Tensor:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than the mean."""
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one no better than the mean."""
     return 1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=floor)

@@ -1,4 +1,4 @@
-"""The PPO objective, recurrent: whole sequences go through the policy again. T steps, n environments."""
+"""PPO objective for recurrent policies, evaluated on whole sequences. T environment steps, n environments."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,20 +15,21 @@ from esper_lightning.tamiyo.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Anneal:
-    """A number that moves from `start` to `end` over a run."""
+    """Schedule of a number that moves from `start` to `end` over a run."""
 
     start: float
     """Value at the first rollout."""
 
     end: float
-    """Value at the last rollout, and after it."""
+    """Value at the last rollout and after it."""
 
     shape: Literal["linear", "geometric"] = "linear"
-    """On its way it changes by equal differences, or by equal ratios: those soon leave a large start, and take their
-    time with what is small."""
+    """Change by equal differences (linear) or equal ratios (geometric) per rollout.
+
+    Equal ratios leave a large start early and spend more of the run at small values."""
 
     def at(self, progress: float) -> float:
-        """Value at `progress` 0 … 1 of the run."""
+        """Return the value at `progress` 0 … 1 of the run."""
         done = min(1.0, progress)
         if self.shape == "geometric":
             return float(self.start ** (1.0 - done) * self.end**done)
@@ -37,60 +38,63 @@ class Anneal:
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    """Proximal policy optimisation (https://arxiv.org/abs/1707.06347)."""
+    """Settings of proximal policy optimisation (https://arxiv.org/abs/1707.06347)."""
 
     lr: Anneal = Anneal(start=1e-3, end=1e-4)
     """Learning rate of Adam."""
 
     epochs: int = 6
-    """Passes over a rollout. With one, the ratio is always 1 and nothing is proximal."""
+    """Passes over a rollout per update. With 1 pass and 1 minibatch the ratio is always 1."""
 
     minibatches: int = 4
-    """Parts of a rollout, by environment (or sequence), that one pass is made of."""
+    """Minibatches per pass: the environments (or sequences) of a rollout are divided into so many groups."""
 
     sequence: int | None = None
-    """Ticks that the gradient of an LSTM goes back: each such part of a rollout is a sequence of its own, which begins
-    with the state that was remembered there. Shorter is faster. None: whole rollouts."""
+    """Environment steps of backpropagation through time: a rollout is split into sequences of this length.
+
+    Each sequence begins with the stored recurrent state. Shorter is faster. None: whole rollouts."""
 
     clip: float = 0.2
-    """Most that the probability ratio may usefully move from 1."""
+    """Clip range of the probability ratio: beyond 1 ± this there is no incentive to move further."""
 
     value_coefficient: float = 0.5
     """Weight of the value loss."""
 
     value_clip: float | None = None
-    """Most that a normalised value may usefully move in one update. None: no limit."""
+    """Clip range of the change of a normalised value in one update. None: no clipping."""
 
     entropy: Anneal = Anneal(start=0.03, end=0.003)
     """Weight of the entropy bonus."""
 
     entropy_weights: dict[str, float] | None = None
-    """Weight of each head's entropy in the bonus, by name (op, slot, blueprint, tempo …). None: 1 for all."""
+    """Weight of each action head's entropy in the bonus, by name (op, slot, blueprint, tempo …). None: 1 for all."""
 
     gamma: float = 1.0
-    """Discount per tick. 1: the reward of an episode is the change of the objective, whenever it comes."""
+    """Discount per environment step. With 1 the return of an episode is the change of the objective, whenever it
+    comes."""
 
     gae_lambda: float = 0.95
-    """Trust in values (0) against sampled returns (1)."""
+    """GAE's lambda: 0 relies on values, 1 on sampled returns."""
 
     advantage_floor: float = 1e-3
-    """Least deviation of advantages that normalisation assumes."""
+    """Lower bound of the standard deviation by which advantages are divided."""
 
     max_grad_norm: float = 0.5
-    """The policy's gradient is clipped to this norm."""
+    """Largest norm of the policy's gradient; larger gradients are clipped."""
 
     target_kl: float | None = 0.02
-    """KL divergence by which an update should move the policy, on average. None: no limit."""
+    """Target of the mean KL divergence between the policies before and after an update. None: no limit."""
 
     kl_slack: float = 1.5
-    """An update ends early at this multiple of the KL target: it is a mean to be met, not a bound."""
+    """Multiple of the KL target at which an update ends early: above 1, as the target is a mean and not a bound."""
 
     adam_eps: float = 1e-5
-    """Adam's epsilon: larger than usual, because PPO's gradients get small and its steps must not grow for it."""
+    """Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
 
     horizon_is_end: bool = True
-    """Whether the objective is defined at the horizon (a terminal state) or goes on beyond it (a time limit).
-    Environments whose episodes do not end with the rollout say themselves which it is."""
+    """Treat the horizon as a terminal state (the objective is defined there) and not as a time limit.
+
+    Ignored for environments that reset themselves: they report termination and truncation of each episode."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches"):
@@ -116,45 +120,45 @@ class PPOConfig:
                 raise ValueError(f"ppo.{name} must be {'finite' if value > 0.0 else 'positive'}, got {value}")
 
     def check_heads(self, heads: Iterable[str]) -> None:
-        """Raises ValueError if a weight is meant for a head that is none of these."""
+        """Check the names in `entropy_weights`. Raises ValueError if one of them is not in `heads`."""
         unknown = set(self.entropy_weights or ()) - set(heads)
         if unknown:
             raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(heads)}")
 
 
 class PPOTerms(NamedTuple):
-    """Of one minibatch; scalars with a graph first, then what is only watched."""
+    """Loss terms of one minibatch: three scalars with a graph, then metrics without one."""
 
-    policy: Tensor
-    value: Tensor
+    policy: Tensor  # policy loss
+    value: Tensor  # value loss
     entropy: Tensor  # weighted sum over heads, to be maximised
-    head_entropy: Tensor  # [heads of the policy] mean of each, normalised, where it mattered and had a choice
-    head_freedom: Tensor  # [heads of the policy] share of the decisions where it mattered and had a choice
-    kl: Tensor  # by the estimator k3
-    kl_k1: Tensor  # by the mean of -ln r: unbiased, and noisier
-    clip_fraction: Tensor
+    head_entropy: Tensor  # [heads] mean normalised entropy of each head, over steps where it mattered and had a choice
+    head_freedom: Tensor  # [heads] fraction of the actions in which each head mattered and had a choice
+    kl: Tensor  # KL divergence by the estimator k3
+    kl_k1: Tensor  # KL divergence by the estimator k1, the mean of -ln r: unbiased, but noisier
+    clip_fraction: Tensor  # fraction of steps with a ratio outside the clip range
     ratio_error: Tensor  # largest |ratio - 1|
-    ratio_low: Tensor  # least ratio
+    ratio_low: Tensor  # smallest ratio
     ratio_high: Tensor  # largest ratio
-    ratio: Tensor  # [T, n] all of them; not a number where a step was forced
+    ratio: Tensor  # [T, n] probability ratios; NaN where the action was forced
 
     def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
-        """The loss to minimise."""
+        """Return the loss to minimise."""
         return self.policy + value_coefficient * self.value - entropy_coefficient * self.entropy
 
 
 def masked_mean(x: Tensor, where: Tensor) -> Tensor:
-    """Mean of `x` over the True places of `where`; 0 if there are none."""
+    """Return the mean of `x` where `where` is True; 0 if it is nowhere."""
     return (x * where).sum() / where.sum().clamp(min=1)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """PPO's pessimistic policy loss, per step."""
+    """Return PPO's clipped policy loss per step."""
     return -torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
 
 
 def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None) -> Tensor:
-    """Half the squared error, per step; with `clip`, the worse of it and that of the value moved by at most `clip`."""
+    """Return half the squared error per step; with `clip`, the larger of it and that of the clipped value."""
     error = (values - targets).square()
     if clip is not None:
         error = torch.max(error, (old + (values - old).clamp(-clip, clip) - targets).square())
@@ -162,15 +166,15 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None)
 
 
 def kl_estimate(log_ratio: Tensor) -> Tensor:
-    """(r - 1) - ln r: unbiased, never negative, low variance (http://joschu.net/blog/kl-approx.html)."""
+    """Return (r - 1) - ln r, the estimator k3: unbiased, non-negative (http://joschu.net/blog/kl-approx.html)."""
     return torch.expm1(log_ratio) - log_ratio
 
 
 def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
-    """Runs the policy over a minibatch of whole sequences again and compares it with the one that acted."""
+    """Compute the loss terms of a minibatch of whole sequences, relative to the policy that acted."""
     seen = (rollout.observation, rollout.state, rollout.masks, rollout.starts, rollout.privileged)
     distribution, values, _ = policy(*seen)
-    learned = ~rollout.masks.forced  # a forced step was no decision
+    learned = ~rollout.masks.forced  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob
     ratio = log_ratio.exp()
     surrogate = clipped_surrogate(ratio, rollout.advantages, config.clip)
@@ -183,7 +187,7 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)
         steps = learned[..., None] * share
         free = (learned[..., None] * distribution.freedom()).sum((0, 1))
-        # Where there is no choice the entropy is 0, whatever the policy: such steps say nothing of it.
+        # Steps without a choice are excluded, because their entropy is 0 for any policy.
         head_entropy = (entropy * steps).sum((0, 1)) / free.clamp(min=1e-6)
         ratio_low, ratio_high = ratio.aminmax()
     return PPOTerms(
@@ -203,11 +207,11 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
 
 
 def update_metrics(watched: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str]) -> dict[str, float]:
-    """What an update did, in numbers.
+    """Return the metrics of one update by name.
 
     Args:
-        watched: Terms of every minibatch, also of one that was not learned from any more.
-        grad_norms: Of those that were.
+        minibatch_terms: Terms of every minibatch, including the one at which the update ended early.
+        grad_norms: Gradient norm of every minibatch that was trained on.
         heads: Names of the policy's heads.
     """
 

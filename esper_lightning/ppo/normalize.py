@@ -1,18 +1,18 @@
-"""Running statistics, as buffers of the module that trains: they live in its checkpoints."""
+"""Running mean and variance, stored as module buffers, so that checkpoints contain them."""
 
 import torch
 from torch import Tensor, nn
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of a stream of vectors.
+    """Running mean and variance of a stream of vectors.
 
-    Without momentum every value seen counts alike (Chan et al.'s parallel update of Welford's sums); with it, the past
-    fades by `momentum` per update, and the shift of the mean is part of the variance.
+    Without momentum every value has the same weight (Chan et al.'s parallel update of Welford's sums). With momentum
+    old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance.
 
     Args:
         shape: Shape of one value.
-        momentum: Share of the past that an update keeps. None: count everything.
+        momentum: Weight of the old statistics in an update, 0 … 1. None: every value has the same weight.
         clip: Normalised values are clipped to ± this.
     """
 
@@ -30,7 +30,7 @@ class RunningMeanStd(nn.Module):
 
     @torch.no_grad()
     def update(self, batch: Tensor) -> None:
-        """Takes in values [..., *shape]; an empty batch changes nothing."""
+        """Update the statistics with values [..., *shape]; an empty batch changes nothing."""
         batch = batch.reshape(-1, *self.mean.shape)
         fresh = batch.shape[0]
         if fresh == 0:
@@ -46,14 +46,14 @@ class RunningMeanStd(nn.Module):
         self.count.add_(fresh)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised, clipped values; before the first update, the values themselves."""
+        """Return normalised and clipped values; before the first update they are only clipped."""
         return ((x - self.mean) / self.deviation).clamp(-self.clip, self.clip)
 
     def inverse(self, x: Tensor) -> Tensor:
-        """Values on their own scale again."""
+        """Return normalised values on their original scale."""
         return x * self.deviation + self.mean
 
     @property
     def deviation(self) -> Tensor:
-        """Standard deviation; a constant stream counts as deviation 1, so that it becomes 0 and not noise."""
+        """Standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
         return torch.where(self.var > 1e-8, self.var, 1.0).sqrt()

@@ -1,4 +1,4 @@
-"""What the policy is paid for: numbers in, numbers out."""
+"""Rewards of the policy, as pure functions of one environment step's numbers."""
 
 from esper_lightning.rewards.config import ModeName, RewardConfig
 from esper_lightning.rewards.modes import MODES, bound, pay, settled

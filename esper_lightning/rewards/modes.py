@@ -1,8 +1,8 @@
-"""Every reward is a named sum of terms: the table of modes, and what each term makes of a tick.
+"""Reward modes: each is a named sum of terms, and each term is a function of one environment step of one host.
 
 Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
 points of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are
-0 … 1 times the factor named; in `loss` 1 is a deviation of the loss. The Governor's penalty is the same in every mode.
+0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's penalty is the same in every mode.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ from esper_lightning.rewards.terms import MOST_POINTS
 from esper_lightning.rewards.tick import Account, SlotTick, Tick
 
 YOUNG = 5
-"""Ticks: the age at which a seed has had its chance (minimal)."""
+"""Age in ticks below which a cull counts as early (minimal)."""
 
 GRACE = 3
-"""Ticks for which a new seed costs no rent (loss)."""
+"""Age in ticks below which a seed costs no rent (loss)."""
 
 OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
-"""Of mode `shaped`."""
+"""Cost of an op by its name (shaped)."""
 
 AUTO_CULL_COST = 0.2
 RANSOM_COST = 0.3
@@ -29,13 +29,14 @@ MOST_POTENTIAL = max(terms.POTENTIALS) + terms.MOST_FOR_TICKS
 
 
 class Term(NamedTuple):
-    """A part of a reward."""
+    """Term of a reward."""
 
     pay: Callable[[Tick, RewardConfig], float]
+    """Function that returns the term for one step."""
     bound: Callable[[RewardConfig, int], float]
-    """Config and number of slots K -> the most that |pay| can be."""
+    """Function of the config and the number of slots K that returns an upper bound of the term's absolute value."""
     closes: bool = False
-    """Also paid where a rollback ends the trajectory: it takes back what was only lent."""
+    """Also paid where a rollback ends the trajectory, because the term takes back what earlier steps lent."""
 
 
 def objective_change(tick: Tick, config: RewardConfig) -> float:
@@ -83,12 +84,12 @@ def good_fossils(tick: Tick, config: RewardConfig) -> float:
 
 
 def progress(slot: SlotTick, accuracy: float) -> float:
-    """Accuracy points gained since the seed was germinated."""
+    """Return the accuracy points gained since the seed was germinated."""
     return MOST_POINTS * (accuracy - slot.account.start)
 
 
 def attribution(tick: Tick, config: RewardConfig) -> float:
-    """Of every blended seed; what was last paid for a seed is taken back when it goes by decision."""
+    """Return the accuracy points attributed to blended seeds; a culled seed's last payment is taken back."""
     clean, clean_before = (
         MOST_POINTS * (whole - bare)
         for whole, bare in ((tick.accuracy, tick.bare), (tick.accuracy_before, tick.bare_before))
@@ -135,12 +136,15 @@ def rent_of_effective(tick: Tick, config: RewardConfig) -> float:
 
 def drip(tick: Tick, config: RewardConfig) -> float:
     fossils = [slot for slot in tick.slots if slot.acted.stage is Stage.FOSSILIZED]
-    known = [slot for slot in fossils if slot.account.rest]  # a checkpoint of before there were accounts says nothing
+    known = [slot for slot in fossils if slot.account.rest]  # 0 in checkpoints from before accounts existed
     return sum(terms.drip(slot.contribution, config.fossilize_bonus, slot.account.rest) for slot in known)
 
 
 def credit_now(slot: SlotTick, tick: Tick) -> float:
-    """Accuracy points of credit after the tick: of a kept seed frozen, of one that is gone or not kept in time 0."""
+    """Return a seed's credit in accuracy points after the step.
+
+    It is frozen once the seed is fossilized, and 0 if the seed was removed or not fossilized in time.
+    """
     if slot.acted.stage is Stage.FOSSILIZED:
         return slot.account.credit
     if tick.diverged or tick.last or slot.acted.stage not in LIVE or slot.left:
@@ -150,7 +154,7 @@ def credit_now(slot: SlotTick, tick: Tick) -> float:
 
 
 def settled(slot: SlotTick, tick: Tick) -> Account:
-    """The slot's account after the tick."""
+    """Return the slot's account after the step."""
     return slot.account._replace(credit=credit_now(slot, tick))
 
 
@@ -179,7 +183,7 @@ def accuracy_at_end(weight: float) -> Term:
 
 
 def bonus_of(share: float) -> Term:
-    """`share` of the bonus for a seed, in the tick in which it is kept."""
+    """Return a term that pays `share` of the bonus for a seed in the step in which it is fossilized."""
 
     def paid(tick: Tick, config: RewardConfig) -> float:
         kept = [slot for slot in tick.slots if slot.kept]
@@ -238,13 +242,16 @@ MODES: Mapping[ModeName, Mapping[str, Term]] = {
         "end": Term(loss_at_end, fixed(1.0)),
     },
 }
-"""Terms by mode and name. The names are what plots show."""
+"""Terms by mode and name. The names appear in plots as `reward/<name>`."""
 
 assert set(MODES) == set(get_args(ModeName))
 
 
 def pay(tick: Tick, config: RewardConfig) -> dict[str, float]:
-    """Every term of the config's mode for a tick; they sum to the reward. After a rollback accounts are only closed."""
+    """Return every term of the config's mode for one step; their sum is the reward.
+
+    In a step that ends with a rollback only terms with `paid_after_rollback` are paid.
+    """
 
     def counts(term: Term) -> bool:
         return not tick.over and (term.closes or not tick.diverged)
@@ -253,8 +260,8 @@ def pay(tick: Tick, config: RewardConfig) -> dict[str, float]:
 
 
 def bound(config: RewardConfig, slots: int) -> float:
-    """The most that the reward of a tick can be in size, of a host with so many slots, without a rollback's penalty.
+    """Return an upper bound of the absolute reward of one step, without the penalty of a rollback.
 
-    Of `objective` and `kept` it holds for an `objective.rent_cap` of at most 1, with which J lies between -1 and 1.
+    In the modes `objective` and `kept` it holds if `objective.rent_cap` is at most 1, so that J lies in [-1, 1].
     """
     return sum(term.bound(config, slots) for term in MODES[config.mode].values())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Prices(NamedTuple):
-    """What growth costs in one episode."""
+    """Prices of growth in one episode, in accuracy (0 to 1) per growth by a factor of e."""
 
     parameters: float
     compute: float
@@ -17,25 +17,27 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What a grown network is worth: accuracy minus rent for the parameters that were kept, and for their compute."""
+    """Settings of the objective J: accuracy minus rent for the parameters and the compute of fossilized seeds."""
 
     price: float = 0.05
-    """Accuracy (0 to 1) that a kept growth of the parameters by a factor of e must bring to be worth it."""
+    """Accuracy (0 to 1) that a fossilized growth of the parameters by a factor of e must add to be worth it."""
 
     price_to: float | None = None
-    """With it every episode has a price of its own, evenly drawn between `price` and this. None: `price` always."""
+    """Upper end of the range from `price` on which each episode's price is drawn uniformly. None: always `price`."""
 
     compute_price: float = 0.0
-    """The same for a growth of the forward pass's floating-point operations. Where it is not 0 it is observed."""
+    """Accuracy (0 to 1) that a growth of the forward pass's floating-point operations by a factor of e must add to be
+    worth it. If it is not 0, the policy observes the compute."""
 
     compute_price_to: float | None = None
-    """With it every episode has a compute price of its own, evenly drawn between `compute_price` and this."""
+    """Upper end of the range from `compute_price` on which each episode's compute price is drawn uniformly. None:
+    always `compute_price`."""
 
     smallest_host: int = 200
-    """Growth is relative to at least this many parameters: beside a tiny host every seed would look enormous."""
+    """Least number of parameters that growth is relative to: relative to a tiny host every seed would look enormous."""
 
     rent_cap: float = 1.0
-    """Most rent that is ever charged: accuracy cannot be below 0, so more would mean nothing."""
+    """Largest rent: accuracy cannot be below 0, so a larger rent would mean nothing."""
 
     def __post_init__(self) -> None:
         if self.smallest_host < 1:
@@ -49,16 +51,16 @@ class ObjectiveConfig:
 
     @property
     def varies(self) -> bool:
-        """Do prices differ between episodes?"""
+        """True if prices differ between episodes."""
         return self.price_to is not None or self.compute_price_to is not None
 
     @property
     def prices_compute(self) -> bool:
-        """Does compute cost anything?"""
+        """True if compute has a price."""
         return self.compute_price != 0.0 or self.compute_price_to is not None
 
     def prices(self, seed: int) -> Prices:
-        """Of the episode that begins with `seed`: of that alone, so every controller pays the same on the same host."""
+        """Return the prices of the episode with this RNG seed, the same for every controller."""
         if not self.varies:
             return Prices(self.price, self.compute_price)
         drawn = random.Random(seed)
@@ -79,11 +81,14 @@ def rent(
     price: Tensor | None = None,
     compute: Tensor | float = 0.0,
 ) -> Tensor:
-    """What networks with `parameters` [N], grown from hosts of `host_parameters`, cost: price·ln(1 + growth), capped.
+    """Return the rent [N] of grown networks: price·ln(1 + growth), capped.
 
     Args:
-        price: Of each episode, [N]. None: the config's.
-        compute: What compute costs beside that, [N]: see `compute_rent`. The cap is on the sum.
+        parameters: Parameters of the grown networks, [N].
+        host_parameters: Parameters of the hosts they grew from.
+        config: Default price, cap, and least number of parameters that growth is relative to.
+        price: Price of each episode, [N]. None: that of the config.
+        compute_cost: Rent for compute, [N], from `compute_rent`. The cap applies to the sum.
     """
     growth = (parameters - host_parameters) / torch.as_tensor(host_parameters).clamp(min=config.smallest_host)
     charged = (config.price if price is None else price) * torch.log1p(growth)
@@ -91,7 +96,7 @@ def rent(
 
 
 def compute_rent(flops: Tensor, host_flops: Tensor | int, price: Tensor) -> Tensor:
-    """Price·ln(1 + growth) [N] of networks whose forward pass takes `flops` [N], grown from one of `host_flops`."""
+    """Return price·ln(1 + growth) [N] for forward passes of `flops` [N], grown from hosts of `host_flops`."""
     return price * torch.log1p((flops - host_flops) / host_flops)
 
 
@@ -103,8 +108,8 @@ def objective(
     price: Tensor | None = None,
     compute: Tensor | float = 0.0,
 ) -> Tensor:
-    """J [N] of networks with `accuracy` [N] in 0 … 1 and `parameters` [N] kept; see `rent` for the rest.
+    """Return J [N] of networks with `accuracy` [N] in 0 … 1 and `parameters` [N]; see `rent` for the other arguments.
 
-    The reward of a tick is the change of J, so that an episode's rewards sum to J at its end minus J at its start.
+    The reward of a step is the change of J, so the rewards of an episode sum to J at its end minus J at its start.
     """
     return accuracy - rent(parameters, host_parameters, config, price, compute)

@@ -1,36 +1,36 @@
-"""Terms of the rewards: pure functions on numbers. Contributions and progress are accuracy points of 100.
+"""Building blocks of reward terms: pure functions of numbers. Contributions and progress are accuracy points of 100.
 
-Which mode is paid by which terms is in `modes`.
+`MODES` lists the terms of each mode.
 """
 
 import math
 
 POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0)
-"""Of a slot by stage: DORMANT, GERMINATED, TRAINING, BLENDING, PROBATIONARY, FOSSILIZED, CULLED, EMBARGOED."""
+"""Potential by stage: DORMANT, GERMINATED, TRAINING, BLENDING, PROBATIONARY, FOSSILIZED, CULLED, EMBARGOED."""
 
 POTENTIAL_PER_TICK, MOST_FOR_TICKS = 0.3, 2.0
-"""What each tick in a stage with a potential adds to it, and the most that it adds."""
+"""Potential added by each tick in a stage whose potential is not 0, and the largest sum of these additions."""
 
 MOST_POINTS = 100.0
-"""No contribution is larger."""
+"""Largest possible contribution, in accuracy points."""
 
 CONTRIBUTES = 1.0
-"""Accuracy points from which on a seed is good: what the gate before fossilization asks for by default."""
+"""Least contribution of a good seed, in accuracy points; equals the default of the gate before fossilization."""
 
 BONUS_POINTS = 10.0
-"""Contribution that earns the whole bonus of a fossilization: what observations show as 1."""
+"""Contribution in accuracy points that earns the whole bonus for fossilization; observations show it as 1."""
 
 AT_ONCE = 0.3
-"""Share of that bonus that `basic_plus` pays at once."""
+"""Share of the bonus for fossilization that `basic_plus` pays immediately."""
 
 LEAST_DRIP, MOST_DRIP = -0.05, 0.1
-"""Of one seed in one tick."""
+"""Least and largest delayed part of the bonus, for one seed in one tick."""
 
 MOST_CREDIT_STEP = 2.0
-"""Accuracy points by which the credit owed to a seed moves in a tick."""
+"""Largest change of a seed's credit in one tick, in accuracy points."""
 
 MOST_LOSS_CHANGE = 5.0
-"""Deviations by which a loss can count as changed."""
+"""Largest rewarded change of the loss in one tick, in deviations."""
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -38,27 +38,28 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def potential(stage: int, ticks_in_stage: int) -> float:
-    """Of a slot: how near its seed is to being kept."""
+    """Return the potential of a slot, which grows as its seed comes closer to being fossilized."""
     base = POTENTIALS[stage]
     return base + min(POTENTIAL_PER_TICK * ticks_in_stage, MOST_FOR_TICKS) if base > 0.0 else 0.0
 
 
 def shaping(before: float, after: float, gamma: float) -> float:
-    """γφ' - φ (https://people.eecs.berkeley.edu/~russell/papers/icml99-shaping.pdf): its discounted sum telescopes.
+    """Return γφ' - φ, whose discounted sum telescopes.
 
-    The potential of a state in which the trajectory ends is 0: so it cannot change which policy is best.
+    The potential of a terminal state must be 0; then shaping does not change which policy is optimal
+    (https://people.eecs.berkeley.edu/~russell/papers/icml99-shaping.pdf).
     """
     return gamma * after - before
 
 
 def attribution(contribution: float, progress: float, clean: float) -> float:
-    """What one seed has done for the host.
+    """Return the accuracy points of the host that are attributed to one seed.
 
     Args:
-        contribution: Accuracy with it minus accuracy without it.
-        progress: Accuracy now minus accuracy when it was germinated.
-        clean: Accuracy now minus accuracy with every seed off. Where that is negative the seeds have made themselves
-            needed without making the host better, and a gain counts for less; a loss is a loss.
+        contribution: Accuracy with the seed minus accuracy without it.
+        progress: Accuracy now minus accuracy when the seed was germinated.
+        gain_over_host_only: Accuracy now minus accuracy with every seed switched off. If it is negative, the host
+            depends on seeds that have not made it better: a positive attribution is reduced, a negative one is not.
     """
     if contribution < 0.0:
         return contribution
@@ -69,50 +70,50 @@ def attribution(contribution: float, progress: float, clean: float) -> float:
 
 
 def is_ransom(contribution: float, clean: float) -> bool:
-    """Does a seed make itself needed while the seeds together do harm?"""
+    """Return True if the host depends on the seed although all seeds together reduce its accuracy."""
     return contribution > 0.1 and clean < -0.2
 
 
 def credit_due(contribution: float, progress: float) -> float:
-    """Accuracy points that a seed has earned: the geometric mean of what depends on it and what was gained with it."""
+    """Return the credit due to a seed in accuracy points: the geometric mean of its contribution and the progress."""
     return math.sqrt(max(0.0, contribution) * max(0.0, progress))
 
 
 def credit_after(credit: float, due: float) -> float:
-    """The credit paid so far moves towards what is due, by a bounded step."""
+    """Return the credit in accuracy points after a bounded step from the credit paid so far towards the credit due."""
     return credit + clip(due - credit, -MOST_CREDIT_STEP, MOST_CREDIT_STEP)
 
 
 def fossil_bonus(contribution: float, bonus: float) -> float:
-    """For keeping a seed: in proportion to its contribution, negative if that is."""
+    """Return the bonus for fossilizing a seed, proportional to its contribution and of the same sign."""
     return bonus * clip(contribution / BONUS_POINTS, -1.0, 1.0)
 
 
 def drip(contribution: float, bonus: float, rest: int) -> float:
-    """One tick's part of the later share of that bonus, by what the kept seed contributes now.
+    """Return one tick's part of the delayed bonus, in proportion to the fossilized seed's present contribution.
 
-    With the same contribution for all the `rest` of the ticks, and within its limits, it sums to that share.
+    With a constant contribution over all `ticks_left` ticks, and unless clipped, the parts sum to the delayed share.
     """
     return clip((1.0 - AT_ONCE) * fossil_bonus(contribution, bonus) / rest, LEAST_DRIP, MOST_DRIP)
 
 
 def log_rent(growth: float, weight: float, cap: float) -> float:
-    """weight·ln(1 + growth), at most `cap`."""
+    """Return weight·ln(1 + growth), at most `cap`."""
     return min(weight * math.log1p(growth), cap)
 
 
 def blending_warning(ticks_in_stage: int) -> float:
-    """Cost of blending in a seed since whose germination the host has become worse."""
+    """Return the cost of blending a seed since whose germination the host has become worse."""
     return 0.1 + min(0.05 * ticks_in_stage, 0.3)
 
 
 def waiting_warning(ticks_in_stage: int) -> float:
-    """Cost of leaving a good seed on probation, from its second tick there on."""
+    """Return the cost of leaving a good seed in PROBATIONARY, from its second tick there on."""
     return min(0.1 + 0.05 * (ticks_in_stage - 2), 0.3) if ticks_in_stage >= 2 else 0.0
 
 
 def loss_change(before: float, after: float, deviation: float) -> float:
-    """How much better a loss has become, in deviations; half where it is worse. One that is no number is the worst."""
+    """Return the fall of a loss in deviations, clipped; a rise counts half. A loss that is not finite is the worst."""
     if not math.isfinite(after):
         change = -MOST_LOSS_CHANGE
     elif not math.isfinite(before):
@@ -123,5 +124,5 @@ def loss_change(before: float, after: float, deviation: float) -> float:
 
 
 def loss_left(loss: float, chance: float) -> float:
-    """Share of the loss of guessing that was overcome, 0 … 1."""
+    """Return the share of the loss of guessing that was overcome, 0 … 1; 0 if the loss is not finite."""
     return clip((chance - loss) / chance, 0.0, 1.0) if math.isfinite(loss) else 0.0

@@ -1,4 +1,4 @@
-"""What rewards are paid for: one tick of one host, as plain numbers."""
+"""Inputs of the reward: one environment step of one host, as plain numbers."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,18 @@ from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
 
 
 class Account(NamedTuple):
-    """What is remembered of the seed in a slot for the sake of rewards; a part of the host's state."""
+    """Memory of the reward for the seed in one slot; a part of the host's state."""
 
     start: float = 0.0
-    """Validation accuracy when it was germinated."""
+    """Validation accuracy of the host when the seed was germinated."""
     rest: int = 0
-    """Ticks from its fossilization to the horizon, both included; 0: not fossilized."""
+    """Ticks from the seed's fossilization to the horizon, both included; 0: not fossilized."""
     credit: float = 0.0
-    """Accuracy points that mode `escrow` has paid for it so far."""
+    """Accuracy points that mode `escrow` has paid for the seed so far."""
 
 
 class Seed(NamedTuple):
-    """A slot at one moment."""
+    """State of a slot at one moment."""
 
     stage: Stage
     ticks_in_stage: int
@@ -27,78 +27,89 @@ class Seed(NamedTuple):
 
 
 class SlotTick(NamedTuple):
-    """One slot in one tick: as the decision found it, as it left it, and as it was when the tick was over."""
+    """One slot in one environment step: before the action, right after it, and at the end of the step."""
 
     before: Seed
+    """State before the action."""
     acted: Seed
+    """State right after the action, before the host trains."""
     after: Seed
+    """State at the end of the step."""
     account: Account
-    """After the decision."""
+    """Account right after the action."""
     contribution_before: float
-    """Accuracy points of 100, as last measured before the decision; 0 for a seed that is not blended."""
+    """Contribution in accuracy points of 100, as last measured before the action; 0 for a seed that is not blended."""
     contribution: float
-    """As measured at the end of the tick."""
+    """Contribution in accuracy points of 100 at the end of the step."""
     growth: float
-    """Parameters of the seed that trained in this tick, over the host's."""
+    """Parameters of the seed that trained in this step, divided by those of the host."""
     alpha: float
-    """How much of it was in the host's output."""
+    """Weight of the seed in the host's output during this step."""
 
     @property
     def dismissed(self) -> bool:
-        """Was its cull decided in this tick? A slow one begins."""
+        """True if the action of this step culls the seed, at once or by starting to fade it out."""
         begins_to_fade = self.acted.fading and not self.before.fading
         return self.before.stage in LIVE and (self.acted.stage is Stage.CULLED or begins_to_fade)
 
     @property
     def left(self) -> bool:
-        """Was the seed removed after it had trained in this tick: by itself, or because it had faded out?"""
+        """True if the seed was removed after it trained in this step: automatically, or because it had faded out."""
         return self.acted.stage in LIVE and self.after.stage not in OCCUPIED
 
     @property
     def culled(self) -> bool:
-        """Is the seed gone because that was decided: at once, or now that it has faded out?"""
+        """True if the seed was removed in this step by an action: at once, or at the end of fading out."""
         at_once = self.before.stage in LIVE and self.acted.stage is Stage.CULLED
         return at_once or (self.left and self.acted.fading)
 
     @property
     def kept(self) -> bool:
-        """Was it fossilized in this tick?"""
+        """True if the seed was fossilized in this step."""
         return self.acted.stage is Stage.FOSSILIZED and self.before.stage is not Stage.FOSSILIZED
 
 
 class Tick(NamedTuple):
-    """One host's tick: the decision, and what was measured before and after it.
+    """One environment step of one host: the action, and the measurements before and after it.
 
-    Accuracies are in 0 … 1 and, like losses, those of the host with its live seeds, unless they say otherwise.
+    Accuracies lie in 0 … 1. Accuracies and losses are validated with all live seeds unless stated otherwise.
     """
 
     op: str
-    """That was carried out."""
+    """Name of the op that was carried out, after vetoes."""
     over: bool
-    """The host's episode had ended before: nothing happens any more."""
+    """The host's episode had ended before this step; nothing happens any more."""
     last: bool
-    """The horizon is reached: what is not fossilized is dropped."""
+    """The step reaches the horizon; seeds that are not fossilized are dropped."""
     diverged: bool
-    """The host was rolled back: the trajectory ends, and what was measured is not this tick's doing."""
+    """The host was rolled back: the trajectory ends, and the measurements do not result from the action."""
     objective_before: float
+    """J before the action."""
     objective: float
-    """J; at the horizon of what is kept, otherwise with live seeds."""
+    """J after the step, with all live seeds; at the horizon with fossilized seeds only."""
     kept_objective_before: float
+    """J before the action with fossilized seeds only."""
     kept_objective: float
-    """J of what is kept: what it would be if the episode ended here."""
+    """J after the step with fossilized seeds only, as if the episode ended here."""
     accuracy_at_start: float
-    """When the episode began."""
+    """Accuracy at the start of the episode."""
     accuracy_before: float
+    """Accuracy before the action."""
     accuracy: float
+    """Accuracy after the step."""
     kept_accuracy: float
-    """With the fossilized seeds alone."""
+    """Accuracy after the step with fossilized seeds only."""
     bare_before: float
+    """Accuracy before the action with every seed switched off; with all live seeds except in mode `shaped`."""
     bare: float
-    """With every seed switched off; measured in mode `shaped` only, else that of the host as it is."""
+    """Accuracy after the step with every seed switched off; with all live seeds except in mode `shaped`."""
     loss_before: float
+    """Loss before the action."""
     loss: float
+    """Loss after the step."""
     kept_loss: float
+    """Loss after the step with fossilized seeds only."""
     chance: float
     """Loss of guessing, ln(classes)."""
     slots: tuple[SlotTick, ...]
-    """Empty in modes that are not paid for seeds."""
+    """One record per slot, [K]; empty in modes that do not depend on seeds."""

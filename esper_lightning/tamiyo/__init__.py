@@ -1,1 +1,1 @@
-"""Tamiyo, who decides what to grow, and the rules she is compared with."""
+"""Tamiyo, the policy that decides what to grow, and the baselines it is compared with."""

@@ -1,7 +1,7 @@
-"""A policy on hosts of another kind than those that it was trained on: they are shown to it as what it knows.
+"""Transfer of a policy to hosts of another kind: adapters between the spaces of training and those of the new hosts.
 
-Its places and theirs are paired in order, its blueprints and theirs by name, or by what shall stand in for them. What
-the hosts lack is there, empty, and masked. N environments, D features, K slots and P blueprints that the policy knows.
+Slots are paired in order, blueprints by name or by their stand-ins. Slots that the hosts lack appear empty and are
+masked. N environments, D features, K slots and P blueprints of the training hosts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.tamiyo.controller import Controller
 
 PAIRED = ("slot", "blueprint")
-"""Heads of which the choices may be others on other hosts."""
+"""Heads whose choices may differ between training and new hosts."""
 
 CHOICES, FEATURES = "choices of the {} head", "observed features"
 
 
 class Home(NamedTuple):
-    """What a policy knows, and what takes the place of a seed that cannot grow elsewhere."""
+    """Action space and features of the training hosts, with stand-ins for blueprints that other hosts lack."""
 
     space: ActionSpace
     features: list[str]
@@ -32,7 +32,10 @@ class Home(NamedTuple):
 
     @classmethod
     def of(cls, identity: Mapping[str, Any], stand_ins: Mapping[str, str]) -> "Home":
-        """As a checkpoint says. Raises ValueError if it does not, or if a stand-in is for nothing that is known."""
+        """Return the spaces recorded in a checkpoint's identity.
+
+        Raises ValueError if they are missing, or if a stand-in replaces an unknown blueprint.
+        """
         try:
             space = ActionSpace(*(list(identity[CHOICES.format(head)]) for head in HEADS))
             features = [str(name) for name in identity[FEATURES]]
@@ -45,14 +48,14 @@ class Home(NamedTuple):
 
 
 class Guise:
-    """A pool as a policy from elsewhere sees it: what `LearnedController` asks of a pool.
+    """Presents a pool in the spaces of the training hosts, with the attributes that `LearnedController` reads.
 
     Args:
-        home: What the policy knows.
-        pool: At the beginning of an episode: what empty slots look like is read from it.
+        spaces: Spaces of the training hosts.
+        pool: Pool at the beginning of an episode: the features of empty slots are read from it.
 
-    Raises ValueError if the hosts have more slots than the policy, if nothing it knows grows there, or if other choices
-    or features differ.
+    Raises ValueError if the hosts have more slots than the policy, if none of its blueprints is available there, or if
+    other choices or features differ.
     """
 
     def __init__(self, home: Home, pool: HostPool) -> None:
@@ -62,15 +65,15 @@ class Guise:
         self.n_envs = pool.n_envs
         space = pool.space
         here = [home.stand_ins.get(name, name) for name in home.space.blueprint]
-        somewhere = pool.masks_on_cpu.blueprint[0].any(0).tolist()  # of several tasks each has its own
+        somewhere = pool.masks_on_cpu.blueprint[0].any(0).tolist()  # with several tasks each has its own mask
         growing = [name for name, grows in zip(space.blueprint, somewhere, strict=True) if grows]
         check_blueprints(here, growing, home)
         self.slots, self.places = len(space.slot), len(home.space.slot)
-        # Of each of its blueprints the number here, and 0 where there is none; `grows` says which.
+        # Index of each of the policy's blueprints on these hosts, or 0; `is_growable` masks the missing ones.
         numbers = [space.blueprint.index(name) if name in space.blueprint else 0 for name in here]
         self.blueprint_here = torch.tensor(numbers, device=pool.device)
         self.grows = torch.tensor([name in growing for name in here], device=pool.device)
-        # Of each seed here the number it is known by; it plants no others.
+        # Id under which the policy observes each blueprint of these hosts, or 0 if it has none for it.
         known = [0] + [1 + here.index(name) if name in here else 0 for name in space.blueprint]
         self.known_as = torch.tensor(known, device=pool.device)
         columns = self._columns(home, pool)
@@ -79,23 +82,26 @@ class Guise:
         padded = [place_of(name, home.space.slot)[0] >= self.slots for name in home.features]
         self.padded = torch.tensor(padded, device=pool.device)
         self.empty = torch.where(self.padded, first, torch.zeros_like(first))
-        # Of an empty slot nothing changes but how long it has been empty.
+        # The only feature of an empty slot that changes is the time for which it has been empty.
         counting = [name.endswith(".ticks_in_stage") for name in home.features]
         self.counting = torch.tensor(counting, device=pool.device) & self.padded
-        # Shares of slots in a stage are shares of all places.
+        # Shares of slots in a stage are relative to all slots of the policy.
         shares = {f"{SHARE}{stage.name}": float(stage is Stage.DORMANT) for stage in Stage}
         self.shared = torch.tensor([name in shares for name in home.features], device=pool.device)
         idle = torch.tensor([shares.get(name, 0.0) for name in home.features], device=pool.device)
         self.idle = idle * (self.places - self.slots) / self.places
 
     def _columns(self, home: Home, pool: HostPool) -> list[int]:
-        """Where each known feature is found here; those of a place that is not there in the first slot's, for now."""
+        """Return the column of each of the policy's features on these hosts.
+
+        Features of slots that the hosts lack get the column of the first slot; its value is replaced later.
+        """
         columns = []
         for name in home.features:
             place, rest = place_of(name, home.space.slot)
             here = name if place < 0 else f"{pool.space.slot[place if place < self.slots else 0]}.{rest}"
             if here not in pool.feature_names:
-                raise ValueError(f"Tamiyo looks at {name!r}, and these hosts do not show {here!r}; see data.env.sight")
+                raise ValueError(f"the policy observes {name!r}, but these hosts have no {here!r}; see data.env.sight")
             columns.append(pool.feature_names.index(here))
         return columns
 
@@ -105,7 +111,7 @@ class Guise:
 
     @property
     def observation(self) -> Observation:
-        """[N, D] and [N, K]."""
+        """Observation in the policy's spaces: features [N, D] and blueprint ids [N, K]."""
         seen = self.pool.observation
         features = torch.where(self.padded, self.empty, seen.features[:, self.columns])
         if self.places > self.slots:
@@ -117,7 +123,7 @@ class Guise:
 
     @property
     def masks(self) -> Masks:
-        """As those of the hosts; nothing can be done in a place that is not there."""
+        """Masks in the policy's spaces; no action is possible in slots that the hosts lack."""
         masks = self.pool.masks
         blueprint = self._pad((masks.blueprint[..., self.blueprint_here] & self.grows).mT).mT
         slot = self._pad(masks.slot)
@@ -134,7 +140,7 @@ class Guise:
         return torch.nn.functional.pad(part, (0, self.places - self.slots))
 
     def translate(self, action: Action) -> Action:
-        """The same decisions with the hosts' own numbers; WAIT for what cannot be done here."""
+        """Return the action with the hosts' own indices, or WAIT where it is impossible on them."""
         sown = action.op == Op.GERMINATE
         possible = (action.slot < self.slots) & (~sown | self.grows[action.blueprint])
         blueprint = torch.where(sown, self.blueprint_here[action.blueprint], 0)
@@ -142,7 +148,10 @@ class Guise:
 
 
 def place_of(feature: str, slots: Sequence[str]) -> tuple[int, str]:
-    """Number of the slot that a feature is of, and what it is called there; -1 if it is of the whole host."""
+    """Return the index of a feature's slot and its name within the slot.
+
+    For features of the whole host the index is -1 and the name is unchanged.
+    """
     own = [slot for slot in slots if feature.startswith(f"{slot}.")]
     if not own:
         return -1, feature
@@ -151,7 +160,7 @@ def place_of(feature: str, slots: Sequence[str]) -> tuple[int, str]:
 
 
 def check_heads(known: ActionSpace, here: ActionSpace) -> None:
-    """Raises ValueError unless all choices but slots and blueprints are the same, and every slot has its place."""
+    """Raise ValueError unless the choices of all heads except slots and blueprints agree and the slots suffice."""
     for head, ours, theirs in zip(HEADS, known, here, strict=True):
         if head not in PAIRED and ours != theirs:
             raise ValueError(f"Tamiyo chooses among {ours} by her {head} head, these hosts offer {theirs}")
@@ -162,7 +171,7 @@ def check_heads(known: ActionSpace, here: ActionSpace) -> None:
 
 
 def check_blueprints(here: Sequence[str], growing: Sequence[str], home: Home) -> None:
-    """Raises ValueError if stand-ins do not grow or stand for two, or if nothing that is known is `growing` here."""
+    """Raise ValueError if a stand-in is not growable or replaces two blueprints, or if no blueprint is growable."""
     for name in home.stand_ins.values():
         if name not in growing:
             raise ValueError(f"stand_ins: {name!r} does not grow here; {nearest(name, growing)}")
@@ -176,11 +185,11 @@ def check_blueprints(here: Sequence[str], growing: Sequence[str], home: Home) ->
 
 
 class Abroad:
-    """Lets a controller decide that knows other hosts.
+    """Lets a controller act on hosts of another kind than it was trained on.
 
     Args:
-        controller: Looks at observation and masks alone, as `LearnedController`.
-        home: What it knows.
+        controller: Controller that reads observation and masks only, such as `LearnedController`.
+        spaces: Spaces of its training hosts.
     """
 
     def __init__(self, controller: Controller, home: Home) -> None:
@@ -188,7 +197,7 @@ class Abroad:
         self.home = home
 
     def reset(self, pool: HostPool) -> None:
-        """Raises ValueError if the hosts cannot be shown as what is known."""
+        """Start an episode. Raises ValueError if the hosts do not fit the policy's spaces."""
         self.guise = Guise(self.home, pool)
         self.controller.reset(self.guise)
 

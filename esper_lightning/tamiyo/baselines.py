@@ -1,4 +1,4 @@
-"""Controllers that any other must beat."""
+"""Trivial controllers: lower bounds for any other."""
 
 import torch
 
@@ -9,7 +9,7 @@ from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
 
 
 class WaitOnly:
-    """Never grows anything: the host as it is."""
+    """Always waits, so the host never grows."""
 
     def reset(self, pool: HostPool) -> None:
         pass
@@ -19,10 +19,10 @@ class WaitOnly:
 
 
 class RandomValid:
-    """Draws uniformly: an op among the possible ones, then a slot possible for it, then every other head in turn.
+    """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
 
     Args:
-        seed: Of its own random numbers; every episode continues the stream.
+        rng_seed: RNG seed; every episode continues the stream of random numbers.
     """
 
     def __init__(self, seed: int) -> None:

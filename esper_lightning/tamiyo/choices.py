@@ -1,4 +1,4 @@
-"""The distribution over the actions of any environment: see `ChoiceSpace`."""
+"""Action distribution for any environment with a `ChoiceSpace`."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from esper_lightning.tamiyo.heads import ConditionalHead, Tables, masked_log_sof
 
 
 class ChoiceHeads(nn.Module):
-    """The tables of logits of all heads.
+    """Logits of all heads, as one table per head.
 
     Args:
-        width: Of the hidden features.
-        space: The heads, and what each is given.
+        width: Number of hidden features.
+        space: Heads, and the head on which each is conditioned.
     """
 
     def __init__(self, width: int, space: ChoiceSpace) -> None:
@@ -26,12 +26,12 @@ class ChoiceHeads(nn.Module):
         return {head: table(hidden) for head, table in self.tables.items()}
 
     def distribution(self, hidden: Tensor, masks: ChoiceMasks) -> "ChoiceDistribution":
-        """Over actions [...], from hidden features [..., width]."""
+        """Return the distribution over actions [...] for hidden features [..., width]."""
         return ChoiceDistribution(self(hidden), masks, self.space)
 
 
 class ChoiceDistribution:
-    """A distribution over actions [..., N], from the heads' logits and the masks."""
+    """Distribution over actions [..., N], given the logits of the heads and the masks."""
 
     def __init__(self, logits: Tables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
         self.heads = tuple(logits)
@@ -46,7 +46,7 @@ class ChoiceDistribution:
         return masked_log_softmax(table, self.possible[head])
 
     def sample(self, generator: torch.Generator) -> Choices:
-        """Draws from the distribution; `generator` lives on its device."""
+        """Draw an action; `generator` must be on the device of the logits."""
 
         def draw(log_probs: Tensor) -> Tensor:
             flat = torch.multinomial(log_probs.exp().flatten(0, -2), 1, generator=generator)
@@ -55,7 +55,7 @@ class ChoiceDistribution:
         return self._choose(draw)
 
     def mode(self) -> Choices:
-        """The likeliest choice of each head given what was chosen before."""
+        """Return the most likely choice of each head, given the choices of earlier heads."""
         return self._choose(lambda log_probs: log_probs.argmax(-1))
 
     def _choose(self, draw: Callable[[Tensor], Tensor]) -> Choices:
@@ -65,13 +65,13 @@ class ChoiceDistribution:
         return Choices(torch.stack(list(chosen.values()), -1))
 
     def log_prob(self, action: Choices) -> Tensor:  # [...]
-        """Of the whole decision."""
+        """Return the log-probability of the action: the sum over all heads."""
         chosen = dict(zip(self.heads, action.numbers.unbind(-1), strict=True))
         rows = [self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)) for head in self.heads]
         return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).squeeze(-1)
 
     def _row(self, head: str, chosen: dict[str, Tensor]) -> Tensor:  # [..., choices]
-        """A head's log-probabilities given the choices that were made before it."""
+        """Return the log-probabilities of a head given the choices of earlier heads."""
         table = self.log_probs[head]
         if head not in self.given:
             return table.squeeze(-2)
@@ -80,15 +80,15 @@ class ChoiceDistribution:
         return table.gather(-2, index).squeeze(-2)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
-        """Normalised entropy of each head, and how likely it is that the head matters (always), both [..., heads].
+        """Return the normalised entropy of each head and the probability that it matters, here 1; both [..., heads].
 
-        Exact: averaged over what the head is given by how likely that is.
+        The entropy is exact: the mean over the choices of the parent head, weighted by their probabilities.
         """
         entropy = self._over_contexts(lambda head: normalised_entropy(self.log_probs[head], self._there(head)))
         return entropy, torch.ones_like(entropy)
 
     def freedom(self) -> Tensor:  # [..., heads]
-        """The probability that a head has more than one choice: only then it can have entropy."""
+        """Return the probability that a head has more than one possible choice, without which its entropy is 0."""
         return self._over_contexts(lambda head: (self._there(head).sum(-1) > 1).float())
 
     def _there(self, head: str) -> Tensor:
@@ -96,8 +96,8 @@ class ChoiceDistribution:
         return torch.ones_like(table, dtype=torch.bool) if self.possible is None else self.possible[head]
 
     def _over_contexts(self, of_rows: Callable[[str], Tensor]) -> Tensor:  # [..., heads]
-        """The mean of each head's `of_rows(head)` [..., rows]."""
-        likely: Tables = {}  # [..., choices] of each head, whatever was chosen before it
+        """Return the mean of each head's `row_values(head)` [..., rows], weighted by the rows' probabilities."""
+        likely: Tables = {}  # [..., choices] of each head: marginal probabilities
         means = []
         for head in self.heads:
             per_row = of_rows(head)

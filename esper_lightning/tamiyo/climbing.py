@@ -1,4 +1,4 @@
-"""Hill climbing with rent: a seed is grown, and kept if the objective is higher with it than without."""
+"""Hill climbing with rent: a seed is grown, and fossilized if the objective is higher with it than without."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,30 +22,31 @@ Order = Literal["listed", "cheapest", "dearest"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClimbingConfig:
-    """What hill climbing tries in which order, and what it keeps."""
+    """Order in which hill climbing tries seeds, and conditions for fossilizing them."""
 
     order: Order = "dearest"
-    """Which seed is tried next. listed: every slot with the first blueprint, then with the second, and so on. cheapest,
-    dearest: by the parameters that it would add. What was tried comes again when nothing else is possible."""
+    """Order of the candidate seeds. listed: the first blueprint in every slot, then the second, and so on.
+    cheapest, dearest: by the number of parameters. Candidates are tried again when all possible ones have been
+    tried."""
 
     blueprints: list[str] | None = None
-    """Blueprints that are tried, in this order. None: all that are on offer."""
+    """Blueprints to try, in this order. None: all available ones."""
 
     last_slot_first: bool = False
-    """Of the slots with the same claim take the one nearest to the output, not the one nearest to the input."""
+    """Among slots with the same priority prefer the one nearest to the output, not the one nearest to the input."""
 
     at_once: int = 3
-    """Seeds that may grow at the same time. 1: one after the other, so that no seed confuses another's verdict; but in
-    a short episode that leaves most of them too little time."""
+    """Maximum number of seeds that grow at the same time.
+    With 1 no seed disturbs the measurement of another, but in a short episode most seeds get too little time."""
 
     margin: float = 0.0
-    """What a seed must add to the objective, rent already paid, to be kept."""
+    """Minimum net gain of the objective, after rent, for a seed to be fossilized."""
 
     patience: int = 3
-    """Ticks for which a blended seed may go on although it adds too little, before it is culled."""
+    """Ticks for which a blended seed with too little gain may continue before it is culled."""
 
     zero_gradient: bool = False
-    """Cull at once a seed that no gradient reaches: it will never learn."""
+    """Cull a seed as soon as no gradient reaches it, because it cannot learn."""
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
@@ -57,8 +58,10 @@ class ClimbingConfig:
 
 
 class HillClimbing:
-    """Germinates the next seed of a fixed order; once it is blended in, fossilizes it if it is worth its rent, and
-    else culls it. A seed for which there is no time any more is not begun."""
+    """Germinates the next seed of a fixed order, and fossilizes it after blending if its gain exceeds its rent.
+
+    Otherwise it culls the seed. No seed germinates when too little time is left to judge it.
+    """
 
     def __init__(self, config: ClimbingConfig = ClimbingConfig()) -> None:
         self.config = config
@@ -85,7 +88,7 @@ class HillClimbing:
         return WAIT
 
     def _wanted(self, env: HostEnv, k: int, objective: ObjectiveConfig) -> list[Op]:
-        """What should be done about the seed in slot k, the best first."""
+        """Return the desired ops for the seed in slot k, in order of preference."""
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and dead(record.gradient):
             return [Op.CULL]
@@ -94,7 +97,7 @@ class HillClimbing:
         if record.contribution is None or not env.growing.evidence(slot.name).alpha_rests:
             return []
         worth_it = gain(env, k, objective) > self.config.margin
-        overdue = slot.ticks_in_stage >= self.config.patience  # or the lifecycle asks for more than its rent
+        overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
         return [Op.FOSSILIZE] * worth_it + [Op.CULL] * overdue
 
     def _germinate(self, pool: HostPool, host: int) -> tuple[int, ...]:
@@ -111,12 +114,12 @@ class HillClimbing:
 
 
 def complete(op: Op, slot: int, blueprint: int = 0, tempo: int = 0) -> tuple[int, ...]:
-    """A number for every head; those that are not given are 0."""
+    """Return an action with a choice for every head; heads that are not given choose 0."""
     return Action(op, slot, blueprint, 0, tempo, 0, 0, 0)
 
 
 def candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, int]]:
-    """Slot and blueprint of every seed that can grow in the pool, in the order in which they are tried."""
+    """Return slot and blueprint of every seed that can grow in the pool, in the order in which they are tried."""
     offered = pool.space.blueprint
     for name in config.blueprints or ():
         if name not in offered:
@@ -140,23 +143,23 @@ def candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, int]]:
 
 
 def fastest(pool: HostPool) -> tuple[int, int]:
-    """The tempo that blends in the fewest host epochs, and these."""
+    """Return the index of the tempo with the shortest blending, and its host epochs."""
     ticks = [pool.config.actions.tempos[name] for name in pool.space.tempo]
     return ticks.index(min(ticks)), min(ticks)
 
 
 def ticks_to_judge(lifecycle: LifecycleConfig, blending: int) -> int:
-    """Host epochs from the germination of a seed to the first decision about it as a blended one, at the least."""
+    """Return the minimum number of host epochs from a germination to the first action on the blended seed."""
     return 1 + lifecycle.training_ticks + blending
 
 
 def dead(gradient: GradientStats) -> bool:
-    """Does no gradient reach any part of the seed?"""
+    """Return True if no gradient reaches any part of the seed."""
     return gradient.vanished == 1.0
 
 
 def gain(env: HostEnv, k: int, config: ObjectiveConfig) -> float:
-    """What the seed in slot k adds to the objective: accuracy that it contributes minus rent that keeping it costs."""
+    """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
     slot = env.slots[k]
     prices = env.prices
     parameters = torch.tensor([env.committed_parameters]) + torch.tensor([0, count_parameters(slot.seed)])

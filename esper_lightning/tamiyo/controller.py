@@ -1,4 +1,4 @@
-"""Whoever decides: the learned policy and the rules it is compared with run in the same pool."""
+"""Controllers choose the actions in a pool: the learned policy and the baselines share this interface."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,21 +11,21 @@ from esper_lightning.tamiyo.policy import Policy
 
 
 class Controller(Protocol):
-    """Decides for every host of a pool, tick by tick."""
+    """Chooses the actions for every host of a pool, one per tick."""
 
     def reset(self, pool: HostPool) -> None:
-        """An episode begins in every environment."""
+        """Start an episode in every environment."""
 
     def act(self, pool: HostPool) -> Action:
-        """One action per environment, possible by `pool.masks`."""
+        """Return one action per environment that is possible according to `pool.masks`."""
 
 
 class LearnedController:
-    """Tamiyo without exploration: the likeliest op, then the likeliest choice for it.
+    """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
 
     Args:
         policy: The network.
-        normalise: Raw features -> what the network was trained on.
+        normalise: Function from raw features to the normalised features that the network was trained on.
     """
 
     def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor]) -> None:
@@ -38,6 +38,6 @@ class LearnedController:
     @torch.no_grad()
     def act(self, pool: HostPool) -> Action:
         seen = pool.observation._replace(features=self.normalise(pool.observation.features))
-        # As in training: a rollback begins a new trajectory.
+        # As in training, a rollback begins a new trajectory and resets the recurrent state.
         distribution, self.state = self.policy.decide(seen, self.state, pool.masks, pool.episode_starts)
         return distribution.mode()

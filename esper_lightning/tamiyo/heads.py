@@ -1,6 +1,6 @@
-"""A factored action distribution: the op first, then a slot for this op, then what else the op needs for this slot.
+"""Factored action distribution: the op first, then a slot given the op, then the remaining heads given op and slot.
 
-All conditional tables are computed at once: sampling, log-probability and the exact entropy read the same numbers.
+All conditional tables are computed at once, so sampling, log-probability and the exact entropy use the same numbers.
 """
 
 import math
@@ -21,8 +21,8 @@ class ConditionalHead(nn.Module):
     """Logits of `choices` for each of `contexts`, from hidden features.
 
     Args:
-        width: Of the hidden features.
-        contexts: Number of things the choice may depend on (ops, slots); 1 for none.
+        width: Number of hidden features.
+        contexts: Number of values of the condition (ops, slots); 1 for an unconditional head.
         choices: Number of choices.
     """
 
@@ -33,8 +33,8 @@ class ConditionalHead(nn.Module):
         self.output = nn.Linear(width // 2, choices)
         nn.init.orthogonal_(self.input.weight, math.sqrt(2))
         nn.init.zeros_(self.input.bias)
-        nn.init.normal_(self.context, std=0.1)  # contexts differ from the start
-        nn.init.orthogonal_(self.output.weight, 0.01)  # and yet every choice is about as likely
+        nn.init.normal_(self.context, std=0.1)  # different for each context from the start
+        nn.init.orthogonal_(self.output.weight, 0.01)  # yet nearly uniform over choices
         nn.init.zeros_(self.output.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., width] -> [..., contexts, choices]
@@ -42,7 +42,7 @@ class ConditionalHead(nn.Module):
 
 
 Tables = dict[str, Tensor]
-"""By head [..., rows, choices]: one row for each context that the choice is conditioned on."""
+"""Tables by head [..., rows, choices], with one row for each context on which the choice is conditioned."""
 
 CONTEXTS: dict[str, tuple[str, ...]] = {
     "op": (),
@@ -54,14 +54,14 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
     "speed": ("op", "slot"),
     "curve": ("speed",),
 }
-"""What each head's choice is conditioned on: heads that were drawn before it."""
+"""Earlier heads on which each head is conditioned."""
 
 MAIN = ("op", "slot", "blueprint", "tempo")
-"""Heads that every policy has; another one is there if it has something to choose."""
+"""Heads that every policy has; another head exists only if it has more than one choice."""
 
 
 def table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Rows and choices of every head that there is, from the numbers of choices by head."""
+    """Return the numbers of rows and choices of every existing head, given the number of choices of each head."""
     return {
         head: (math.prod(sizes[name] for name in given), sizes[head])
         for head, given in CONTEXTS.items()
@@ -70,16 +70,16 @@ def table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def uniform(sizes: Mapping[str, int], n_envs: int) -> Tables:
-    """Logits that find every choice of `n_envs` environments equally likely."""
+    """Return logits that make all choices equally likely in `n_envs` environments."""
     return {head: torch.zeros(n_envs, *shape) for head, shape in table_shapes(sizes).items()}
 
 
 class Heads(nn.Module):
-    """The tables of logits of all heads. A head that is not there chooses 0.
+    """Logits of all heads, as one table per head. A missing head always chooses 0.
 
     Args:
-        width: Of the hidden features.
-        sizes: Number of choices by head.
+        width: Number of hidden features.
+        sizes: Number of choices of each head.
     """
 
     def __init__(self, width: int, sizes: Mapping[str, int]) -> None:
@@ -92,24 +92,27 @@ class Heads(nn.Module):
         return {head: table(hidden) for head, table in self.tables.items()}
 
     def distribution(self, hidden: Tensor, masks: Masks) -> "FactoredDistribution":
-        """Over actions [...], from hidden features [..., width]."""
+        """Return the distribution over actions [...] for hidden features [..., width]."""
         return FactoredDistribution(self(hidden), masks)
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Log-probabilities over the last axis; a row where nothing is possible is uniform, and nobody draws from it."""
+    """Return log-probabilities over the last axis; a row without a possible choice is uniform and never drawn from."""
     return F.log_softmax(torch.where(mask, logits.float(), MASKED), -1)
 
 
 def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Entropy over the last axis, divided by that of a uniform choice among the possible; 0 where at most one is."""
+    """Return the entropy over the last axis as a fraction of that of a uniform choice among the possible.
+
+    It is 0 where at most one choice is possible.
+    """
     count = mask.sum(-1)
     entropy = -(log_probs.exp() * log_probs * mask).sum(-1)
     return torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
 
 
 def possible(head: str, masks: Masks, table: Tensor) -> Tensor:
-    """The mask of a head's table, [..., rows, choices] bool."""
+    """Return the mask of a head's table, [..., rows, choices] bool."""
     match head:
         case "op":
             return masks.op.unsqueeze(-2)
@@ -122,7 +125,7 @@ def possible(head: str, masks: Masks, table: Tensor) -> Tensor:
 
 
 class FactoredDistribution:
-    """A distribution over actions [..., N], from the heads' logits and the masks."""
+    """Distribution over actions [..., N], given the logits of the heads and the masks."""
 
     def __init__(self, logits: Tables, masks: Masks) -> None:
         self.possible: Tables = {head: possible(head, masks, table) for head, table in logits.items()}
@@ -134,7 +137,7 @@ class FactoredDistribution:
         self.relevant = relevance(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
 
     def sample(self, generator: torch.Generator) -> Action:
-        """Draws from the distribution; `generator` lives on its device."""
+        """Draw an action; `generator` must be on the device of the logits."""
 
         def draw(log_probs: Tensor) -> Tensor:
             flat = torch.multinomial(log_probs.exp().flatten(0, -2), 1, generator=generator)
@@ -143,7 +146,7 @@ class FactoredDistribution:
         return self._choose(draw)
 
     def mode(self) -> Action:
-        """The likeliest op, then the likeliest choice of each head given what was chosen before."""
+        """Return the most likely op, then the most likely choice of each head given the choices of earlier heads."""
         return self._choose(lambda log_probs: log_probs.argmax(-1))
 
     def _choose(self, draw: Callable[[Tensor], Tensor]) -> Action:
@@ -154,7 +157,7 @@ class FactoredDistribution:
         return blank_irrelevant(Action(**chosen), self.relevant)
 
     def log_prob(self, action: Action) -> Tensor:  # [...]
-        """Of the whole decision: the sum over the heads that matter for its op."""
+        """Return the log-probability of the action: the sum over the heads that matter for its op."""
         chosen = action._asdict()
         heads = [
             self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1) * self._matters(head, action.op)
@@ -166,7 +169,7 @@ class FactoredDistribution:
         return self.relevant[:, HEADS.index(head)][op]
 
     def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [..., choices]
-        """A head's log-probabilities given the choices that were made before it."""
+        """Return the log-probabilities of a head given the choices of earlier heads."""
         table, given = self.log_probs[head], CONTEXTS[head]
         if not given:
             return table.squeeze(-2)
@@ -175,20 +178,21 @@ class FactoredDistribution:
         return table.gather(-2, index).squeeze(-2)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
-        """Entropy of each of `heads` and the probability that it matters, both [..., heads]; neither is sampled.
+        """Return the entropy of each head and the probability that it matters, both [..., heads]; both are exact.
 
-        A head's entropy is normalised (1: uniform over what is possible) and averaged over its contexts by how likely
-        they are. Their product summed over heads is the decision's entropy in these units.
+        The entropy of a head is normalised (1: uniform over the possible choices) and averaged over its contexts,
+        weighted by their probabilities. The product of both, summed over heads, is the entropy of the action in these
+        units.
         """
         return self._over_contexts(lambda head: normalised_entropy(self.log_probs[head], self.possible[head]))
 
     def freedom(self) -> Tensor:  # [..., heads]
-        """The probability that a head matters and has more than one choice: only then it can have entropy."""
+        """Return the probability that a head matters and has several possible choices; else its entropy is 0."""
         free, share = self._over_contexts(lambda head: (self.possible[head].sum(-1) > 1).float())
         return free * share
 
     def _over_contexts(self, of_rows: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean of each head's `of_rows(head)` [..., rows], and how likely it is that the head matters."""
+        """Return the mean of each head's `row_values(head)` [..., rows], and the probability that the head matters."""
         op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
         columns = [HEADS.index(head) for head in self.heads]
         use = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
@@ -198,9 +202,13 @@ class FactoredDistribution:
         return torch.stack(means, -1), torch.stack(shares, -1)
 
     def _mean(self, head: str, per_row: Tensor, use: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one head: the mean over contexts, and how likely it is that the head matters.
+        """Return the mean of one head over its contexts, and the probability that the head matters.
 
-        `use` [..., ops]: how likely each op is, where it needs the head; `share` [...]: their sum.
+        Args:
+            head: Name of the head.
+            per_row: Values to average, [..., rows].
+            op_weights: Probability of each op that uses the head, 0 for the others, [..., ops].
+            relevance: Sum of `op_weights`, [...].
         """
         if head == "op":
             return per_row.squeeze(-1), share
@@ -212,7 +220,7 @@ class FactoredDistribution:
             return (per_row * slots[..., op, :]).sum(-1), share
         rows = (use.unsqueeze(-1) * slots).flatten(-2)  # [..., ops · K]
         if CONTEXTS[head] == ("speed",):
-            # At once there is no curve to choose: there the head does not matter.
+            # A change of alpha at once has no curve to choose, so the head does not matter there.
             free = self.possible[head].sum(-1) > 1
             rows = (rows.unsqueeze(-1) * self.log_probs["speed"].exp()).sum(-2) * free
             share = rows.sum(-1)

@@ -1,4 +1,4 @@
-"""A hand-written rule for growing: what a careful engineer would do without learning."""
+"""Hand-written growth rule: wait for a plateau, grow one seed, fossilize it if it helps."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,40 +11,42 @@ from esper_lightning.growth.gates import LifecycleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class HeuristicConfig:
-    """When the rule germinates and culls. Ticks are host epochs."""
+    """Thresholds for germinating and culling. Ticks are host epochs."""
 
     stable_loss: float = 0.03
     """Relative fall of the validation loss in a tick below which the host counts as stable."""
 
     stable_ticks: int = 3
-    """Ticks in a row that must be stable before anything is germinated."""
+    """Consecutive stable ticks required before the first germination."""
 
     min_age: int = 5
     """Ticks before the first germination."""
 
     plateau_points: float = 0.5
-    """Accuracy points (of 100) of progress in a tick below which the host is on a plateau."""
+    """Accuracy gain in a tick, in points of 100, below which the host is on a plateau."""
 
     plateau_ticks: int = 3
-    """Ticks in a row without progress that call for a seed."""
+    """Consecutive ticks on a plateau that lead to a germination."""
 
     cull_ticks: int = 5
     """Ticks in a stage after which a harmful seed is culled."""
 
     cull_points: float = -2.0
-    """Accuracy points lost since germination that count as harm."""
+    """Change of accuracy since germination, in points of 100, below which a seed counts as harmful."""
 
     cull_penalty: float = 2.0
-    """Penalty on a blueprint that was culled; it halves every tick."""
+    """Penalty on a culled blueprint; it halves every tick."""
 
     max_penalty: float = 3.0
-    """A blueprint with more penalty than this is skipped in the rotation."""
+    """Penalty above which a blueprint is skipped in the rotation."""
 
     ransom_contribution: float = 0.1
-    """Accuracy points a seed seems to contribute while the host got worse by `ransom_loss`: then it is culled."""
+    """Contribution, in accuracy points, above which a seed is culled if accuracy has also changed by less than
+    `ransom_loss`.
+    Such a seed appears useful only because the host has come to depend on it."""
 
     ransom_loss: float = -0.2
-    """Accuracy points lost since germination that make a contribution suspect."""
+    """Change of accuracy since germination, in points of 100, below which a contribution is not trusted."""
 
     def __post_init__(self) -> None:
         for name in ("stable_ticks", "plateau_ticks"):
@@ -54,16 +56,16 @@ class HeuristicConfig:
 
 @dataclass
 class _Memory:
-    """What the rule remembers of one environment."""
+    """State of the rule for one environment."""
 
-    turn: int = 0  # place in the rotation of blueprints
+    turn: int = 0  # index in the rotation of blueprints
     stable: bool = False
-    penalties: dict[int, float] = field(default_factory=dict)  # by blueprint
-    accuracy_before: dict[int, float] = field(default_factory=dict)  # by slot: points at germination
+    penalties: dict[int, float] = field(default_factory=dict)  # by blueprint index
+    accuracy_before: dict[int, float] = field(default_factory=dict)  # by slot index: accuracy points at germination
 
 
 class Heuristic:
-    """Waits for a stable host on a plateau, germinates blueprints in rotation, keeps what the gate allows to keep."""
+    """Germinates blueprints in rotation when the host is on a stable plateau, and fossilizes what the gate allows."""
 
     def __init__(self, config: HeuristicConfig = HeuristicConfig()) -> None:
         self.config = config
@@ -132,6 +134,6 @@ class Heuristic:
 
 
 def worth_keeping(contribution: float | None, lifecycle: LifecycleConfig) -> bool:
-    """The gate's own threshold; where the gate has none, any contribution above zero."""
+    """Return True if the contribution reaches the gate's threshold, or is positive if the gate has none."""
     threshold = lifecycle.min_contribution
     return contribution is not None and (contribution > 0.0 if threshold is None else contribution >= threshold)

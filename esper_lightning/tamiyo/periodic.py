@@ -1,4 +1,4 @@
-"""Growing by the clock, without looking: what any rule that looks should beat."""
+"""Open-loop controller that grows seeds at fixed intervals: a lower bound for controllers that observe the host."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from esper_lightning.tamiyo.replay import WAIT, possible
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicConfig:
-    """How often something is germinated, and what."""
+    """Interval of germinations, and blueprints to germinate."""
 
     every: int = 4
     """Ticks from one germination to the next."""
 
     blueprints: list[str] | None = None
-    """Blueprints in turn. None: all that are on offer."""
+    """Blueprints to germinate in turn. None: all available ones."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -27,7 +27,7 @@ class PeriodicConfig:
 
 
 class Periodic:
-    """Every so many ticks germinates the next blueprint in the next slot that is free, and keeps whatever it may."""
+    """Germinates the next blueprint in the next free slot at fixed intervals, and fossilizes as soon as possible."""
 
     def __init__(self, config: PeriodicConfig = PeriodicConfig()) -> None:
         self.config = config
@@ -40,8 +40,8 @@ class Periodic:
         self.blueprints = [offered.index(name) for name in self.config.blueprints or offered]
         self.tempo, _ = fastest(pool)
         self.due = [0] * pool.n_envs  # tick of the next germination
-        self.slot = [0] * pool.n_envs  # where the search for it begins
-        self.turn = [0] * pool.n_envs  # and what is next
+        self.slot = [0] * pool.n_envs  # slot to try first for it
+        self.turn = [0] * pool.n_envs  # position in the rotation of blueprints
 
     def act(self, pool: HostPool) -> Action:
         return to_action([self._decide(pool, host) for host in range(pool.n_envs)], pool.device)

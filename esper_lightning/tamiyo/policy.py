@@ -1,4 +1,7 @@
-"""The policy's network: with or without memory, its critic with or without more to see. N environments, D features."""
+"""Network of the policy: recurrent or feedforward, with a symmetric or asymmetric critic.
+
+T steps, N environments, D features, K categorical fields, P privileged features.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,19 +20,20 @@ from esper_lightning.tamiyo.stretches import stretches
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Size and kind of the policy's network."""
+    """Size and architecture of the policy's network."""
 
     width: int = 128
-    """Hidden features, and cells of the LSTM."""
+    """Number of hidden features and of LSTM cells."""
 
     blueprint_embedding: int = 4
-    """Numbers that stand for the blueprint of the seed in a slot."""
+    """Size of the embedding of the blueprint in each slot."""
 
     memory: Literal["lstm", "none"] = "lstm"
-    """What carries the past: an LSTM; or nothing, and every decision follows from what is seen now."""
+    """Recurrent layer: an LSTM, or none, so that every action depends on the current observation only."""
 
     asymmetric: bool = False
-    """Whether the critic also sees what environments keep from the policy (a critic is needed in training alone)."""
+    """Give the critic the privileged features, which environments keep from the policy (the critic is used in training
+    only)."""
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.blueprint_embedding < 1:
@@ -40,20 +44,20 @@ class PolicyConfig:
 
 
 class PolicyShape(NamedTuple):
-    """What goes into a policy and comes out of it."""
+    """Sizes of the policy's inputs and outputs."""
 
     features: int
     space: Space
     fields: int = 0
-    """Whole numbers K that are seen of an environment beside the features."""
+    """Number K of categorical fields in an observation."""
     categories: int = 0
-    """How many values each of them can take."""
+    """Number of values of each categorical field."""
     privileged: int = 0
-    """Features that the critic alone may see."""
+    """Number of features that only the critic may receive."""
 
 
 def shape_of(env: VectorEnv) -> PolicyShape:
-    """The shape of a policy for these environments."""
+    """Return the input and output sizes of a policy for these environments."""
     features, *whole = env.observation
     fields = whole[0].shape[-1] if env.categories else 0
     privileged = 0 if env.privileged is None else env.privileged.shape[-1]
@@ -61,27 +65,28 @@ def shape_of(env: VectorEnv) -> PolicyShape:
 
 
 def make_heads(width: int, space: Space) -> Heads | ChoiceHeads:
-    """Hosts are acted on by heads of their own."""
+    """Return the action heads for the space; pools of hosts have a specialised class."""
     return ChoiceHeads(width, space) if isinstance(space, ChoiceSpace) else Heads(width, space.sizes)
 
 
 class RecurrentState(NamedTuple):
-    """Of the LSTM; passed in and out, never kept. Without memory both parts have no columns."""
+    """State of the LSTM, an explicit input and output of the policy. Without an LSTM both parts have no columns."""
 
     hidden: Tensor  # [N, width]
     cell: Tensor  # [N, width]
 
 
 class Policy(nn.Module):
-    """Features -> linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> heads and value.
+    """Policy and critic with a shared body.
 
-    Without memory the heads come right after the ReLU.
+    Linear -> LayerNorm -> ReLU -> LSTM, added to its input -> LayerNorm -> action heads and critic. Without an LSTM the
+    action heads and the critic follow the ReLU.
 
     Args:
-        shape: What goes in and comes out.
-        config: Its size and kind.
+        shape: Sizes of inputs and outputs.
+        config: Size and architecture.
 
-    Raises ValueError if the critic is to see what there is not.
+    Raises ValueError if the critic is asymmetric but there are no privileged features.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
@@ -119,24 +124,24 @@ class Policy(nn.Module):
             else:
                 nn.init.zeros_(parameter)
         with torch.no_grad():
-            self.lstm.bias_ih_l0[self.width : 2 * self.width] = 1.0  # forget gate: remember at first
+            self.lstm.bias_ih_l0[self.width : 2 * self.width] = 1.0  # forget gate: keep the state at first
 
     def initial_state(self, n_envs: int) -> RecurrentState:
-        """The state at the start of an episode."""
+        """Return the recurrent state at the start of an episode."""
         zeros = self.encoder.weight.new_zeros(n_envs, self.state_width)
         return RecurrentState(zeros, zeros.clone())
 
     def forward(
         self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
     ) -> tuple[Any, Tensor, RecurrentState]:
-        """Goes through T steps of N environments.
+        """Process T steps of N environments.
 
         Args:
             observation: [T, N, …], features normalised.
-            state: Before the first step.
+            state: Recurrent state before the first step.
             masks: [T, N, …].
             starts: [T, N] bool: the state is reset before this step.
-            privileged: [T, N, P], normalised, where the critic sees it.
+            privileged: [T, N, P], normalised; required if the critic is asymmetric.
 
         Returns:
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
@@ -147,19 +152,19 @@ class Policy(nn.Module):
     def step(
         self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
     ) -> tuple[Any, Tensor, RecurrentState]:
-        """`forward` for one step: everything without the axis T."""
+        """Process one step: as `forward`, but without the axis T."""
         hidden, state = self._hidden_now(observation, state, starts)
         return self.heads.distribution(hidden, masks), self._judge(hidden, privileged), state
 
     def decide(self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor) -> tuple[Any, RecurrentState]:
-        """`step` without the critic, who may need to see more than there is after training."""
+        """Process one step without the critic, whose privileged features may be unavailable after training."""
         hidden, state = self._hidden_now(observation, state, starts)
         return self.heads.distribution(hidden, masks), state
 
     def worth(
         self, observation: Any, state: RecurrentState, starts: Tensor, privileged: Tensor | None = None
     ) -> Tensor:  # [N]
-        """`step` without a decision: the normalised value alone."""
+        """Return the normalised values of one step, without an action distribution."""
         return self._judge(self._hidden_now(observation, state, starts)[0], privileged)
 
     def _judge(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
@@ -181,7 +186,7 @@ class Policy(nn.Module):
 
     def _remember(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
-        # A single step reads nothing back from the device.
+        # A single step needs no transfer from the device.
         if len(x) == 1 or not starts[1:].any():
             output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))
             return output, RecurrentState(*(part.squeeze(0) for part in after))

@@ -1,4 +1,4 @@
-"""Schedules in a pool: played, and written down from what another controller does."""
+"""Controllers that play schedules, and recording of schedules from other controllers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ WAIT = (0,) * len(HEADS)
 
 
 def possible(pool: HostPool, host: int, decision: Sequence[int]) -> bool:
-    """Would the pool carry this out now: do the masks allow it, and has the Governor no reason against it?"""
+    """Return True if the pool would carry out the action now: the masks and the Governor both allow it."""
     return pool.masks_on_cpu.allow(host, decision) and not pool.envs[host].against(decision)
 
 
 class FixedSchedule:
-    """Does what is written, whatever happens.
+    """Plays a schedule, whatever the state of the host.
 
-    An entry waits for its tick, and then until it is possible. One entry is carried out per tick, of those that are due
-    and possible the first; those before it that concern the same slot are then given up.
+    A scheduled action waits for its tick, and then until it is possible. Each tick carries out the first action that is
+    due and possible; earlier ones for the same slot are then dropped.
 
     Args:
-        schedules: One for all hosts, or one for each.
+        schedules: One for all hosts, or one per host.
     """
 
     def __init__(self, schedules: Schedule | Sequence[Schedule]) -> None:
@@ -57,16 +57,17 @@ class FixedSchedule:
 
 
 def prices_in(pool: HostPool) -> list[float]:
-    """What parameters cost in each environment's episode."""
+    """Return the price of parameters in the current episode of each environment."""
     return [env.prices.parameters for env in pool.envs]
 
 
 class FixedPerPrice(FixedSchedule):
-    """Does what is written for a host's price, the nearest one that something is written for: all that can be known of
-    a host before it begins.
+    """Plays the schedule for the host's price, or for the nearest price with a schedule.
+
+    The price is the only variable that is known before an episode begins.
 
     Args:
-        schedules: By price of parameters.
+        schedules: Schedules by price of parameters.
     """
 
     def __init__(self, schedules: Mapping[float, Schedule]) -> None:
@@ -81,7 +82,7 @@ class FixedPerPrice(FixedSchedule):
 
 
 class Recording:
-    """Lets another controller decide, and keeps what it decided: `schedules`, one per host, of the last episode."""
+    """Records the actions of another controller: `schedules` holds one schedule per host of the last episode."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -95,7 +96,7 @@ class Recording:
         action = self.controller.act(pool)
         chosen = zip(*download(torch.stack(action)).tolist(), strict=True)
         for i, (env, entries, decision) in enumerate(zip(pool.envs, self.entries, chosen, strict=True)):
-            # What is impossible, or what the Governor will refuse, is not done.
+            # Actions that are impossible or vetoed by the Governor are not carried out.
             if decision[0] != Op.WAIT and possible(pool, i, decision):
                 entries.append(entry_of(env.tick, decision, pool.space))
         return action
@@ -106,7 +107,10 @@ class Recording:
 
 
 def record(pool: HostPool, controller: Controller, seeds: Sequence[int]) -> list[Schedule]:
-    """What `controller` does on hosts that depend on `seeds` alone, one schedule per host; the pool is used up."""
+    """Return the actions of `controller` on hosts that depend on `rng_seeds` alone, as one schedule per host.
+
+    The state of the pool is overwritten.
+    """
     recording = Recording(controller)
     pool.reset(seeds)
     recording.reset(pool)
@@ -116,13 +120,16 @@ def record(pool: HostPool, controller: Controller, seeds: Sequence[int]) -> list
 
 
 def most_common(schedules: Sequence[Schedule]) -> tuple[Schedule, int]:
-    """The schedule that most hosts have, the first of several, and how many have it."""
+    """Return the most frequent schedule, the first of several, and its number of hosts."""
     return Counter(schedules).most_common(1)[0]
 
 
 def yoked(schedules: Sequence[Schedule], kinds: Sequence[str], prices: Sequence[float]) -> list[Schedule]:
-    """For every host what was done to the next one of its kind, in the order of their prices (the last one's is the
-    first); to itself, where it is the only one."""
+    """Return for every host the schedule of another host of the same kind: the next one in the order of prices.
+
+    The host with the highest price gets the schedule of the one with the lowest; a host without others of its kind
+    keeps its own.
+    """
     given = list(schedules)
     for kind in set(kinds):
         same = sorted((host for host, other in enumerate(kinds) if other == kind), key=lambda host: prices[host])

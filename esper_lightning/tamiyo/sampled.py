@@ -1,4 +1,4 @@
-"""Tamiyo as she explores: with the chances that she gives to every choice, but learning nothing."""
+"""The policy with exploration, as in training, but without learning."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from esper_lightning.tamiyo.policy import Policy
 
 
 class SampledController(LearnedController):
-    """Draws from the policy's distribution.
+    """Samples actions from the policy's distribution.
 
     Args:
         policy: The network.
-        normalise: Raw features -> what the network was trained on.
-        seed: Of its own random numbers; every episode continues the stream.
+        normalise: Function from raw features to the normalised features that the network was trained on.
+        rng_seed: RNG seed; every episode continues the stream of random numbers.
     """
 
     def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""A schedule: what to do to a host at which tick, by names, and the JSON file that holds it."""
+"""Schedules: actions by tick, with names instead of indices, and the JSON files that hold them."""
 
 import json
 import math
@@ -12,22 +12,25 @@ from esper_lightning.envs.actions import RELEVANT
 from esper_lightning.growth.saving import replace_file
 
 FORMAT = 1
-"""Number of the file's form; another one is refused."""
+"""Version of the file format; other versions are refused."""
 
 NEEDED = ("slot", "blueprint", "target")
-"""Heads that an entry must name where its op has them; of the others the pool's first choice holds."""
+"""Heads that must be named if the op uses them; other heads default to the pool's first choice."""
 
 KEYS = ("format", "slots", "entries")
 
 MOST_BYTES = 2**20
-"""Of a file: a schedule of a thousand entries has a tenth of it."""
+"""Maximum size of a schedule file; a thousand entries take a tenth of it."""
 
 
 class Entry(NamedTuple):
-    """One decision. Heads that its op does not have are None, and others may be: then the pool's first choice holds."""
+    """One scheduled action.
+
+    Heads that the op does not use are None; other heads that are None take the pool's first choice.
+    """
 
     tick: int
-    """Host epochs that have passed when it is due: 0 is before the first one."""
+    """Host epochs completed when the action is due; 0 is before the first one."""
     op: str
     slot: str
     blueprint: str | None = None
@@ -43,28 +46,28 @@ class Entry(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What is done to one host in an episode."""
+    """Scheduled actions of one host in an episode."""
 
     slots: tuple[str, ...]
-    """Of the hosts it is for."""
+    """Names of the slots of the hosts that the schedule fits."""
     entries: tuple[Entry, ...]
-    """In order: what comes first is done first, where several are due."""
+    """Actions in order of priority: if several are due, the first is carried out first."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.entries)) or "nothing is ever grown"
 
 
 def entry_of(tick: int, decision: Sequence[int], space: ActionSpace) -> Entry:
-    """A decision, a number per head, in names."""
+    """Return the scheduled action for an action given as one index per head."""
     chosen = space.choose(decision)
     said = {head: value for head, value in chosen._asdict().items() if Op(decision[0]) in RELEVANT[head]}
     return Entry(tick, **said)
 
 
 def decisions(schedule: Schedule, pool: HostPool) -> list[tuple[int, tuple[int, ...]]]:
-    """Tick and numbers of every entry, in the order in which they are due.
+    """Return tick and action, as one index per head, of every entry, ordered by tick.
 
-    Raises ValueError, naming the entry, if the schedule is not for hosts like the pool's.
+    Raises ValueError, naming the entry, if the schedule does not fit the pool's hosts.
     """
     space = pool.space
     if list(schedule.slots) != space.slot:
@@ -89,14 +92,14 @@ def decisions(schedule: Schedule, pool: HostPool) -> list[tuple[int, tuple[int, 
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes the file, in place of what was there."""
+    """Write the schedule to a JSON file, replacing an existing one."""
     said = [{name: value for name, value in e._asdict().items() if value is not None} for e in schedule.entries]
     whole = {"format": FORMAT, "slots": list(schedule.slots), "entries": said}
     replace_file(Path(path), lambda draft: draft.write_text(json.dumps(whole, indent=1) + "\n"))
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Reads what `write_schedule` wrote, or somebody by hand. Raises ValueError, naming the entry, if it is unsound."""
+    """Read a schedule file. Raises ValueError, naming the entry, if it is invalid."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -104,7 +107,7 @@ def read_schedule(path: str | Path) -> Schedule:
     except OSError as error:
         raise ValueError(f"schedule {path} cannot be read: {error.strerror}") from None
     if len(raw) > MOST_BYTES:
-        raise ValueError(f"schedule {path} is larger than {MOST_BYTES} bytes: no schedule is")
+        raise ValueError(f"schedule {path} is larger than the limit of {MOST_BYTES} bytes")
     try:
         return _schedule(json.loads(raw.decode(), object_pairs_hook=_once))
     except (ValueError, RecursionError) as error:
@@ -112,7 +115,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON in which no key stands twice."""
+    """Return a JSON object as a dict. Raises ValueError if a key occurs twice."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:

@@ -1,4 +1,4 @@
-"""What hosts learn."""
+"""Tasks that hosts learn: data sets, minibatches, augmentation and measures."""
 
 from esper_lightning.tasks.augment import AugmentConfig, draw_choices
 from esper_lightning.tasks.batches import Batches, fetch

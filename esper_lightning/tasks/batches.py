@@ -1,4 +1,4 @@
-"""Minibatches: which samples are learned from, and how each is varied."""
+"""Minibatches: indices of samples, and the augmentation of each."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from esper_lightning.tasks.task import Split
 
 
 class Batches(NamedTuple):
-    """The minibatches of a tick, [batches, B], or one of them, [B]."""
+    """The minibatches of one environment step, [batches, B], or a single minibatch, [B]."""
 
-    indices: Tensor  # [..., B] int64: places in the training data
+    indices: Tensor  # [..., B] int64: indices into the training data
     choices: Choices  # [..., B, …]
 
     @classmethod
     def concatenate(cls, several: Sequence["Batches"]) -> "Batches":
-        """As many minibatches, each with the samples of all in turn: N times [batches, B] -> [batches, N·B]."""
-        samples = several[0].indices.ndim - 1  # the axis
+        """Concatenate minibatches of N hosts along the sample axis: N times [batches, B] -> [batches, N·B]."""
+        samples = several[0].indices.ndim - 1  # the sample axis
         drawn = zip(*(batches.choices for batches in several), strict=True)
         return cls(
             torch.cat([batches.indices for batches in several], samples),
@@ -27,11 +27,11 @@ class Batches(NamedTuple):
         )
 
     def at(self, i: int) -> "Batches":  # [batches, B] -> [B]
-        """The i-th minibatch."""
+        """Return the i-th minibatch."""
         return self._map(lambda part: part[i])
 
     def in_parts(self, number: int) -> "Batches":  # [batches, B] -> [batches · number, B / number]
-        """Each minibatch as `number` smaller ones, one after the other."""
+        """Split each minibatch into `number` smaller ones, in order."""
         return self._map(lambda part: part.unflatten(1, (number, -1)).flatten(0, 1))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batches":
@@ -39,5 +39,5 @@ class Batches(NamedTuple):
 
 
 def fetch(data: Split, batch: Batches, config: AugmentConfig) -> Split:
-    """The samples of one minibatch [B], varied as was drawn for them."""
+    """Return the augmented samples of one minibatch [B]."""
     return Split(augment(data.inputs[batch.indices], batch.choices, config), data.targets[batch.indices])

@@ -11,21 +11,21 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 ARCHIVE = "cifar-10-python.tar.gz"
 
 SPLIT_SEED = 0
-"""Which training images are held out for validation is part of the task."""
+"""RNG seed of the split into training and validation images, which is the same in every run."""
 
 
 class CIFAR10(Task):
-    """Its 10,000 test images are seen by evaluations alone; validation images are taken from the 50,000 others.
+    """Classification of CIFAR-10. Only evaluations use its 10,000 test images; validation images come from the rest.
 
-    All images are kept in memory, on the hosts' device, each channel with mean 0 and deviation 1; minibatches are
-    varied there (`data.env.training.augment`).
+    All images are kept in memory on the hosts' device, each channel with mean 0 and standard deviation 1; minibatches
+    are augmented there (`data.env.training.augment`).
 
     Args:
         root: Folder that holds `cifar-10-batches-py`, or the archive `cifar-10-python.tar.gz`.
-        download: Fetch what is not there, 170 MB, and check it.
-        validation: Images that rewards and observations are measured on.
-        train: Images that hosts learn from. None: all the others. Fewer make ticks shorter.
-        test: Images that evaluations see. None: all.
+        download: Download missing files (170 MB) and verify them.
+        validation: Number of images for rewards and observations.
+        train: Number of images that hosts are trained on. None: all the others. Fewer make ticks shorter.
+        test: Number of images for evaluations. None: all.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class CIFAR10(Task):
         return TaskData(*seen, tested, classes=10)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
-        from torchvision.datasets import CIFAR10 as Stored  # takes a second, which other tasks need not wait for
+        from torchvision.datasets import CIFAR10 as Stored  # imported late: it takes a second
 
         try:
             stored = Stored(self.root, train=train, download=self.download)
-        except (RuntimeError, URLError) as error:  # torchvision's own ways to say that files are missing or damaged
+        except (RuntimeError, URLError) as error:  # raised by torchvision for missing or damaged files
             raise ValueError(self._way_out(error)) from error
         return torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(stored.targets)
 
@@ -82,7 +82,7 @@ class CIFAR10(Task):
 
 
 def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:  # [n, C, H, W] uint8 -> [C, 1, 1] each
-    """Mean and deviation of each channel, from counts of its 256 values: no copy of the images as numbers."""
+    """Return mean and standard deviation of each channel, from counts of its 256 values to save a float copy."""
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
     values = torch.arange(256, dtype=torch.float64)
     mean = (counts * values).sum(1) / counts.sum(1)

@@ -1,4 +1,4 @@
-"""FromDataModule: what any LightningDataModule has, as a task."""
+"""Task with the data of any LightningDataModule."""
 
 import random
 from collections.abc import Callable
@@ -14,21 +14,22 @@ from torch import Tensor
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
+"""Name of the loader method for each split."""
 
 SEED = 0
-"""Of what a data module draws while it is read: the order of samples, and how they are varied."""
+"""RNG seed for reading a data module, which may draw the order of samples and their augmentation."""
 
 
 class FromDataModule(Task):
     """Classification with the data of a LightningDataModule, whose batches are pairs of inputs and class numbers.
 
-    It is read once, from end to end, and kept in memory on the hosts' device. So a transform that varies an image at
-    random does so once; use data.env.training.augment for one that does so every time.
+    The data are read once and kept in memory on the hosts' device. A random transform is therefore applied only once;
+    use data.env.training.augment for augmentation that differs each time.
 
     Args:
-        data: With loaders for training, validation and test.
-        classes: How many there are. None: one more than the highest number that is found.
-        test_share: Share of the validation data that is set aside as test data. For a module without test data.
+        data: Data module with loaders for training, validation and test.
+        classes: Number of classes. None: one more than the largest class number in the data.
+        test_share: Share of the validation data that becomes test data, for a data module without test data.
     """
 
     def __init__(self, data: LightningDataModule, classes: int | None = None, test_share: float | None = None) -> None:
@@ -47,10 +48,10 @@ class FromDataModule(Task):
             if not is_overridden(LOADERS[name], self.data, LightningDataModule):
                 how = ", or set data.task.init_args.test_share" if name == "test" else ""
                 raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{how}")
-        # Seeded, so that a run that goes on finds the same data; and nobody else's random numbers are used up.
+        # A fixed RNG seed gives a resumed run the same data; isolate_rng restores the global random states.
         with isolate_rng():
             random.seed(SEED)
-            np.random.seed(SEED)  # what data modules of others draw from
+            np.random.seed(SEED)  # data modules often draw from numpy's global generator
             torch.manual_seed(SEED)
             self.data.prepare_data()
             self.data.setup("fit")
@@ -68,7 +69,7 @@ class FromDataModule(Task):
 
 
 def gather(make_loader: Callable[[], Any], whose: str) -> Split:
-    """All batches of a loader, one behind the other. Raises ValueError if they are no inputs and class numbers."""
+    """Concatenate all batches of a loader. Raises ValueError unless they are pairs of inputs and class numbers."""
     batches = list(make_loader())
     if not batches:
         raise ValueError(f"FromDataModule: {whose} data are empty")
@@ -85,7 +86,7 @@ def gather(make_loader: Callable[[], Any], whose: str) -> Split:
 
 
 def check_batch(batch: Any, whose: str) -> None:
-    """Raises ValueError unless it is a pair of inputs [B, …], numbers or tokens, and class numbers [B] or [B, T]."""
+    """Raise ValueError unless `batch` is a pair of inputs [B, …] and class numbers [B] or [B, T]."""
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         parts = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
         raise ValueError(f"FromDataModule: {whose} batches must be pairs of tensors, inputs and targets, got {parts}")
@@ -107,7 +108,10 @@ def check_batch(batch: Any, whose: str) -> None:
 
 
 def divide(split: Split, share: float, kind: str) -> tuple[Split, Split]:
-    """The samples but a share of them, and these, drawn at random. Raises ValueError if one part would be empty."""
+    """Split off a random share of the samples and return the rest and the share.
+
+    Raises ValueError if one of the two would be empty.
+    """
     order = torch.randperm(split.samples)
     apart = round(share * split.samples)
     if not 0 < apart < split.samples:

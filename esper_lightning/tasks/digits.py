@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: 1,797 real images of 8×8 pixels, no download."""
+"""Handwritten digits from scikit-learn: 1,797 real images of 8×8 pixels, without a download."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -7,15 +7,15 @@ from sklearn.model_selection import train_test_split
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 SPLIT_SEED = 0
-"""The split is part of the task: the same images are held out in every run."""
+"""RNG seed of the split, which is the same in every run."""
 
 
 class Digits(Task):
-    """Ten digits (https://archive.ics.uci.edu/dataset/80), split by class: train, validation, test.
+    """Classification of ten digits (https://archive.ics.uci.edu/dataset/80), with splits stratified by class.
 
     Args:
-        validation: Images that rewards and observations are measured on.
-        test: Images that only evaluations see.
+        validation: Number of images for rewards and observations.
+        test: Number of images for evaluations only.
     """
 
     def __init__(self, validation: int = 200, test: int = 700) -> None:

@@ -1,4 +1,4 @@
-"""Is a data set sound, and is it still the same? Found out before anything trains on it."""
+"""Validation and fingerprint of a data set, checked before any training."""
 
 import zlib
 
@@ -10,7 +10,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def check_data(data: TaskData, task: str) -> None:
-    """Raises ValueError, naming the split and the first bad sample, unless hosts can learn from `data`."""
+    """Raise ValueError, naming the split and the first invalid sample, unless hosts can learn from `data`."""
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
         where = f"task {task}: its {name} data"
         if len(inputs) != len(targets):
@@ -41,7 +41,7 @@ def check_data(data: TaskData, task: str) -> None:
 
 
 def fingerprint(data: TaskData) -> str:
-    """`897 + 200 + 700 samples of 10 classes, checksum 8d1f03aa`: equal for equal data, on whatever device."""
+    """Return a description like `897 + 200 + 700 samples of 10 classes, checksum 8d1f03aa`, the same on any device."""
     checksum = 0
     for split in data[:3]:
         for tensor in split:

@@ -1,4 +1,4 @@
-"""Synthetic: samples around a few centres, made by a generator. For tests, and for measuring speed."""
+"""Generated samples around random centres, for tests and speed measurements."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 
 
 class Synthetic(Task):
-    """Each class is a mixture of random centres with noise around them; nothing is read from a disk.
+    """Classification of generated samples; each class is a mixture of Gaussians around random centres.
 
     Args:
-        shape: Of one input: [3, 32, 32] for images, [20] for vectors.
+        shape: Shape of one input: [3, 32, 32] for images, [20] for vectors.
         classes: Number of classes.
-        train, validation, test: Samples of each split.
-        centres: Of each class: with more than one of them a linear model does not suffice.
-        noise: Deviation around a centre, where centres lie about 1 from the origin in each number.
-        seed: Of everything.
+        train, validation, test: Number of samples in each split.
+        centres: Number of centres per class; with more than one, a linear model does not suffice.
+        noise: Standard deviation around a centre; the centres themselves are standard normal.
+        seed: RNG seed of all data.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tabular: rows of numbers and words, and a class for each. From a CSV file, arrays, or a set of scikit-learn's."""
+"""Classification of table rows from a CSV file, an .npz file, or a data set of scikit-learn."""
 
 import csv
 from collections.abc import Sequence
@@ -15,24 +15,27 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 SPLIT_SEED = 0
-"""The split is part of the task."""
+"""RNG seed of the split, which is the same in every run."""
 
 BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
-"""Real tables that come with scikit-learn, of 178 rows, 13 numbers and 3 classes; 569, 30 and 2; 1,797, 64 and 10."""
+"""Real tables in scikit-learn. Rows, columns, classes: wine 178, 13, 3; breast_cancer 569, 30, 2; digits 1,797, 64,
+10."""
 
 MOST_WORDS = 32
-"""Columns that a column of words may become; rarer words share one."""
+"""Maximum number of one-hot columns for a column of words; the rarer words share one."""
 
 
 class Tabular(Task):
-    """Columns of numbers are scaled to mean 0 and deviation 1, with their median where one is missing; columns of words
-    become a column for each word. What that takes is learned from the training rows alone.
+    """Classification of the rows of a table.
+
+    Numeric columns are scaled to mean 0 and standard deviation 1, with missing values replaced by the median; columns
+    of words are one-hot encoded. Both transforms are fitted to the training rows only.
 
     Args:
-        source: Path of a .csv file with a line of names, or of an .npz file with arrays `x` [rows, columns] and `y`
-            [rows]; `wine`, `breast_cancer` or `digits`: tables that come with scikit-learn.
-        target: Name of the column that holds the class. Of a .csv file alone.
-        validation, test: Share of the rows.
+        source: Path of a .csv file with a header line, or of an .npz file with arrays `x` [rows, columns] and `y`
+            [rows]; or `wine`, `breast_cancer` or `digits`: tables of scikit-learn.
+        target: Name of the column that holds the class, for a .csv file.
+        validation, test: Share of the rows in each split.
     """
 
     def __init__(self, source: str, target: str | None = None, validation: float = 0.2, test: float = 0.3) -> None:
@@ -65,11 +68,11 @@ class Tabular(Task):
     def _split(self, rows: np.ndarray, targets: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
         try:
             return train_test_split(rows, test_size=share, random_state=SPLIT_SEED, stratify=targets[rows])
-        except ValueError as error:  # a split that would be smaller than the number of classes
+        except ValueError as error:  # the split would have fewer rows than there are classes
             raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
 
     def _read(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Columns, each of numbers [rows] or of words, and labels [rows]."""
+        """Return the columns, each [rows] of floats or words, and the labels [rows]."""
         path = Path(self.source)
         if self.source in BUNDLED:
             x, y = BUNDLED[self.source](return_X_y=True)
@@ -86,7 +89,7 @@ class Tabular(Task):
 
 
 def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """`x` [rows, columns] and `y` [rows]. Raises ValueError if they are not there, or do not fit."""
+    """Return `x` [rows, columns] and `y` [rows] of an .npz file. Raises ValueError if they are missing or misshapen."""
     with np.load(path, allow_pickle=False) as arrays:
         if not {"x", "y"} <= set(arrays):
             raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
@@ -97,7 +100,10 @@ def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarray]:
-    """Columns but `target`, and `target`. Raises ValueError if the file is no table, or has no such column."""
+    """Return the columns other than `target`, and the labels in `target`.
+
+    Raises ValueError if rows differ in length, a label is missing, or there is no such column.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         names, *rows = csv.reader(file)
     if target not in names:
@@ -116,7 +122,7 @@ def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarr
 
 
 def as_column(cells: Sequence[str]) -> np.ndarray:
-    """Numbers if all cells are, with NaN where there is nothing; else words."""
+    """Return the cells as floats, with NaN for empty cells, or as words if a cell is not a number."""
     try:
         return np.array([float(cell) if cell.strip() else np.nan for cell in cells])
     except ValueError:
@@ -124,7 +130,7 @@ def as_column(cells: Sequence[str]) -> np.ndarray:
 
 
 def as_numbers(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows] -> [rows, k]
-    """A column as the network sees it, by what is known of the training rows."""
+    """Encode a column as network inputs, with scaler or one-hot encoder fitted to the rows `train`."""
     if column.dtype.kind == "f":
         steps = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
     else:

@@ -1,4 +1,4 @@
-"""What hosts learn: data that lives on a device, and one function that measures outputs against targets."""
+"""Interface of tasks: data on a device, and a function that measures outputs against targets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from torch.nn import functional as F
 
 
 class Split(NamedTuple):
-    """Samples and what should be said of them."""
+    """Inputs and targets of one split of a data set."""
 
     inputs: Tensor  # [samples, …]
     targets: Tensor  # [samples, …] int64
 
-    variants = 1  # of the same data, one behind the other: see VariedSplit
+    variants = 1  # number of variants, concatenated along the first axis: see VariedSplit
 
     def to(self, device: torch.device) -> "Split":
         return Split(self.inputs.to(device), self.targets.to(device))
 
     def of(self, variant: int) -> "Split":
-        """One variant of the data, without a copy."""
+        """Return one variant of the data as a view."""
         if self.variants == 1:
             return self
         return Split(*(part.unflatten(0, (self.variants, -1))[variant] for part in self))
 
     def spread(self, devices: Sequence[torch.device]) -> "Split":
-        """With a copy kept on each of these devices."""
+        """Return this split with a copy on each of these devices."""
         if len(devices) == 1:
             return self.to(devices[0])
         copies = {device: self.to(device) for device in devices}
@@ -37,18 +37,18 @@ class Split(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of one variant."""
+        """Number of samples in one variant."""
         return self.inputs.shape[0] // self.variants
 
 
 class VariedSplit(Split):
-    """Several variants of the same number of samples: inputs and targets are [variants · samples, …]."""
+    """Several variants of a split with equal numbers of samples: inputs and targets are [variants · samples, …]."""
 
     variants: int
 
     @classmethod
     def join(cls, variants: Sequence[Split]) -> "VariedSplit":
-        """All of these, one behind the other."""
+        """Concatenate variants of a split."""
         split = cls(*(torch.cat(parts) for parts in zip(*variants, strict=True)))
         split.variants = len(variants)
         return split
@@ -60,7 +60,11 @@ class VariedSplit(Split):
 
 
 class SpreadSplit(Split):
-    """Data on several devices: by itself the copy on the first, and `to` another one copies nothing."""
+    """A split with a copy on each of several devices: its tensors are on the first, and `to` returns the other copies.
+
+    Attributes:
+        copies: The split on each device.
+    """
 
     copies: dict[torch.device, Split]
 
@@ -69,7 +73,7 @@ class SpreadSplit(Split):
 
 
 class TaskData(NamedTuple):
-    """A data set. Hosts learn from `train`, rewards come from `validation`, and only evaluations see `test`."""
+    """A data set. Hosts are trained on `train`, rewards come from `validation`, and only evaluations use `test`."""
 
     train: Split
     validation: Split
@@ -78,32 +82,36 @@ class TaskData(NamedTuple):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input, without the batch."""
+        """Shape of one input, without the batch axis."""
         return tuple(self.train.inputs.shape[1:])
 
     def spread(self, devices: Sequence[torch.device]) -> "TaskData":
-        """With one copy on each of these devices; what lies there already is not copied."""
+        """Return the data set with a copy on each of these devices; data already there are not copied."""
         return TaskData(*(split.spread(devices) for split in self[:3]), self.classes)
 
 
 class Measures(NamedTuple):
-    """Per sample."""
+    """Loss and accuracy of each sample in a batch."""
 
     loss: Tensor  # [B] float
-    correct: Tensor  # [B] float in 0 … 1: share of the sample's predictions that are right
+    correct: Tensor  # [B] float in 0 … 1: share of correct predictions in the sample
 
 
 class Task(ABC):
-    """Where data comes from and how outputs are judged."""
+    """A data set and the measure of outputs on it."""
 
     @abstractmethod
     def load(self) -> TaskData:
-        """The whole data set, on the CPU. Raises ValueError, saying how to get it, if it is not there."""
+        """Return the whole data set on the CPU. Raises ValueError with instructions if files are missing."""
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Measures:
-        """Cross-entropy and accuracy: outputs [B, classes], targets [B]; or [B, T, classes] and [B, T].
+        """Return cross-entropy and accuracy per sample.
 
-        In the outputs' precision, and in float32 at least: bf16 knows no share of right answers between 0.996 and 1.
+        Computed in the precision of the outputs, at least float32: bf16 has no value between 0.996 and 1.
+
+        Args:
+            outputs: Logits [B, classes] or [B, T, classes].
+            targets: Class numbers [B] or [B, T].
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)

@@ -1,4 +1,4 @@
-"""Text: the next token of any UTF-8 file. T tokens in a sequence."""
+"""Next-token prediction on any UTF-8 file. T tokens in a sequence."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,24 +10,25 @@ from torch import Tensor
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 REFERENCE = "python"
-"""Names the English reference of Python's language, which every CPython brings along: 460 kB, no download."""
+"""Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
 
 BYTES = 256
+"""Number of tokens where each byte is one."""
 
 
 class Text(Task):
-    """Sequences of tokens, and for each token the one that follows. Accuracy is the share that is guessed.
+    """Next-token prediction. Accuracy is the share of tokens that are predicted correctly.
 
-    The text is cut into three stretches: the first is learned from, the next is for validation, the last for test.
+    The text is cut into three consecutive parts: training, validation and test.
 
     Args:
-        source: Path of a UTF-8 file; `python`: the reference of Python's language, which comes with CPython.
-        tokens: bytes: one of 256 each. bpe: pieces of words, found in the training part by byte pair encoding
-            (https://arxiv.org/abs/1508.07909); needs the package `tokenizers`.
+        source: Path of a UTF-8 file; `python`: the Python language reference, which comes with CPython.
+        tokens: bytes: one token per byte. bpe: byte pair encoding (https://arxiv.org/abs/1508.07909) fitted to the
+            training part; needs the package `tokenizers`.
         vocabulary: Number of tokens with bpe.
-        length: Tokens T of a sequence.
-        validation, test: Share of the text.
-        train: Sequences that hosts learn from. None: all. Fewer make ticks shorter.
+        length: Number of tokens T in a sequence.
+        validation, test: Share of the text in each part.
+        train: Number of sequences that hosts are trained on. None: all. Fewer make ticks shorter.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Text(Task):
         except UnicodeDecodeError as error:
             raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
 
-    def _sequences(self, stream: Tensor) -> Split:  # [n] -> [n // T, T] and the same, one token later
+    def _sequences(self, stream: Tensor) -> Split:  # [n] -> inputs [(n − 1) // T, T], targets one token later
         count = (len(stream) - 1) // self.length
         if count < 1:
             raise ValueError(
@@ -100,7 +101,7 @@ class Text(Task):
 
 
 def byte_pairs(text: str, vocabulary: int) -> Any:
-    """An encoder of `vocabulary` tokens, found in `text`. Raises ValueError if the package for it is missing."""
+    """Train a byte pair encoder of `vocabulary` tokens on `text`. Raises ValueError if `tokenizers` is missing."""
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Variants of a data set: the same samples seen otherwise, labelled otherwise, or fewer of them."""
+"""Variants of a data set: transformed or noisy inputs, other labels, or fewer samples."""
 
 import math
 import zlib
@@ -13,7 +13,7 @@ from esper_lightning.tasks.integrity import SPLITS
 from esper_lightning.tasks.task import Split, TaskData, VariedSplit
 
 ORDER_SEED = 0
-"""Of the one order in which shuffled pixels lie: it is the same in all splits, or nothing could be learned."""
+"""RNG seed of the pixel permutation of `shuffled`, which must be the same in all splits."""
 
 
 def _shuffled(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -39,28 +39,28 @@ TRANSFORMS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "shifted": _shifted,
     "shuffled": _shuffled,
 }
-"""How images [n, C, H, W] are seen. coarse: means of 2×2 pixels. shifted: each image rolled by up to an eighth of its
-side. shuffled: the pixels of all images in one random order."""
+"""Transforms of images [n, C, H, W]. coarse: means of 2×2 pixels. shifted: each image rolled by up to an eighth of its
+side. shuffled: the pixels of all images in the same random order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a data set differs from the task's own. What is random in it is the same whenever it is made."""
+    """Modification of a task's data set. Its random parts are the same each time it is applied."""
 
     transform: str = "none"
-    """How images are seen: none, inverted, transposed, coarse, shifted or shuffled."""
+    """Transform of images: none, inverted, transposed, coarse, shifted or shuffled."""
 
     noise: float = 0.0
-    """Deviation of the noise that lies on every input, the same each time that it is seen."""
+    """Standard deviation of the Gaussian noise on every input, fixed for each sample."""
 
     label_noise: float = 0.0
-    """Share of the samples whose label is drawn anew, in training, validation and test alike: what nobody can learn."""
+    """Share of the samples with a random label, in training, validation and test data: an irreducible error."""
 
     classes: int | None = None
-    """Number of classes, each of the task's going to class number modulo this. None: as the task has them."""
+    """Number of classes; the label becomes the task's class number modulo this. None: as in the task."""
 
     samples: int | None = None
-    """Training samples that each host gets, drawn for it. None: all."""
+    """Number of training samples of each host, drawn for each host. None: all."""
 
     def __post_init__(self) -> None:
         if self.transform not in TRANSFORMS:
@@ -77,11 +77,11 @@ class Variant:
 
     @property
     def stored(self) -> "Variant":
-        """The same with all samples: of these each host draws its own."""
+        """This variant with all samples, from which each host draws its own."""
         return replace(self, samples=None)
 
     def check(self, data: TaskData) -> None:
-        """Raises ValueError if `data` have no such variant."""
+        """Raise ValueError if this variant cannot be made of `data`."""
         if self.transform != "none" and len(data.input_shape) != 3:
             raise ValueError(f"data.transform {self.transform!r} needs images, inputs have shape {data.input_shape}")
         if self.transform == "coarse" and min(data.input_shape[1:]) < 2:
@@ -94,7 +94,8 @@ class Variant:
             raise ValueError(f"data.samples is {self.samples}, the task has {data.train.samples} training samples")
 
     def apply(self, data: TaskData) -> TaskData:
-        """The varied data, all samples, on the CPU."""
+        """Return the modified data with all samples, on the CPU."""
+        # The RNG seed depends on the names of this class and its fields: renaming them would change the data.
         random = torch.Generator().manual_seed(zlib.crc32(repr(self.stored).encode()))
         return data._replace(**{name: self._split(getattr(data, name), data, random) for name in SPLITS})
 
@@ -112,7 +113,7 @@ class Variant:
 
 
 def vary(data: TaskData, variants: Sequence[Variant]) -> TaskData:
-    """All of these variants in one, on the CPU. Raises ValueError if there is no such variant."""
+    """Return all variants in one data set, on the CPU. Raises ValueError if one cannot be made of `data`."""
     for variant in variants:
         variant.check(data)
     made = [variant.apply(data) for variant in variants]

@@ -1,1 +1,1 @@
-"""What can be said about a run, as numbers."""
+"""Telemetry of a run: metrics, events, anomalies and figures."""

@@ -1,7 +1,7 @@
-"""Finds anomalies in the course of a run: the numbers of an update in, what was raised or cleared out.
+"""Anomaly detection: maps the metrics of one PPO update to the anomalies that it raises or clears.
 
-For each rule there is a state machine: quiet → raised (a warning, or critical) → cleared. It takes a few updates in a
-row to get from one state to the next, so that nothing is said again and again of a number that sits at its bound.
+Each rule has a state machine: quiet → raised (a warning, or critical) → cleared. A change of state needs several
+updates in a row, so a metric that sits at its bound does not raise the same anomaly again and again.
 """
 
 import math
@@ -12,7 +12,7 @@ from esper_lightning.growth.restoring import check_count, check_numbers, check_p
 from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds, Limits, Rule
 
 LEVELS = ("quiet", "warning", "critical")
-"""Of an anomaly, 0 … 2."""
+"""Names of the levels of an anomaly, by level 0 … 2."""
 
 
 class Anomaly(NamedTuple):
@@ -20,17 +20,17 @@ class Anomaly(NamedTuple):
 
     name: str
     level: str
-    """Its new level; `cleared` if it is over."""
+    """New level of the anomaly: `warning`, `critical`, or `cleared`."""
     value: float
     threshold: float
-    """That was crossed, or that is no longer crossed."""
+    """Bound that the value crossed, or no longer crosses."""
     update: int
-    """From 1 on."""
+    """Number of the PPO update, counted from 1."""
     cause: str
     settings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """`anomaly kl: warning at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`"""
+        """Return `anomaly kl: warning at update 7: 0.13, bound 0.1: updates are too large; look at model.ppo.lr, …`."""
         if self.level == "cleared":
             return f"anomaly {self.name}: cleared at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
         where = f"{self.level} at update {self.update}: {self.value:.3g}, bound {self.threshold:.3g}"
@@ -38,19 +38,22 @@ class Anomaly(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """What is remembered of one number. Updates in a row, up to the last one, in which it was …"""
+    """State machine of one anomaly: its level, and lengths of the current runs of PPO updates."""
 
     level: int = 0
+    """0: quiet, 1: warning, 2: critical."""
     warned: int = 0
-    """… out of bounds, critical or not."""
+    """Updates in a row with the metric out of bounds, critical or not."""
     critical: int = 0
+    """Updates in a row with the metric beyond the critical bound."""
     calm: int = 0
-    """… within bounds."""
+    """Updates in a row with the metric within bounds."""
     not_critical: int = 0
+    """Updates in a row with the metric not beyond the critical bound."""
 
 
 def step(watch: Watch, rule: Rule, value: float, limits: Limits, bounds: Bounds) -> Watch:
-    """One update further. What is not a number is out of every bound."""
+    """Return the state after one more PPO update. A value that is not finite is beyond every bound."""
     unknown = not math.isfinite(value)
     critical = limits.critical is not None and (unknown or rule.beyond(value, limits.critical))
     warned = unknown or critical or rule.beyond(value, limits.warning)
@@ -74,9 +77,9 @@ def step(watch: Watch, rule: Rule, value: float, limits: Limits, bounds: Bounds)
 
 
 def looked_at(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
-    """What the rules look at: numbers that are derived from others, and none that say nothing.
+    """Return the metrics that rules apply to: derived metrics are added, meaningless ones are left out.
 
-    A rule whose number is left out stays in its state.
+    A rule whose metric is left out keeps its state.
     """
     found = dict(metrics)
     for key in metrics:
@@ -92,7 +95,7 @@ def looked_at(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, 
 
 
 class Average(NamedTuple):
-    """A running mean that forgets; the first numbers count no more than later ones."""
+    """Exponential moving average, corrected for the bias of its first values."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -106,10 +109,10 @@ class Average(NamedTuple):
 
 
 class AnomalyDetector:
-    """Applies the rules to one update after the other.
+    """Applies the anomaly rules to the metrics of successive PPO updates.
 
     Args:
-        config: Where the bounds are.
+        config: Bounds of the rules.
     """
 
     def __init__(self, config: AnomalyConfig) -> None:
@@ -118,11 +121,11 @@ class AnomalyDetector:
         self.grad_norm = Average()
 
     def observe(self, metrics: Mapping[str, float], update: int, progress: float) -> list[Anomaly]:
-        """Takes in the numbers of an update; returns what was raised or cleared by it.
+        """Process the metrics of one PPO update and return the anomalies that it raises or clears.
 
         Args:
-            metrics: By name; see `Rule.metric`.
-            update: Its number, from 1 on.
+            metrics: Values by name; see `Rule.metric`.
+            update: Number of the update, counted from 1.
             progress: Share of training that is over, 0 … 1.
         """
         numbers = looked_at(metrics, self.config) | self._grad_norm_ratio(metrics)
@@ -144,29 +147,29 @@ class AnomalyDetector:
         return changes
 
     def _grad_norm_ratio(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The gradient's norm over its running mean of the updates before."""
+        """Return the gradient norm divided by its running mean over the previous updates."""
         norm, known = metrics.get("grad_norm"), self.grad_norm
         if norm is None:
             return {}
         if math.isfinite(norm):
             self.grad_norm = known.then(norm, self.config.grad_norm_decay)
-        # An update that ended before its first step has no gradient.
+        # An update that was stopped before its first optimizer step has no gradient.
         return {"grad_norm_ratio": norm / known.value} if norm != 0.0 and known.total > 0.0 else {}
 
     @property
     def levels(self) -> dict[str, int]:
-        """0: quiet, 1: warning, 2: critical; by name, of all that has ever been measured."""
+        """Level (0: quiet, 1: warning, 2: critical) by name, for every anomaly whose metric was ever measured."""
         return {name: watch.level for name, watch in self.watches.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """In types that `torch.load(weights_only=True)` accepts."""
+        """Return the state in types that `torch.load(weights_only=True)` accepts."""
         return {
             "watches": {name: list(watch) for name, watch in self.watches.items()},
             "grad_norm": list(self.grad_norm),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there. Raises ValueError if the state is damaged."""
+        """Restore the state. Raises ValueError if it is damaged."""
         what = "what is known of anomalies"
         check_parts(what, state, ("watches", "grad_norm"))
         watches = {}

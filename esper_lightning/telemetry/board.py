@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside scalars: layout, histograms, figures, texts and hyper-parameters."""
+"""TensorBoard output beside scalars: layout, histograms, figures, texts and hyper-parameters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +13,16 @@ from torch.utils.tensorboard.summary import hparams
 from esper_lightning.telemetry.tags import guide
 
 LAYOUT = {
-    "Is she learning?": {
+    "Is the policy learning?": {
         "objective": ["Multiline", ["rollout/objective"]],
         "return, p10 p50 p90": ["Margin", ["rollout/return.p50", "rollout/return.p10", "rollout/return.p90"]],
         "explained variance": ["Multiline", ["train/explained_variance"]],
         "KL, two estimators": ["Multiline", ["train/kl", "train/kl_k1"]],
         "entropy by head": ["Multiline", [r"train/entropy\..*"]],
     },
-    "What does she grow?": {
+    "What does the policy grow?": {
         "ops": ["Multiline", [r"rollout/op\..*"]],
-        "kept, by blueprint": ["Multiline", ["blueprint/.*/kept"]],
+        "fossilized, by blueprint": ["Multiline", ["blueprint/.*/kept"]],
         "contribution, by blueprint": ["Multiline", ["blueprint/.*/contribution"]],
         "reward terms": ["Multiline", ["reward/.*"]],
     },
@@ -37,38 +37,38 @@ LAYOUT = {
         "memory": ["Multiline", ["memory/process", "memory/cuda"]],
     },
 }
-"""Custom scalars: charts by category. Multiline: tags by patterns; Margin: a tag, its lower and its upper bound."""
+"""Custom-scalar charts by category. `Multiline` takes patterns of tags; `Margin` a tag, its lower and upper bound."""
 
 METRICS = ("rollout/objective", "rollout/accuracy", "rollout/parameters")
-"""By which runs are compared in the table of hyper-parameters."""
+"""Metrics shown in TensorBoard's HParams table."""
 
 LONGEST = 100
-"""Characters of a setting in that table."""
+"""Most characters of a setting that the HParams table shows."""
 
 
 class Board:
     """Writes to one run's TensorBoard files.
 
     Args:
-        writer: Of the run's logger.
+        writer: TensorBoard writer of the run's logger.
     """
 
     def __init__(self, writer: SummaryWriter) -> None:
         self.writer = writer
 
     def go_on(self, tick: int) -> None:
-        """What an earlier process wrote after `tick` is void: readers drop it."""
+        """Make readers drop everything that an earlier process wrote after `tick`."""
         if tick:
             start = SessionLog(status=SessionLog.START)
             self.writer.file_writer.add_event(Event(step=tick + 1, session_log=start))
 
     @property
     def has_earlier_files(self) -> bool:
-        """Has another process written to this folder?"""
+        """True if an earlier process has written to this folder."""
         return len(list(Path(self.writer.log_dir).glob("events.out.tfevents.*"))) > 1
 
     def introduce(self, settings: Mapping[str, str]) -> None:
-        """Shows what does not change in a run: the layout, the guide, and hyper-parameters."""
+        """Write what does not change in a run: the layout, the guide to all plots, and the hyper-parameters."""
         self.writer.add_custom_scalars(LAYOUT)
         self.writer.add_text("guide", guide(), 0)
         values = {name: as_number(value) for name, value in settings.items()}
@@ -76,23 +76,23 @@ class Board:
             self.writer.file_writer.add_summary(summary)
 
     def histogram(self, tag: str, values: Tensor, tick: int) -> None:
-        """Of what is finite among `values`; nothing if nothing is."""
+        """Write a histogram of the finite `values`; write nothing if there are none."""
         values = values.flatten()
         values = values[torch.isfinite(values)]
         if values.numel():
             self.writer.add_histogram(tag, values, tick)
 
     def figure(self, tag: str, figure: Figure, tick: int) -> None:
-        """As an image."""
+        """Write a figure as an image."""
         self.writer.add_figure(tag, figure, tick)
 
     def text(self, tag: str, text: str, tick: int) -> None:
-        """As Markdown."""
+        """Write a text in Markdown."""
         self.writer.add_text(tag, text, tick)
 
 
 def as_number(value: str) -> float | bool | str:
-    """A setting as what it is, so that TensorBoard can order runs by it."""
+    """Return a setting as a boolean or number where it is one, so that TensorBoard can sort runs by it."""
     if value in ("True", "False"):
         return value == "True"
     try:

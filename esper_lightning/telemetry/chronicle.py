@@ -1,4 +1,4 @@
-"""Turns what the pool says of a tick into events. Hosts are known by their place, seeds by their slot."""
+"""Events of one environment step, derived from the pool's result. Hosts are named by index, seeds by slot."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from esper_lightning.growth.growing import Refusals
 
 NEXT = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.FOSSILIZED}
-"""Where a gate may keep a seed from going on although its time has come, and what it is kept from."""
+"""Stages that a gate guards the exit of, and the stage that follows each."""
 
 
 def rollbacks(step: "StepResult", tick: int) -> list[Event]:
-    """Of one tick."""
+    """Return one event for each host that the Governor rolled back or gave up in this step."""
     words = (word for word in step.verdicts if word.verdict.diverged)
     return [
         RolledBack(tick, word.host, word.seed, word.verdict.decision.value, word.verdict.cause, word.restored)
@@ -26,12 +26,12 @@ def rollbacks(step: "StepResult", tick: int) -> list[Event]:
 
 
 def vetoes(step: "StepResult", tick: int) -> list[Event]:
-    """Of one tick."""
+    """Return one event for each action that the Governor refused in this step."""
     return [Vetoed(tick, veto.host, veto.action, veto.reasons) for veto in step.vetoes]
 
 
 def seed_changes(step: "StepResult", tick: int) -> list[Event]:
-    """Of one tick."""
+    """Return one event for each change of a seed's stage, or of its alpha's target, in this step."""
     return [
         SeedChanged(
             *(tick, host, seed.slot, seed.blueprint, seed.before.name, seed.after.name, seed.cause),
@@ -42,7 +42,7 @@ def seed_changes(step: "StepResult", tick: int) -> list[Event]:
 
 
 def contributions(envs: Sequence["HostEnv"], tick: int) -> list[Event]:
-    """One event for all seeds of a tick; none where nothing is blended."""
+    """Return one event with the contributions of all blended seeds; no event if there are none."""
     rows = [
         (host, slot.name, record.contribution)
         for host, env in enumerate(envs)
@@ -54,13 +54,16 @@ def contributions(envs: Sequence["HostEnv"], tick: int) -> list[Event]:
 
 
 class GateWatch:
-    """Says when a gate refuses a seed whose time has come: once, until the seed is somewhere else or the gate opens."""
+    """Reports gates that refuse a seed whose minimum time in its stage is over: once per seed and stage."""
 
     def __init__(self) -> None:
         self.refused: dict[tuple[int, str], str] = {}  # host, slot -> the stage that its seed is kept from
 
     def tick(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int) -> list[Event]:
-        """Takes in what followed from a step of `envs`; `tick` counts since the run began."""
+        """Process one step of `envs` and return new refusals; `tick` counts steps since the run began.
+
+        A refusal is reported again only after the seed has changed its stage or the gate has opened in between.
+        """
         now = {
             (host, slot.name): (slot.blueprint, NEXT[slot.stage].name, reasons)
             for host, (env, refusals) in enumerate(zip(envs, step.refusals, strict=True))
@@ -79,7 +82,7 @@ class GateWatch:
         return [[*place, stage] for place, stage in self.refused.items()]
 
     def load_state_dict(self, state: Any) -> None:
-        """Raises ValueError if the state is damaged."""
+        """Restore the state. Raises ValueError if it is damaged."""
         what = "what is known of gates"
         if not isinstance(state, list) or not all(isinstance(row, list) and len(row) == 3 for row in state):
             raise ValueError(f"{what} is no list of hosts, slots and stages")
@@ -87,7 +90,7 @@ class GateWatch:
 
 
 def against(env: "HostEnv", refusals: Sequence["Refusals"]) -> Iterator[tuple[Any, list[str]]]:
-    """Slots whose seed a gate refuses although it has been long enough where it is, with the reasons."""
+    """Yield each slot whose seed a gate refuses although its minimum time in the stage is over, with the reasons."""
     least = env.lifecycle.training_ticks
     for slot, refused in zip(env.slots, refusals, strict=True):
         if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= least:

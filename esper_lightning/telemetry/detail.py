@@ -1,4 +1,4 @@
-"""How closely telemetry looks: a level, which rises by itself for a while when something is wrong."""
+"""Level of detail of telemetry: as configured, and raised to debug for a while after an anomaly."""
 
 from typing import Any, Literal, get_args
 
@@ -9,32 +9,32 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class Detail:
-    """The level now.
+    """Level of detail as a function of the tick.
 
     Args:
-        level: As it was asked for.
-        ticks: For how many ticks an anomaly raises it to debug.
+        level: Configured level.
+        ticks: Environment steps for which an anomaly raises the level to debug.
     """
 
     def __init__(self, level: Level, ticks: int) -> None:
         self.level = level
         self.ticks = ticks
-        self.since = self.until = 0  # ticks between which it is raised: after the first, up to the second
+        self.since = self.until = 0  # the level is raised in the ticks (since, until]
 
     def now(self, tick: int) -> Level:
-        """In this tick."""
+        """Return the level in force at `tick`."""
         return "debug" if self.raised(tick) else self.level
 
     def raised(self, tick: int) -> bool:
-        """Is it higher in this tick than it was asked for?"""
+        """Return True if the level at `tick` is higher than the configured one."""
         return self.since < tick <= self.until and self.level not in ("off", "debug")
 
     def includes(self, level: Level, tick: int) -> bool:
-        """Is what belongs to `level` to be done in this tick?"""
+        """Return True if telemetry of `level` is due at `tick`."""
         return LEVELS.index(self.now(tick)) >= LEVELS.index(level)
 
     def alarm(self, tick: int) -> None:
-        """From the next tick on, for a while, look at everything."""
+        """Raise the level to debug from the next tick on, for the configured number of ticks."""
         if not self.raised(tick):
             self.since = tick
         self.until = tick + self.ticks
@@ -43,10 +43,10 @@ class Detail:
         return [self.since, self.until]
 
     def load_state_dict(self, state: Any) -> None:
-        """Raises ValueError if the state is damaged."""
+        """Restore the state. Raises ValueError if it is damaged."""
         what = "since when and until when telemetry looks closer"
         self.since, self.until = (check_count(what, tick) for tick in check_numbers(what, state, 2))
 
     def changes(self, tick: int) -> bool:
-        """Will the next tick be looked at otherwise than this one?"""
+        """Return True if the level of the next tick differs from that of `tick`."""
         return self.raised(tick + 1) != self.raised(tick)

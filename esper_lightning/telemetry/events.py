@@ -1,6 +1,6 @@
-"""What happened in a run, as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
+"""Events of a run as typed records: one line of JSON each in `events.jsonl`, in the run's folder.
 
-docs/reference/events.md describes every record. A number that is not finite is null, for JSON has none.
+docs/reference/events.md describes every record. A number that is not finite becomes null, since JSON has none.
 """
 
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 SCHEMA = 1
-"""Of the records: raised whenever a reader of the old ones would not understand the new ones."""
+"""Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
 
 
 class Started(NamedTuple):
-    """A process began to train, or went on with a run."""
+    """A process started to train, or resumed a run."""
 
     tick: int
     schema: int
@@ -26,7 +26,7 @@ class Started(NamedTuple):
 
 
 class SeedChanged(NamedTuple):
-    """A seed went from one stage to another, or its alpha was sent elsewhere: then both are the same."""
+    """A seed changed its stage, or its alpha got a new target; in that case `before` and `after` are equal."""
 
     tick: int
     host: int
@@ -36,48 +36,48 @@ class SeedChanged(NamedTuple):
     after: str
     cause: str
     age: int
-    """Host epochs since it was germinated."""
+    """Host epochs since the seed was germinated."""
     contribution: float | None
-    """Accuracy points (of 100) as last measured, also in this tick; null: never, or while it fades."""
+    """Last measured contribution in accuracy points (of 100), this tick included; null: never, or while it fades."""
 
 
 class GateRefused(NamedTuple):
-    """A gate keeps a seed from its next stage, for the first time since it came where it is."""
+    """A gate refused a seed its next stage, for the first time since the seed entered its present one."""
 
     tick: int
     host: int
     slot: str
     blueprint: str
     stage: str
-    """That it is kept from."""
+    """Name of the refused stage."""
     reasons: list[str]
 
 
 class Contributed(NamedTuple):
-    """What all seeds that are part of a host contributed in a tick, in three columns."""
+    """Contributions of all blended seeds of all hosts in one tick, as three columns of equal length."""
 
     tick: int
     host: list[int]
     slot: list[str]
     points: list[float | None]
-    """Accuracy points (of 100)."""
+    """Contribution of each seed in accuracy points (of 100)."""
 
 
 class SeedCredited(NamedTuple):
-    """What a seed that was kept is worth at the end of an episode, in accuracy points (of 100) on validation data."""
+    """Value of a fossilized seed at the end of an episode, in accuracy points (of 100) on validation data."""
 
     tick: int
     host: int
     slot: str
     blueprint: str
     shapley: float
-    """Its share of what all kept seeds together add."""
+    """Shapley value: the seed's share of the accuracy that all fossilized seeds add together."""
     interaction: float | None
-    """Sum of its interactions with the other ones; null: too many to know."""
+    """Sum of the seed's interactions with the other fossilized seeds; null if there are too many to measure."""
 
 
 class RolledBack(NamedTuple):
-    """The Governor gave a host its last good state back, or gave it up."""
+    """The Governor restored a host's last healthy state, or ended its episode."""
 
     tick: int
     host: int
@@ -85,11 +85,11 @@ class RolledBack(NamedTuple):
     decision: str
     cause: str
     restored: int | None
-    """Tick of the episode that the host was brought back to."""
+    """Tick of the episode at which the restored snapshot was taken."""
 
 
 class Vetoed(NamedTuple):
-    """The Governor refused an action: the host waited instead."""
+    """The Governor vetoed an action; WAIT was carried out instead."""
 
     tick: int
     host: int
@@ -98,7 +98,7 @@ class Vetoed(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """A PPO update, with what is under `train/` in TensorBoard."""
+    """A PPO update, with the metrics that TensorBoard shows under `train/`."""
 
     tick: int
     update: int
@@ -119,7 +119,7 @@ class AnomalyChanged(NamedTuple):
 
 
 class LevelChanged(NamedTuple):
-    """Telemetry looks closer from now on, or no longer."""
+    """The level of telemetry was raised, or returned to the configured one."""
 
     tick: int
     level: str
@@ -127,13 +127,13 @@ class LevelChanged(NamedTuple):
 
 
 class CheckpointSaved(NamedTuple):
-    """A checkpoint is on the disk, whole."""
+    """A checkpoint was written to disk completely."""
 
     tick: int
     path: str
-    """Within the run's folder, if it is there."""
+    """Path of the checkpoint, relative to the run's folder if it lies inside."""
     seconds: float
-    """That writing took."""
+    """Time that writing took, in seconds."""
 
 
 Event = (
@@ -163,13 +163,13 @@ KINDS: dict[str, type[Event]] = {
     "level": LevelChanged,
     "checkpoint": CheckpointSaved,
 }
-"""By the `type` of a line."""
+"""Class of event by the `type` of a line."""
 
 TYPES = {kind: name for name, kind in KINDS.items()}
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every number that is not finite."""
+    """Return the value with None in place of every float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -180,13 +180,13 @@ def finite(value: Any) -> Any:
 
 
 def to_line(event: Event) -> str:
-    """`{"type": "seed", "tick": 3, …}`"""
+    """Return the event as one line of JSON: `{"type": "seed", "tick": 3, …}`."""
     fields = {"type": TYPES[type(event)], **event._asdict()}
     return json.dumps(finite(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def from_line(line: str) -> Event:
-    """The event that a line holds. Raises ValueError if it holds none of this schema."""
+    """Parse the event in a line. Raises ValueError if the line holds no event of this schema."""
     fields = json.loads(line)
     if not isinstance(fields, dict) or fields.get("type") not in KINDS:
         raise ValueError(f"no event of schema {SCHEMA}: {line!r:.80}")
@@ -195,15 +195,15 @@ def from_line(line: str) -> Event:
         raise ValueError(f"no event of schema {SCHEMA}: {line!r:.80} has not the fields {', '.join(kind._fields)}")
     if kind is Started and fields["schema"] != SCHEMA:
         raise ValueError(
-            f"events of schema {fields['schema']}, but this version reads {SCHEMA}; use the one they are of"
+            f"events of schema {fields['schema']}, but this version reads {SCHEMA}; use the version that wrote them"
         )
     return kind(**fields)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, also of one that goes on: a last line that is not finished yet is left out.
+    """Yield the events of a run, finished or not: a last line that is still being written is left out.
 
-    Raises ValueError if another line holds no event.
+    Raises ValueError if any other line holds no event.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -216,10 +216,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 class EventLog:
-    """Writes events to a file. They are in it when `write` returns, whatever becomes of the process.
+    """Writes events to a file without buffering: they survive a crash of the process once `write` has returned.
 
     Args:
-        path: Of the file; its folder is there.
+        path: File to append to; its folder exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -227,7 +227,7 @@ class EventLog:
         self._file: BinaryIO | None = None
 
     def go_on(self, tick: int) -> None:
-        """Forgets what was written after `tick`, for a run that goes on from there, and what is not a whole line.
+        """Truncate the file after the events of `tick`, for a run that resumes there; drop an incomplete last line.
 
         Raises ValueError, and leaves the file as it is, if a line holds no event.
         """
@@ -249,17 +249,17 @@ class EventLog:
             file.truncate(kept)
 
     def write(self, events: Iterable[Event]) -> None:
-        """Appends all of them in one piece: a reader never meets half a tick's line for long."""
+        """Append all events in one piece, so that a reader hardly ever sees an incomplete line."""
         lines = memoryview("".join(map(to_line, events)).encode())
         if not lines:
             return
         if self._file is None:
             self._file = self.path.open("ab", buffering=0)
-        while lines:  # a disk may take a part, and refuse the rest
+        while lines:  # a full disk may accept only a part of the bytes
             lines = lines[self._file.write(lines) :]
 
     def close(self) -> None:
-        """Lets go of the file; the next event opens it again."""
+        """Close the file; the next event opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

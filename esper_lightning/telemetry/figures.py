@@ -1,4 +1,4 @@
-"""Figures of what hosts have grown and how. T ticks, H hosts, K slots, B blueprints."""
+"""Figures of the growth of hosts. T ticks, H hosts, K slots, B blueprints."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ OP_COLOURS = {
     "ADVANCE": "#ff7f0e",
     "SET_ALPHA": "#9467bd",
 }
-"""In the order of their numbers."""
+"""Colour of each op, in the order of the op indices."""
 
 STAGE_COLOURS = {
     Stage.DORMANT: "#ffffff",
@@ -34,17 +34,17 @@ STAGE_COLOURS = {
 }
 
 SHOWN = 24
-"""Hosts in a timeline: more of them would be too thin to be seen in TensorBoard."""
+"""Most hosts in one figure: rows of more hosts would be too thin to see in TensorBoard."""
 
 ROWS = 10
-"""Heights that alpha can have in a host's row."""
+"""Pixel rows per host: the resolution at which the height of the filled part shows alpha."""
 
 PALE = 0.72
-"""White in the colour of a stage, where alpha does not reach."""
+"""Share of white in the colour of a stage above the height of alpha."""
 
 
 def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
-    """The stage of every slot after each tick as colour, alpha as the height to which it is filled, and rollbacks."""
+    """Draw each slot's stage after each tick as colour, alpha as the height of the filled part, and rollbacks."""
     stage, alpha = trace.stage[: trace.length, :SHOWN].numpy(), trace.alpha[: trace.length, :SHOWN].numpy()
     hosts = stage.shape[1]
     figure, panels = panels_for(len(slots), trace.length, hosts)
@@ -60,7 +60,7 @@ def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
 
 
 def filled(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] both -> [H·ROWS, T, 3]
-    """Cells in the colour of their stage, pale above alpha."""
+    """Return an RGB image with one cell per host and tick in the colour of its stage, pale above alpha."""
     colours = np.array([to_rgb(colour) for colour in STAGE_COLOURS.values()])[stage]  # [H, T, 3]
     height = (np.arange(ROWS)[::-1] + 0.5) / ROWS  # of each row of pixels, from the top down
     pale = (alpha[:, None] < height[:, None])[..., None] * PALE  # [H, ROWS, T, 1]
@@ -68,7 +68,7 @@ def filled(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] both -
 
 
 def op_map(trace: EpisodeTrace) -> Figure:
-    """What was done to each host before each tick, and the share of each op in each tick."""
+    """Draw the op carried out on each host before each tick, and the share of each op in each tick."""
     op = trace.op[: trace.length].numpy()
     hosts = min(op.shape[1], SHOWN)
     figure, (left, right) = panels_for(2, trace.length, hosts, sharey=False)
@@ -83,29 +83,33 @@ def op_map(trace: EpisodeTrace) -> Figure:
 
 
 def shares_of_ops(op: np.ndarray) -> np.ndarray:  # [T, N] -> [ops, T]
-    """How many of the hosts each op was done to in each tick."""
+    """Return the share of hosts on which each op was carried out in each tick."""
     return np.stack([(op == number).mean(1) for number in range(len(OP_COLOURS))])
 
 
 def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, objective: np.ndarray) -> Figure:
-    """Hosts at their episodes' end, [N] each. Better is up and to the left."""
+    """Draw the N hosts at the end of their episodes, [N] each. Better hosts are up and to the left."""
     figure = Figure(figsize=(6.0, 4.2))
     axes = figure.subplots()
     margins(figure, left=0.8, right=0.3)
     dots = axes.scatter(parameters, accuracy, c=objective, cmap="viridis", s=22, edgecolors="0.4", linewidths=0.4)
     figure.colorbar(dots, label="objective")
-    axes.set(xlabel="parameters of what is kept", ylabel="validation accuracy of what is kept")
+    axes.set(xlabel="parameters of host and fossilized seeds", ylabel="validation accuracy with fossilized seeds")
     axes.grid(alpha=0.3)
     return figure
 
 
 def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequence[str]) -> Figure:
-    """What became of the seeds of each blueprint in each slot: how many, how many were kept, what they contributed."""
+    """Draw, by blueprint and slot, the number of seeds, the share fossilized and the mean contribution."""
     figure = Figure(figsize=(2.6 + 1.1 * 3 * len(slots), 1.4 + 0.34 * len(blueprints)))
     panels = figure.subplots(1, 3, sharey=True)
     margins(figure, left=1.2, bottom=0.8)
     kept = score.fossilized / np.maximum(score.germinated, 1.0)
-    tables = (("seeds", score.germinated, ".0f"), ("share kept", kept, ".2f"), ("contribution", score.mean, "+.1f"))
+    tables = (
+        ("seeds", score.germinated, ".0f"),
+        ("share fossilized", kept, ".2f"),
+        ("contribution", score.mean, "+.1f"),
+    )
     for axes, (title, table, form) in zip(panels, tables, strict=True):
         shown = np.ma.masked_where((score.germinated == 0.0) | ~np.isfinite(table), table)
         axes.imshow(shown, aspect="auto", cmap="YlGnBu", alpha=0.55)
@@ -118,7 +122,7 @@ def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequenc
 
 
 def panels_for(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many panels side by side, with a row for each host."""
+    """Return a figure with `number` panels side by side, high enough for one row per host."""
     figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts))
     panels = figure.subplots(1, number, sharey=sharey, squeeze=False)[0]
     margins(figure, bottom=1.05)
@@ -129,14 +133,14 @@ def panels_for(number: int, ticks: int, hosts: int, sharey: bool = True) -> tupl
 
 
 def margins(figure: Figure, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35) -> None:
-    """Room around the panels in inches: to let matplotlib find it out takes longer than all the rest."""
+    """Set the space around the panels in inches: matplotlib's automatic layout takes longer than the whole drawing."""
     width, height = figure.get_size_inches()
     sides = {"left": left / width, "right": 1.0 - right / width, "bottom": bottom / height, "top": 1.0 - top / height}
     figure.subplots_adjust(**sides, wspace=0.1)
 
 
 def grid(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
-    """Numbers [H, T] as coloured cells."""
+    """Draw numbers [H, T] as coloured cells."""
     cells = ListedColormap(colours)
     hosts, ticks = numbers.shape
     norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, cells.N)
@@ -145,7 +149,7 @@ def grid(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) ->
 
 
 def separate(axes: Axes, hosts: int, ticks: int, title: str) -> None:
-    """Thin lines between the cells of H hosts and T ticks, and what the axes show."""
+    """Draw thin lines between the cells of H hosts and T ticks, and label the axes."""
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xticks(np.arange(1.5, ticks), minor=True)
@@ -157,7 +161,7 @@ def separate(axes: Axes, hosts: int, ticks: int, title: str) -> None:
 
 
 def legend(figure: Figure, names: Sequence[tuple[str, str]], mark: str | None = None) -> None:
-    """Below a figure: names with their colours, and what a mark means."""
+    """Add a legend below a figure: names with their colours, and the meaning of a mark."""
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
     if mark is not None:
         patches.append(Patch(facecolor="none", edgecolor="none", label=mark))

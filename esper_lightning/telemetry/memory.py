@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""Memory in use by this process and on its GPU."""
 
 import os
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 STATUS = Path("/proc/self/status")
-"""Linux's own books: `ru_maxrss` of a new process begins with what its parent had."""
+"""Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
 
 
 def resident(peak: bool = False) -> float | None:
-    """MiB of this process's memory: now, or the most so far. None where the system has no such books."""
+    """Return the resident memory of this process in MiB, or its peak so far. None where there is no /proc."""
     if not STATUS.exists():
         return None
     name = "VmHWM:" if peak else "VmRSS:"
@@ -19,7 +19,7 @@ def resident(peak: bool = False) -> float | None:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """MiB by whose they are, for plots."""
+    """Return the memory of the process and of tensors on the GPU in MiB, by tag."""
     metrics = {} if (now := resident()) is None else {"memory/process": now}
     if device.type == "cuda":
         metrics["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
@@ -27,18 +27,18 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 class ProcessGauge:
-    """What the process holds when a phase ends."""
+    """Measures the resident memory of the process at the end of a phase."""
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        """Start a phase; there is nothing to prepare."""
 
     def end(self) -> float | None:
-        """MiB."""
+        """Return the resident memory in MiB; None where it cannot be measured."""
         return resident()
 
 
 class CudaGauge:
-    """The most that tensors on a GPU held within a phase; nobody waits for it.
+    """Measures the peak memory of tensors on a GPU within a phase, without synchronising.
 
     Args:
         device: The GPU.
@@ -48,22 +48,24 @@ class CudaGauge:
         self.device = device
 
     def begin(self) -> None:
-        """The most so far counts no more."""
+        """Start a phase: reset the peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def end(self) -> float | None:
-        """MiB."""
+        """Return the peak of the phase in MiB."""
         return torch.cuda.max_memory_allocated(self.device) / 2**20
 
 
 def make_gauge(device: torch.device) -> ProcessGauge | CudaGauge:
-    """For work on `device`."""
+    """Return the memory probe for work on `device`."""
     return CudaGauge(device) if device.type == "cuda" else ProcessGauge()
 
 
 def memory_share(device: torch.device, most: float) -> dict[str, float]:
-    """Memory in use, on a GPU the `most` MiB that tensors held so far, as a share of the device's; nothing where that
-    is not known."""
+    """Return the memory in use as a share of the device's memory; nothing where it cannot be measured.
+
+    On a GPU the memory in use is `peak`: the peak memory of tensors so far, in MiB.
+    """
     if device.type == "cuda":
         return {"share": most * 2**20 / torch.cuda.get_device_properties(device).total_memory}
     now = resident()

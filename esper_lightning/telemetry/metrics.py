@@ -1,4 +1,4 @@
-"""Numbers for plots, by the names that plots show."""
+"""Metrics for plots, by tag. N hosts, T ticks of a rollout."""
 
 import math
 from collections import Counter
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from esper_lightning.envs.host_env import HostEnv
 
 QUANTILES = (0.1, 0.5, 0.9)
-"""Of the hosts' returns: how unlike they are."""
+"""Quantiles over hosts at which the returns are reported, to show their spread."""
 
 SATURATED = 0.95
-"""An LSTM's hidden number is at most 1 in size; beyond this it hardly moves any more."""
+"""Absolute value of an LSTM's hidden unit (at most 1) beyond which it counts as saturated: it hardly changes."""
 
 
 def tick_metrics(step: "StepResult") -> dict[str, float]:
-    """Means over hosts of one tick, of numbers that are on the CPU already."""
+    """Return means over hosts of one environment step; all inputs are on the CPU already."""
     metrics = step.metrics
     return {
         "hosts/accuracy": metrics.accuracy.mean().item(),
@@ -36,7 +36,7 @@ def tick_metrics(step: "StepResult") -> dict[str, float]:
 
 
 def task_metrics(final: "PoolMetrics", tasks: Mapping[str, slice]) -> dict[str, float]:
-    """Means over the hosts of each task, at the end of the episode."""
+    """Return means over the hosts of each task, at the end of the episode."""
     return {
         f"tasks/{task}/{name}": getattr(final, name)[span].float().mean().item()
         for task, span in tasks.items()
@@ -45,7 +45,7 @@ def task_metrics(final: "PoolMetrics", tasks: Mapping[str, slice]) -> dict[str, 
 
 
 def growth_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """For each slot, the share of hosts whose seed is in each stage."""
+    """Return, for each slot and stage, the share of hosts whose slot is in that stage."""
     return {
         f"growth/{slot.name}/{stage.name}": sum(env.slots[k].stage is stage for env in envs) / len(envs)
         for k, slot in enumerate(envs[0].slots)
@@ -54,7 +54,7 @@ def growth_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
 
 
 def gradient_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Mean norm and health of the last minibatch's gradients, of hosts and of the seeds that live."""
+    """Return mean norm and health of the last minibatch's gradients, of hosts and of live seeds."""
     hosts = [env.host_gradient for env in envs if env.host_gradient is not None and not env.ended]
     seeds = [
         record.gradient
@@ -72,7 +72,7 @@ def gradient_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
 
 
 def contribution_values(envs: Sequence["HostEnv"]) -> list[float]:
-    """Accuracy points of all seeds that are part of a host, as far as they were measured."""
+    """Return the contributions (accuracy points) of all blended seeds whose contribution was measured."""
     points = [
         record.contribution
         for env in envs
@@ -83,7 +83,7 @@ def contribution_values(envs: Sequence["HostEnv"]) -> list[float]:
 
 
 def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over hosts of their layers' gradient norms, by name: hosts need not have the same layers."""
+    """Return means over hosts of the layers' gradient norms, by name. Hosts need not have the same layers."""
     norms: dict[str, list[float]] = {}
     for layers in hosts:
         for name, norm in layers.items():
@@ -93,13 +93,13 @@ def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def credit_metrics(credits: Sequence[SeedCredited]) -> dict[str, float]:
-    """Mean Shapley value by blueprint, and mean interaction of the pairs of kept seeds."""
+    """Return the mean Shapley value by blueprint, and the mean interaction of pairs of fossilized seeds."""
     shares: dict[str, list[float]] = {}
     for one in credits:
         shares.setdefault(one.blueprint, []).append(one.shapley)
     found = {f"credit/{name}": sum(values) / len(values) for name, values in shares.items()}
     together = Counter(one.host for one in credits)
-    # Each pair of a host is in the sums of both of its seeds.
+    # Each pair of seeds in a host counts twice: in the sums of both seeds.
     pairs = sum(seeds * (seeds - 1) for seeds in together.values())
     known = [one.interaction for one in credits if one.interaction is not None]
     if pairs and len(known) == len(credits):
@@ -108,14 +108,17 @@ def credit_metrics(credits: Sequence[SeedCredited]) -> dict[str, float]:
 
 
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
-    """Mean and quantiles over hosts."""
+    """Return mean and quantiles over hosts of the episodes' returns."""
     quantiles = returns.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
     spread = {f"rollout/return.p{100 * q:.0f}": value for q, value in zip(QUANTILES, quantiles, strict=True)}
     return {"rollout/return": returns.mean().item(), **spread}
 
 
 def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
-    """Of a recurrent state, hidden and cell [N, width]; nothing without memory. One transfer."""
+    """Return statistics of a recurrent state, hidden and cell [N, width]; nothing for a policy without memory.
+
+    All of them take one transfer from the device.
+    """
     hidden, cell = (part.float() for part in state)
     if not hidden.numel():
         return {}
@@ -125,13 +128,13 @@ def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
 
 
 def choice_metrics(action: Any, masks: Any, space: Any, relevant: Tensor) -> dict[str, float]:
-    """How often each choice of each head was made where the head mattered, and how often each op was possible.
+    """Return the frequency of each choice of each head where the head mattered, and of each op being possible.
 
     Args:
-        action: Of a rollout, [T, N] each head.
-        masks: Of the same.
-        space: The choices' names.
-        relevant: [ops, heads]: does a head matter for an op?
+        action: Actions of a rollout, [T, N] for each head.
+        masks: Masks of the same rollout.
+        space: Names of the choices, by head.
+        relevant: [ops, heads] bool: the head matters for the op.
     """
     free = ~masks.forced
     matters = relevant.to(action.op.device)[action.op].bool() & free[..., None]  # [T, N, heads]
@@ -147,14 +150,14 @@ def choice_metrics(action: Any, masks: Any, space: Any, relevant: Tensor) -> dic
 
 
 def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Steps that hosts skipped since their episodes began, of all and of each; nothing where no loss is scaled."""
+    """Return the optimizer steps skipped since the episode began, in all and by host; nothing without loss scaling."""
     skipped = {i: float(env.skipped_steps) for i, env in enumerate(envs) if env.scaler.is_enabled()}
     each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
     return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
 
 
 def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """What the Governor thinks of the hosts now, and did since their episodes began."""
+    """Return counts of hosts that are suspicious or ended, of rollbacks in this episode, and of vetoes in this step."""
     guards = [env.guard for env in envs if env.guard is not None]
     return {
         "governor/suspicious": float(sum(guard.watch.panic > 0 for guard in guards)),
@@ -165,23 +168,23 @@ def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str,
 
 
 def phase_seconds(seconds: Mapping[str, float], ticks: int, clock: str) -> dict[str, float]:
-    """Seconds by phase as seconds per tick, under the name of the clock that they were measured by."""
+    """Return the seconds per tick by phase, under the name of the clock that measured them."""
     return {f"time/{clock}.{phase}": spent / ticks for phase, spent in seconds.items()}
 
 
 def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, float]:
-    """Seconds by phase as shares of the `elapsed` time by the clock; `other` is what no phase accounts for."""
+    """Return the seconds by phase as shares of the `elapsed` seconds; `other` is the rest."""
     shares = {phase: spent / elapsed for phase, spent in seconds.items()}
     return shares | {"other": 1.0 - sum(shares.values())}
 
 
 def throughput(pool: "HostPool", seconds: Mapping[str, float], trained: int, validated: int) -> dict[str, float]:
-    """Samples of all hosts per second of the phase that they were needed in; nothing where it took no time.
+    """Return the samples of all hosts per second in the phases `train` and `validate`; nothing for one that took none.
 
     Args:
         pool: The hosts.
-        seconds: By phase.
-        trained, validated: Host epochs and validations in them.
+        seconds: Time spent, by phase.
+        trained, validated: Numbers of host epochs and of validations in that time.
     """
     learned, judged = pool.samples_per_epoch
     samples = {"train": trained * learned, "validate": validated * judged}

@@ -1,4 +1,4 @@
-"""Follows the hosts of a run tick by tick, for whatever is told of them later."""
+"""Observer of all hosts: collects per environment step the data from which metrics, events and figures are made."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ PARTS = ("gradients", "scoreboard", "trace", "gates")
 
 
 class Observer:
-    """What is known of the hosts, their seeds, and what was done to them.
+    """Collects statistics of the hosts, their seeds, and the actions applied to them.
 
     Args:
-        pool: The hosts; only its measure is taken.
+        pool: The hosts; only numbers and names (hosts, slots, blueprints, horizon) are read from it.
     """
 
     def __init__(self, pool: "HostPool") -> None:
@@ -41,13 +41,13 @@ class Observer:
         self.gates = GateWatch()
 
     def tick(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, everything: bool) -> list[Event]:
-        """Takes in a tick; returns what there is to tell of it.
+        """Process one environment step and return its events.
 
         Args:
-            step: What followed from it.
-            envs: The hosts.
-            tick: Since the run began.
-            everything: Or else what nobody wishes for alone.
+            step: Result of the step.
+            envs: The hosts, after the step.
+            tick: Number of the step, counted from the start of the run.
+            all_events: Also return the events of seeds and gates, not only rollbacks and vetoes.
         """
         self.gradients.tick(envs)
         self.scoreboard.tick(step, envs)
@@ -58,7 +58,7 @@ class Observer:
         return told
 
     def figures(self, step: "StepResult") -> dict[str, Figure]:
-        """By tag, of an episode that is over; of one that nobody has seen whole, those that do not need it."""
+        """Return the figures of the finished episode by tag; if a part was not observed, only those without history."""
         final = (part.numpy() for part in (step.metrics.accuracy, step.metrics.parameters, step.metrics.objective))
         found = {
             "figures/hosts": accuracy_against_parameters(*final),
@@ -72,10 +72,10 @@ class Observer:
         return {name: getattr(self, name).state_dict() for name in PARTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises ValueError if the state is damaged."""
+        """Restore the state. Raises ValueError if it is damaged."""
         check_parts("what is known of the hosts", state, PARTS)
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
         saved = check_parts("the trace of the rollout", state["trace"], ("length",))["length"]
-        if saved not in (0, len(self.trace.op)) and self.trace.length == 0:  # by another number of hosts
+        if saved not in (0, len(self.trace.op)) and self.trace.length == 0:  # saved with another number of hosts
             self.scoreboard.forget_rollout()

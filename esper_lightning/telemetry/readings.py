@@ -1,4 +1,4 @@
-"""What the rules for anomalies look at beside the metrics of an update: of hosts, seeds and memory, per rollout."""
+"""Inputs of the anomaly rules beside the metrics of a PPO update: statistics of hosts, seeds and recurrent state."""
 
 import math
 from collections import Counter
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from esper_lightning.envs.host_env import HostEnv
 
 LEAST_CONTRIBUTION = 5.0
-"""Accuracy points below which a seed's contribution is too small for a host to hang on it."""
+"""Contribution in accuracy points below which a host is never said to rely on the seed."""
 
 SOUND = 0.7
-"""Least gradient health of a host in which the silence of a newborn seed is the seed's own."""
+"""Least gradient health of a host for a new seed to be counted: below it, the host may be why the seed has none."""
 
 LEAST_IMPROVEMENT = 1.0
-"""Accuracy points that an improvement counts for at least: a smaller one is noise, and would divide."""
+"""Least improvement in accuracy points used as a divisor: a smaller one is noise."""
 
 
 class GradientWatch:
-    """Follows the gradients of hosts and seeds through one rollout, with numbers that are in Python already."""
+    """Statistics of the gradients of hosts and seeds in one rollout; all inputs are on the CPU already."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """A rollout begins."""
-        self.born: Counter[str] = Counter()  # seeds by blueprint
+        """Start a rollout: forget everything."""
+        self.born: Counter[str] = Counter()  # seeds germinated in the rollout, by blueprint
         self.silent: dict[tuple[int, int], str] = {}  # host, slot -> blueprint of a seed that never had a gradient
-        self.gone: Counter[str] = Counter()  # such seeds by blueprint, where another one has taken their place
+        self.gone: Counter[str] = Counter()  # such seeds that another seed has replaced, by blueprint
         self.health = 0.0
         self.host_ticks = 0
 
     def tick(self, envs: Sequence["HostEnv"]) -> None:
-        """Takes in what a host epoch showed."""
+        """Process one environment step."""
         if envs[0].tick == 1:
             self.clear()
         for i, env in enumerate(envs):
@@ -55,7 +55,7 @@ class GradientWatch:
                     if env.host_gradient.health >= SOUND:
                         self.born[slot.blueprint] += 1
                         self.silent[i, k] = slot.blueprint
-                if record.gradient.norm != 0.0:  # not a number is no silence, either
+                if record.gradient.norm != 0.0:  # NaN is not the absence of a gradient
                     self.silent.pop((i, k), None)
 
     def _forget(self, host: int, slot: int) -> None:
@@ -63,9 +63,9 @@ class GradientWatch:
             self.gone[blueprint] += 1
 
     def readings(self, least_seeds: int) -> dict[str, float]:
-        """Of the rollout: mean health of the hosts' gradients, and by blueprint the share of seeds without gradient.
+        """Return the rollout's mean health of the hosts' gradients, and by blueprint the share of seeds without any.
 
-        Blueprints of which fewer than `least_seeds` were born are left out.
+        Blueprints of which fewer than `least_seeds` seeds were germinated are left out.
         """
         dead = self.gone + Counter(self.silent.values())
         found = {f"dead_seeds.{name}": dead[name] / n for name, n in self.born.items() if n >= least_seeds}
@@ -81,7 +81,7 @@ class GradientWatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on within a rollout. Raises ValueError if the state is damaged."""
+        """Restore the state within a rollout. Raises ValueError if it is damaged."""
         what = "what is known of gradients"
         check_parts(what, state, ("born", "gone", "silent", "health", "host_ticks"))
         self.clear()
@@ -99,11 +99,11 @@ class GradientWatch:
 
 
 def host_readings(envs: Sequence["HostEnv"], most_reliance: float) -> dict[str, float]:
-    """Of hosts at their episodes' end.
+    """Return fossilized seeds per host, and the shares of hosts rolled back and of seeds relied on too much.
 
     Args:
-        envs: All of them.
-        most_reliance: Contribution over improvement from which a host hangs on a seed.
+        envs: All hosts, at the end of their episodes.
+        most_reliance: Ratio of contribution to improvement above which a host relies on a seed too much.
     """
     kept = sum(slot.stage is Stage.FOSSILIZED for env in envs for slot in env.slots)
     rescued = sum(env.ended or (env.guard is not None and env.guard.watch.rollbacks > 0) for env in envs)
@@ -113,7 +113,7 @@ def host_readings(envs: Sequence["HostEnv"], most_reliance: float) -> dict[str, 
 
 
 def reliance(env: "HostEnv") -> Iterable[float]:
-    """Contribution over the host's improvement since its germination, of each seed that is part of the host."""
+    """Yield each blended seed's contribution over the host's improvement since the seed was germinated."""
     for slot, record, account in zip(env.slots, env.records, env.accounts, strict=True):
         if slot.blended and record.contribution is not None and math.isfinite(record.contribution):
             improvement = 100.0 * (env.history.accuracy[-1] - account.start)
@@ -122,7 +122,10 @@ def reliance(env: "HostEnv") -> Iterable[float]:
 
 
 def state_rms(state: Iterable[Tensor]) -> dict[str, float]:
-    """Root of the mean square of a recurrent state [N, width] each; nothing without memory. One transfer."""
+    """Return the root mean square of a recurrent state, parts of [N, width]; nothing for a policy without memory.
+
+    It takes one transfer from the device.
+    """
     parts = [part for part in state if part.numel()]
     if not parts:
         return {}

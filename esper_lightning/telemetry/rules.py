@@ -1,4 +1,4 @@
-"""What counts as an anomaly: settings, and the table of rules."""
+"""Rules for anomalies: their settings, and the table of rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """From where on a number is out of bounds, and for how long it must be."""
+    """Bounds of a metric, and the number of updates after which an anomaly is raised and cleared."""
 
     warning: float
-    """From here on it is worth a warning."""
+    """Bound beyond which the metric is worth a warning."""
 
     critical: float | None = None
-    """From here on it is critical. None: never."""
+    """Bound beyond which the metric is critical. None: it never is."""
 
     updates: int = 1
-    """PPO updates in a row that it must be out of bounds before the anomaly is raised."""
+    """PPO updates in a row with the metric out of bounds before the anomaly is raised."""
 
     clear: int = 3
-    """PPO updates in a row that it must be back within bounds before the anomaly is cleared."""
+    """PPO updates in a row with the metric within bounds before the anomaly is cleared."""
 
     def __post_init__(self) -> None:
         for name in ("updates", "clear"):
@@ -29,7 +29,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """When the course of a run counts as abnormal. What each rule means: docs/reference/anomalies.md."""
+    """Settings of the anomaly rules. docs/reference/anomalies.md explains each rule."""
 
     enabled: bool = True
     """Look for anomalies after every PPO update."""
@@ -38,76 +38,76 @@ class AnomalyConfig:
     """Largest probability ratio of an update."""
 
     ratio_low: Bounds = Bounds(warning=0.1, critical=0.02)
-    """Least probability ratio of an update."""
+    """Smallest probability ratio of an update."""
 
     kl: Bounds = Bounds(warning=0.1, critical=0.5)
-    """KL divergence by which an update moved the policy."""
+    """KL divergence between the policies before and after an update."""
 
     explained_variance: Bounds = Bounds(warning=0.0, critical=-0.5, updates=5)
-    """Variance of returns that the critic explains, beyond the floor of `explained_variance_floors`."""
+    """Share of the returns' variance that the critic explains, relative to the floor of `explained_variance_floors`."""
 
     explained_variance_floors: list[tuple[float, float]] | None = None
-    """Share of training and the least explained variance until then. None: -0.5 until a tenth, -0.2 until a quarter,
-    0 until three quarters, and 0.1 after that."""
+    """Pairs of a share of training and the least explained variance until then. None: -0.5 until a tenth, -0.2 until a
+    quarter, 0 until three quarters, and 0.1 after that."""
 
     entropy: Bounds = Bounds(warning=0.3, critical=0.1, updates=3)
-    """Entropy of a head over the decisions in which it had a choice, relative to that of an even choice. Times the
-    share of training that is left, for in the end a policy may have made up its mind."""
+    """Entropy of a head, averaged over the actions in which it had a choice, relative to that of an even choice. The
+    bounds shrink with the share of training that is left, since a trained policy may be nearly deterministic."""
 
     least_freedom: float = 0.01
-    """A head that had a choice in a smaller share of decisions than this is not looked at."""
+    """Least share of actions in which a head had a choice, for its entropy to be checked."""
 
     grad_norm_high: Bounds = Bounds(warning=2.0, critical=5.0, updates=3)
-    """Norm of the policy's gradient over its running mean."""
+    """Norm of the policy's gradient divided by its running mean: upper bounds."""
 
     grad_norm_low: Bounds = Bounds(warning=0.5, critical=0.1, updates=3)
-    """Norm of the policy's gradient over its running mean."""
+    """Norm of the policy's gradient divided by its running mean: lower bounds."""
 
     grad_norm_decay: float = 0.99
-    """Share of the past that one update keeps in that running mean."""
+    """Decay per update of the running mean of the policy's gradient norm."""
 
     state_high: Bounds = Bounds(warning=10.0, critical=100.0)
-    """Root mean square of the LSTM's state at the end of an episode; not a number is critical, too."""
+    """Root mean square of the LSTM's state at the end of an episode: upper bounds. NaN is critical, too."""
 
     state_low: Bounds = Bounds(warning=1e-6, critical=1e-9)
-    """Root mean square of the LSTM's state at the end of an episode."""
+    """Root mean square of the LSTM's state at the end of an episode: lower bounds."""
 
     stale_state: Bounds = Bounds(warning=1e-4, critical=1e-3)
-    """Largest deviation of a probability ratio from 1 before the first step of an update."""
+    """Largest deviation of a probability ratio from 1 before the first optimizer step of an update."""
 
     frozen_policy: Bounds = Bounds(warning=1e-6, critical=1e-6, updates=2)
-    """Change of the policy's weights in an update, relative to them."""
+    """Relative change of the policy's weights in an update."""
 
     ratio_one: Bounds = Bounds(warning=1e-5, updates=2)
-    """Largest deviation of a probability ratio from 1 in a whole update, of a policy that does change."""
+    """Largest deviation of a probability ratio from 1 in a whole update, checked only if the weights change."""
 
     waiting: Bounds = Bounds(warning=0.95, critical=0.99, updates=3)
-    """Share of WAIT among the decisions in which something else was possible, while next to nothing is fossilized."""
+    """Share of WAIT among the actions in which another op was possible, while hardly any seed is fossilized."""
 
     least_fossils: float = 0.1
-    """Seeds fossilized in an episode from which on WAIT may be all that is left to do."""
+    """Fossilized seeds per episode above which `waiting` is not checked: WAIT may be all that is left to do."""
 
     dead_seeds: Bounds = Bounds(warning=0.5, critical=0.9)
     """Share of a blueprint's seeds that have had no gradient since they were germinated."""
 
     least_seeds: int = 5
-    """A blueprint with fewer seeds in a rollout than this is not looked at."""
+    """Least number of a blueprint's seeds in a rollout, for `dead_seeds` to be checked."""
 
     gradient_health: Bounds = Bounds(warning=0.6, critical=0.3)
-    """Mean over hosts and ticks of 1 - 0.5·share(norm < 1e-7) - 0.8·share(norm > 5) of their gradients."""
+    """Mean over hosts and ticks of 1 - 0.5·share(norm < 1e-7) - 0.8·share(norm > 5), over the gradients' tensors."""
 
     rolled_back: Bounds = Bounds(warning=0.25, critical=0.5)
     """Share of hosts that the Governor rolled back or gave up."""
 
     reliance: Bounds = Bounds(warning=0.25, critical=0.5, updates=2)
-    """Share of blended and kept seeds on which their host hangs, as `most_reliance` says."""
+    """Share of blended and fossilized seeds on which their host relies too much, as defined by `most_reliance`."""
 
     most_reliance: float = 5.0
-    """A host hangs on a seed if that contributes more than so many times what the host has gained since it was
-    germinated."""
+    """Ratio above which a host relies on a seed too much: the seed's contribution over the host's gain in accuracy
+    since the seed was germinated."""
 
     memory: Bounds = Bounds(warning=0.85, critical=0.95)
-    """Share of the device's memory that is in use; on a GPU the most that has been."""
+    """Share of the device's memory that is in use; on a GPU its peak so far."""
 
     def __post_init__(self) -> None:
         for name in ("least_freedom", "grad_norm_decay"):
@@ -130,66 +130,68 @@ class AnomalyConfig:
 
     @property
     def floors(self) -> list[tuple[float, float]]:
-        """Those of explained variance."""
+        """Floors of explained variance: pairs of a share of training and the least value until then."""
         if self.explained_variance_floors is not None:
             return self.explained_variance_floors
         return [(0.1, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1)]
 
     def bounds(self, rule: "Rule") -> Bounds:
-        """Those of a rule: the field of its name."""
+        """Return the bounds of a rule: the field with the rule's name."""
         return getattr(self, rule.name)
 
 
 class Limits(NamedTuple):
-    """Bounds as they are at one moment of training."""
+    """Bounds in force at one moment of training."""
 
     warning: float
     critical: float | None
 
 
 def constant(bounds: Bounds, config: AnomalyConfig, progress: float) -> Limits:
-    """The same in all of training."""
+    """Return limits that stay the same throughout training."""
     return Limits(bounds.warning, bounds.critical)
 
 
 def above_floor(bounds: Bounds, config: AnomalyConfig, progress: float) -> Limits:
-    """Bounds beyond the floor of explained variance."""
+    """Return limits relative to the present floor of explained variance."""
     floor = next((floor for until, floor in config.floors if progress <= until), config.floors[-1][1])
     return Limits(floor + bounds.warning, None if bounds.critical is None else floor + bounds.critical)
 
 
 def while_it_matters(bounds: Bounds, config: AnomalyConfig, progress: float) -> Limits:
-    """Bounds that go to 0 as training comes to its end."""
+    """Return limits that fall linearly to 0 at the end of training."""
     left = 1.0 - min(1.0, progress)
     return Limits(left * bounds.warning, None if bounds.critical is None else left * bounds.critical)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An anomaly: what is looked at, and what it means. Its bounds are the field of AnomalyConfig with its name."""
+    """Rule for one anomaly: its metric and likely cause. Its bounds are the field of `AnomalyConfig` with its name."""
 
     name: str
     metric: str
-    """Key of what is measured; with `.*` at the end: of everything below it, each with a state of its own."""
+    """Name of the metric; `.*` at the end stands for all metrics with that prefix, each with a state of its own."""
     side: Literal["above", "below"]
-    """Where it is out of bounds."""
+    """Side of the bound on which the metric is out of bounds."""
     cause: str
-    """What is likely the matter; `{what}` stands for what was found in place of the `*`."""
+    """Likely cause of the anomaly; `{what}` stands for the part of the metric's name that matched the `*`."""
     settings: tuple[str, ...]
-    """To look at."""
+    """Settings that the user should check."""
     limits: Callable[[Bounds, AnomalyConfig, float], Limits] = constant
+    """Function of bounds, config and share of training that returns the limits in force."""
 
     def beyond(self, value: float, limit: float) -> bool:
+        """Return True if the value is out of bounds."""
         return value > limit if self.side == "above" else value < limit
 
     def keys(self, metrics: dict[str, float]) -> list[str]:
-        """Those of `metrics` that the rule looks at."""
+        """Return the names in `metrics` that the rule applies to."""
         if not self.metric.endswith(".*"):
             return [self.metric] if self.metric in metrics else []
         return [key for key in metrics if key.startswith(self.metric.removesuffix("*"))]
 
     def called(self, key: str) -> str:
-        """Name of the anomaly that `key` shows."""
+        """Return the name of the anomaly for the metric `key`."""
         return self.name + key.removeprefix(self.metric.removesuffix(".*")) if self.metric.endswith(".*") else self.name
 
 
@@ -201,12 +203,12 @@ RULES: tuple[Rule, ...] = (
     Rule(name="kl", metric="kl", side="above", cause="updates are too large", settings=STEP),
     Rule(
         name="explained_variance", metric="explained_variance", side="below", limits=above_floor,
-        cause="the critic does not learn what episodes are worth",
+        cause="the critic does not learn to predict returns",
         settings=("model.ppo.lr", "model.ppo.value_coefficient", "data.n_envs"),
     ),
     Rule(
         name="entropy", metric="entropy.*", side="below", limits=while_it_matters,
-        cause="the head {what} always chooses the same: nothing else is tried any more",
+        cause="the head {what} always makes the same choice: exploration has stopped",
         settings=("model.ppo.entropy", "model.ppo.entropy_weights", "model.ppo.lr"),
     ),
     Rule(
@@ -224,7 +226,7 @@ RULES: tuple[Rule, ...] = (
         settings=("model.ppo.lr", "model.normalize.clip"),
     ),
     Rule(
-        name="state_low", metric="state_rms", side="below", cause="the LSTM remembers nothing",
+        name="state_low", metric="state_rms", side="below", cause="the LSTM's state has vanished",
         settings=("model.policy.memory", "model.ppo.lr"),
     ),
     Rule(
@@ -235,7 +237,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="frozen_policy", metric="weight_change", side="below",
-        cause="updates do not change the policy: no learning rate, or they end before the first step",
+        cause="updates do not change the policy: the learning rate is 0, or updates stop before the first step",
         settings=("model.ppo.lr", "model.ppo.target_kl"),
     ),
     Rule(
@@ -245,7 +247,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="waiting", metric="waiting", side="above",
-        cause="the policy has collapsed to WAIT: what it grows is not worth its price, or cannot learn",
+        cause="the policy has collapsed to WAIT: seeds are not worth their price, or cannot learn",
         settings=("data.env.objective.price", "data.env.actions.blueprints", "model.ppo.entropy"),
     ),
     Rule(
@@ -264,7 +266,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="reliance", metric="reliance", side="above",
-        cause="hosts hang on seeds that have not made them better",
+        cause="hosts rely on seeds that have not made them better",
         settings=("data.env.reward.mode", "data.env.actions.tempos"),
     ),
     Rule(
@@ -272,4 +274,4 @@ RULES: tuple[Rule, ...] = (
         settings=("data.n_envs", "data.env.training.micro_batches", "data.env.training.batch_size"),
     ),
 )  # fmt: skip
-"""Every anomaly that there is."""
+"""Every rule for an anomaly."""

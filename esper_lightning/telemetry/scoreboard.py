@@ -1,4 +1,4 @@
-"""Which seeds are worth it: what became of every seed, by blueprint and slot. B blueprints, K slots, N hosts."""
+"""Statistics of all seeds of a run, by blueprint and slot. B blueprints, K slots, N hosts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,57 +16,59 @@ if TYPE_CHECKING:
 
 
 class Score(NamedTuple):
-    """Sums over seeds; each field is a number or an array."""
+    """Sums over seeds; each field is a number or an array of one shape."""
 
     germinated: Any = 0.0
+    """Number of germinated seeds."""
     fossilized: Any = 0.0
+    """Number of fossilized seeds."""
     culled: Any = 0.0
-    """Or lost by a rollback."""
+    """Number of seeds that were culled, or lost by a rollback."""
     judged: Any = 0.0
-    """Kept or culled with a contribution that was measured."""
+    """Number of fossilized or culled seeds whose contribution was measured."""
     contribution: Any = 0.0
-    """Of these, in accuracy points, when they were kept or culled."""
+    """Sum of the measured contributions in accuracy points, as they were when the seeds were fossilized or culled."""
     squares: Any = 0.0
-    """Of these contributions."""
+    """Sum of the squares of the measured contributions."""
     parameters: Any = 0.0
-    """Of the seeds that were kept."""
+    """Number of parameters of the fossilized seeds."""
     ticks: Any = 0.0
-    """Host epochs between germination and the end, of the seeds that were kept or culled."""
+    """Host epochs from germination to fossilization or cull, summed over seeds."""
 
     @property
     def churn(self) -> Any:
-        """Share of the seeds that were taken out again."""
+        """Share of germinated seeds that were culled or lost."""
         return self.culled / np.maximum(self.germinated, 1.0)
 
     @property
     def mean(self) -> Any:
-        """Contribution of a seed; not a number where none was judged."""
+        """Mean contribution of a seed in accuracy points; NaN where none was measured."""
         with np.errstate(invalid="ignore"):
             return np.where(self.judged > 0.0, self.contribution / np.maximum(self.judged, 1.0), np.nan)
 
     @property
     def spread(self) -> Any:
-        """Deviation of contributions between seeds."""
+        """Standard deviation of the contributions between seeds."""
         known = np.maximum(self.judged, 1.0)
         return np.sqrt(np.maximum(0.0, self.squares / known - (self.contribution / known) ** 2))
 
     @property
     def age(self) -> Any:
-        """Host epochs that a seed was alive before it was kept or culled."""
+        """Mean host epochs from a seed's germination to its fossilization or cull."""
         return self.ticks / np.maximum(self.fossilized + self.culled, 1.0)
 
     @property
     def size(self) -> Any:
-        """Parameters of a seed that was kept."""
+        """Mean number of parameters of a fossilized seed."""
         return self.parameters / np.maximum(self.fossilized, 1.0)
 
 
 class Scoreboard:
-    """Follows every seed of a run.
+    """Collects statistics of every seed of a run.
 
     Args:
         blueprints, slots: Names, in the order of the tables.
-        n_envs: Hosts N.
+        n_envs: Number of hosts N.
     """
 
     def __init__(self, blueprints: Sequence[str], slots: Sequence[str], n_envs: int) -> None:
@@ -77,22 +79,22 @@ class Scoreboard:
 
     @property
     def run(self) -> Score:  # of arrays [B, K]
-        """Since the run began."""
+        """Statistics since the run began, arrays of [B, K]."""
         return Score(*self.sums[0])
 
     @property
     def rollout(self) -> Score:  # of arrays [B, K]
-        """Since the rollout began."""
+        """Statistics since the rollout began, arrays of [B, K]."""
         return Score(*self.sums[1])
 
     @property
     def durations(self) -> dict[Stage, float]:
-        """Host epochs that a seed spent in each stage that any has left in this rollout."""
+        """Mean host epochs that a seed spent in each stage, for the stages that some seed left in this rollout."""
         left, ticks = self.stages
         return {stage: ticks[stage] / left[stage] for stage in sorted(LIVE) if left[stage] > 0.0}
 
     def tick(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
-        """Takes in what a host epoch brought."""
+        """Process one environment step."""
         if envs[0].tick == 1:
             self.sums[1], self.stages[:], self.known[:] = 0.0, 0.0, np.nan
         for host, _, seed in step.events:
@@ -110,7 +112,7 @@ class Scoreboard:
         if seed.after is Stage.GERMINATED:
             self.known[host, k] = np.nan
             self._add(seed, k, germinated=1.0)
-        elif seed.before in LIVE and seed.after not in LIVE:  # kept, or gone: culled, or by a rollback
+        elif seed.before in LIVE and seed.after not in LIVE:  # fossilized, culled, or lost by a rollback
             points = self.known[host, k] if seed.contribution is None else seed.contribution
             if np.isfinite(points):
                 self._add(seed, k, judged=1.0, contribution=points, squares=points**2)
@@ -125,7 +127,7 @@ class Scoreboard:
             self.sums[:, Score._fields.index(name), self.blueprints.index(seed.blueprint), slot] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Of the rollout, for plots: per blueprint over all slots and hosts; what has no value is left out."""
+        """Return the rollout's metrics by tag, per blueprint over all slots and hosts; undefined ones are left out."""
         of_blueprint = Score(*(part.sum(1) for part in self.rollout))  # [B]
         hosts = len(self.known)
         found = {f"growth/ticks.{stage.name}": ticks for stage, ticks in self.durations.items()}
@@ -139,7 +141,7 @@ class Scoreboard:
         return {tag: float(value) for tag, value in found.items()}
 
     def table(self) -> str:
-        """Of the run so far, as Markdown."""
+        """Return the statistics since the run began as a table in Markdown."""
         head = "| slot | blueprint | germinated | kept | culled | churn | contribution ± spread | parameters | ticks |"
         rows = [head, "|---|---|---|---|---|---|---|---|---|"]
         score = self.run
@@ -154,7 +156,7 @@ class Scoreboard:
         return "\n".join(rows)
 
     def forget_rollout(self) -> None:
-        """The rollout in flight counts as never begun."""
+        """Remove the current rollout from the statistics."""
         self.sums[0] -= self.sums[1]
         self.sums[1], self.stages[:] = 0.0, 0.0
 
@@ -162,7 +164,7 @@ class Scoreboard:
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in PARTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; with another number of hosts only the sums do, for then their episodes begin anew.
+        """Restore the state; with another number of hosts only the sums, since the episodes start anew then.
 
         Raises ValueError if the state is damaged.
         """

@@ -1,4 +1,4 @@
-"""What was done to each host of a rollout, tick by tick, and what came of it. T ticks, N hosts, K slots."""
+"""Trace of one episode of every host: ops, stages, alphas and rollbacks by tick. T ticks, N hosts, K slots."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeTrace:
-    """Follows one episode of every host, for figures; all of it is small, and on the CPU.
+    """Records one episode of every host for figures, in small arrays on the CPU.
 
     Args:
         ticks, n_envs, slots: T, N and K.
@@ -25,17 +25,17 @@ class EpisodeTrace:
         self.length = 0
         self.op = torch.zeros(ticks, n_envs, dtype=torch.uint8)
         self.stage = torch.zeros(ticks, n_envs, slots, dtype=torch.uint8)  # after the tick
-        self.alpha = torch.zeros(ticks, n_envs, slots)  # in the coming one
+        self.alpha = torch.zeros(ticks, n_envs, slots)  # in the next tick
         self.rolled_back = torch.zeros(ticks, n_envs, dtype=torch.bool)
-        self.seen = torch.zeros(ticks, dtype=torch.bool)  # false for ticks in which nobody looked
+        self.seen = torch.zeros(ticks, dtype=torch.bool)  # False for ticks that were not recorded
 
     def tick(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
-        """Takes in a host epoch."""
+        """Record one environment step."""
         t = envs[0].tick - 1
         if t == 0:
             self.seen.zero_()
         self.seen[t] = True
-        self.op[t] = step.action.op.cpu()  # that was carried out; a host that was rolled back has forgotten it
+        self.op[t] = step.action.op.cpu()  # as carried out: a rolled-back host has no record of it
         self.stage[t] = torch.tensor([[int(slot.stage) for slot in env.slots] for env in envs])
         self.alpha[t] = torch.tensor([[slot.alpha_now if slot.blended else 0.0 for slot in env.slots] for env in envs])
         self.rolled_back[t] = False
@@ -45,7 +45,7 @@ class EpisodeTrace:
 
     @property
     def whole(self) -> bool:
-        """Was every tick of the episode followed so far?"""
+        """True if every tick of the episode so far was recorded."""
         return bool(self.seen[: self.length].all())
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class EpisodeTrace:
         return {"length": self.length, **parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on in the middle of an episode; with another number of hosts there is none.
+        """Restore the state within an episode; ignore a state with another number of hosts.
 
         Raises ValueError if the state is damaged.
         """

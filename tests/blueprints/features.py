@@ -1,4 +1,4 @@
-"""Features of every layout, and what grows on them."""
+"""Features and blueprints of every layout, for tests."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ CPU = torch.device("cpu")
 LAYOUTS = ["image", "sequence", "vector"]
 
 EVERYTHING = [(layout, name) for layout in LAYOUTS for name in names(layout)]
-"""Every blueprint on every layout."""
+"""Pairs of every layout and blueprint."""
 
 HERE = [(layout, name) for layout in LAYOUTS for name in names(layout, CPU)]
-"""Those that run on a CPU."""
+"""Pairs of layout and blueprint that run on a CPU."""
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -21,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def feature(layout: str, width: int, samples: int = 3, positions: tuple[int, int] = (5, 7)) -> Tensor:
-    """[B, C, H, W] with H×W positions, [B, T, C] with T = H·W, or [B, C]; mean 0.5, deviation 2."""
+    """Draw a feature [B, C, H, W], [B, T, C] with T = H·W, or [B, C], of mean 0.5 and standard deviation 2."""
     height, length = positions
     shapes = {
         "image": (samples, width, height, length),

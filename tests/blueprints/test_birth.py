@@ -1,4 +1,4 @@
-"""A seed begins as the identity exactly, or at random; and samples never meet in it."""
+"""Initial state of seeds (exact identity or random), and their independence between samples."""
 
 import pytest
 import torch

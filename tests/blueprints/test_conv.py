@@ -1,4 +1,4 @@
-"""Image blueprints: groups of channels, and that every part of a seed learns."""
+"""Image blueprints: groups of channels, and training of every layer."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from esper_lightning.growth.stages import Stage
 from tests.growth.grown import LIFE, SLOTS, loss_of, seeded, slot_named, small_cnn
 
 NOTICEABLE = 1e-6
-"""A gradient norm above this is more than rounding: weights and features here are near 1."""
+"""Gradient norm above the level of rounding, for weights and features near 1."""
 
 every_blueprint = pytest.mark.parametrize("blueprint", names("image"))
 
@@ -35,7 +35,7 @@ def test_groups_always_divide_the_channels(channels: int) -> None:
 
 
 def born_in(slot_name: str, blueprint: str, stage: Stage) -> tuple[nn.Module, nn.Module]:
-    """A host and its newborn seed, led to `stage` without having learned."""
+    """Return a host and its new, untrained seed in `stage`."""
     network = small_cnn([slot_name])
     slot = slot_named(network, slot_name)
     germinate(slot, blueprint, FULL, seeded(2))
@@ -63,7 +63,7 @@ def test_every_part_of_a_newborn_seed_learns_within_two_steps(blueprint: str, sl
 @pytest.mark.parametrize("slot", SLOTS)
 def test_a_seed_alone_lowers_the_loss_within_fifty_steps(blueprint: str, slot: str) -> None:
     network, seed = born_in(slot, blueprint, Stage.PROBATIONARY)
-    optimizer = torch.optim.Adam(seed.parameters(), lr=0.02)  # the host stands still
+    optimizer = torch.optim.Adam(seed.parameters(), lr=0.02)  # the host does not learn
     first = loss_of(network).item()
     for _ in range(50):
         loss = loss_of(network)

@@ -1,4 +1,4 @@
-"""Blueprints that treat every position alike."""
+"""Blueprints that act on each position separately."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A network's weights depend on an explicit generator and on nothing else."""
+"""Initial weights of a network depend only on the explicit generator."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,7 +26,7 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 
 
 class Scaled(nn.Module):
-    """Owns a parameter of its own and corrects its child."""
+    """Module with a parameter of its own that changes its child during initialisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 
 
 class Masked(nn.Module):
-    """Owns a buffer that nothing but its constructor knows."""
+    """Module with a buffer whose value only the constructor sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ def test_the_global_random_state_has_no_influence() -> None:
     ("layer", "bound"),
     [
         (nn.Conv2d(16, 64, 3), 1 / 12),  # 16·9 = 144 inputs
-        (nn.Conv2d(64, 64, 5, groups=64), 1 / 5),  # 25 inputs: a channel sees itself alone
+        (nn.Conv2d(64, 64, 5, groups=64), 1 / 5),  # 25 inputs: a depthwise convolution has one input channel
         (nn.Conv1d(16, 64, 9), 1 / 12),
         (nn.Conv3d(16, 64, 3), 1 / 432**0.5),
-        (nn.ConvTranspose1d(64, 16, 9), 1 / 12),  # PyTorch counts its outputs: 16·9
+        (nn.ConvTranspose1d(64, 16, 9), 1 / 12),  # PyTorch uses the number of outputs here: 16·9
         (nn.ConvTranspose2d(64, 16, 3), 1 / 12),
         (nn.ConvTranspose3d(64, 16, 3), 1 / 432**0.5),
         (nn.Linear(100, 30), 1 / 10),
@@ -115,7 +115,7 @@ def test_weights_fill_the_usual_interval_evenly(layer: nn.Module, bound: float) 
 
 
 def spoilt(module: nn.Module) -> nn.Module:
-    """Nothing of the constructor's own start is left."""
+    """Return a module with every parameter and buffer overwritten."""
     with torch.no_grad():
         for value in module.state_dict().values():
             value.fill_(9.0)
@@ -144,7 +144,7 @@ def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Modu
     module, generator = spoilt(build()), seeded()
     initialise(module, generator)
     assert same(module, build())
-    assert torch.equal(generator.get_state(), seeded().get_state())  # without a draw
+    assert torch.equal(generator.get_state(), seeded().get_state())  # draws no random numbers
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -218,4 +218,4 @@ def test_a_module_that_it_does_not_know_is_refused_by_name(module: nn.Module) ->
 
 def test_a_buffer_that_it_does_not_know_is_refused_too() -> None:
     with pytest.raises(ValueError, match="cannot initialise a Masked"):
-        build_on(CPU, Masked, seeded())  # its mask would be whatever lies in memory
+        build_on(CPU, Masked, seeded())  # its mask would be uninitialised memory

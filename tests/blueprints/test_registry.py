@@ -1,4 +1,4 @@
-"""Blueprints are known by layout and name, and every mistake is told with the way out."""
+"""Registry of blueprints by layout and name; every error message says how to fix the mistake."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from tests.blueprints.features import CPU, feature, seeded
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Restore the registry after each test."""
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
 
 
 def one_by_one(channels: int) -> nn.Module:
-    """A mixing of channels that begins as the identity."""
+    """Build a residual 1×1 convolution."""
     return Residual(nn.Conv2d(channels, channels, 1))
 
 

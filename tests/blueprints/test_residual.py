@@ -1,4 +1,4 @@
-"""Residual: x + body(x), the form of seed that users build from."""
+"""Residual blocks x + body(x), the base of user-defined seeds."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a seed costs, in parameters and floating-point operations, is known before it is built."""
+"""Numbers of parameters and FLOPs of a seed, computed before it is built."""
 
 import pytest
 import torch

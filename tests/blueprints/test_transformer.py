@@ -1,4 +1,4 @@
-"""Blueprints that look at other positions of a sequence: never at later ones."""
+"""Attention blueprints never depend on later positions of a sequence."""
 
 import math
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 
 def attention_by_hand(seed: nn.Module, x: Tensor, heads: int, window: int) -> Tensor:
-    """x + what each position gathers from the `window` positions up to itself, in float64, one softmax at a time."""
+    """Return x plus causal attention over the last `window` positions, in float64, one softmax at a time."""
     w_in, b_in, w_out, b_out = (parameter.detach().double().cpu() for parameter in seed.parameters())
     x = x.double().cpu()
     q, k, v = (x @ w_in.T + b_in).chunk(3, dim=-1)  # each [B, T, C]
@@ -70,14 +70,14 @@ def test_flex_attention_is_offered_only_where_it_runs() -> None:
 
 @pytest.fixture
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as it is without compiling: slower and without gradients on a CPU, but the same sums."""
+    """Replace compiled FlexAttention by the uncompiled one: slower, no gradients on a CPU, but the same results."""
     monkeypatch.setattr(transformer, "compiled_flex_attention", lambda: flex_attention)
 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("not_compiled")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("width", [8, 64])  # fewer channels per head than the kernel takes, and as many
+@pytest.mark.parametrize("width", [8, 64])  # fewer channels per head than the kernel's minimum, and exactly as many
 def test_windowed_attention_by_hand(width: int) -> None:
     seed = transformer.windowed_attention(width)
     x = feature("sequence", width, samples=2, positions=(1, WINDOW + 9))
@@ -96,7 +96,7 @@ def test_a_mask_first_built_in_evaluation_serves_training() -> None:
 
 
 def test_every_seed_has_a_mask_of_its_own() -> None:
-    """Hosts on several CUDA streams share no tensor that one of them makes."""
+    """Hosts on several CUDA streams share no mask tensor."""
     first, second = transformer.AttendWindow(heads=1), transformer.AttendWindow(heads=1)
     assert first.mask(3, CPU) is not second.mask(3, CPU)
 

@@ -1,4 +1,4 @@
-"""Evaluation: the same fresh hosts for every controller, and for every run that asks for them."""
+"""Evaluation: the same unseen hosts for every controller, and for every run."""
 
 import csv
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.runs import fit, only_run
 
 
 def evaluate(root: Path, *flags: str) -> dict[str, list[str]]:
-    """What the hosts of each controller came to on test images, after a tiny training."""
+    """Return the test accuracies of each controller's hosts after a tiny training."""
     fit(root, "--trainer.max_epochs=1", "--data.env.training.batches=1", "--evaluation.hosts=3", *flags)
     found: dict[str, list[str]] = {}
     with (only_run(root).folder / "evaluation" / "evaluation.csv").open() as file:
@@ -39,7 +39,7 @@ def test_the_hosts_depend_on_the_evaluations_seed_alone(tmp_path: Path) -> None:
     again = evaluate(tmp_path / "again", "--seed_everything=2")
     others = evaluate(tmp_path / "others", "--seed_everything=1", "--evaluation.seed=1")
 
-    for controller in ("random", "small static", "heuristic"):  # they do not learn
+    for controller in ("random", "small static", "heuristic"):  # controllers without training
         assert again[controller] == once[controller] != others[controller]
     assert len(once["small static"]) == 3
 

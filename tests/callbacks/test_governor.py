@@ -1,4 +1,4 @@
-"""Governor: the lines that a run prints of hosts that were rolled back."""
+"""Governor callback: the lines that a run prints about rolled-back hosts."""
 
 import re
 from pathlib import Path
@@ -18,14 +18,14 @@ BROKEN = [
     "0 ended at tick 4, to tick 0: loss is nan, after 3 rollbacks",
     "1 rolled back at tick 5, to tick 0: loss is nan",
 ]
-"""Host and fate in each line on a rollout that Breaks has spoilt."""
+"""Host and fate in each line of a rollout that `Breaks` has spoilt."""
 
 
 class Breaks(Callback):
-    """Lets the training of hosts go wrong: host 0 in every tick, host 1 in a rollout's last one.
+    """Makes the training of hosts diverge: host 0 in every tick, host 1 in the last tick of a rollout.
 
     Args:
-        rollouts: The first ones of the run, to spoil.
+        rollouts: Number of rollouts to spoil, from the start of the run.
     """
 
     def __init__(self, rollouts: int) -> None:
@@ -47,7 +47,7 @@ class Breaks(Callback):
 
 
 def said(root: Path, capsys: pytest.CaptureFixture[str], rollouts: int, *args: str) -> tuple[list[str], list[str]]:
-    """Runs two rollouts and returns the lines on single hosts, and those that count the rest."""
+    """Run two rollouts; return the lines about single hosts, and those that count the rest."""
     fit(root, "--trainer.max_epochs=2", *args, *with_callback(Breaks, rollouts=rollouts))
     lines = capsys.readouterr().out.splitlines()
     found = [match for match in map(LINE.fullmatch, lines) if match]

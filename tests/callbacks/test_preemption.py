@@ -1,4 +1,4 @@
-"""Preemption: a stopped run is a saved run, and the process gets its signal handlers back."""
+"""Preemption: a stopped run saves a checkpoint, and the process gets its signal handlers back."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def handlers() -> list[object]:
 
 
 def stop(root: Path, number: signal.Signals, *flags: str) -> int | str | None:
-    """Exit code of a run that sends itself a signal at the end of TICK."""
+    """Return the exit code of a run that sends itself a signal at the end of TICK."""
     with pytest.raises(SystemExit) as stopped:
         fit(root, "--trainer.max_epochs=1", *with_callback(SignalAt, tick=TICK, number=int(number)), *flags)
     return stopped.value.code
@@ -85,5 +85,5 @@ def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, mon
 
     monkeypatch.setattr("esper_lightning.evaluation.comparison.play", interrupted)
 
-    with pytest.raises((SystemExit, AssertionError)):  # by us, or by whoever had the signal before
+    with pytest.raises((SystemExit, AssertionError)):  # raised by the callback, or by the previous handler
         fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2")

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal, lines elsewhere, or nothing."""
+"""Progress report: bars on a terminal, lines elsewhere, or nothing."""
 
 import re
 from io import StringIO

@@ -1,4 +1,4 @@
-"""RolloutState: every global random state goes into a checkpoint and comes back."""
+"""RolloutState: every global random state is saved in a checkpoint and restored."""
 
 import random
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from tests.runs import differences, fit, load, only_run, tiny_host
 
 
 def draw() -> list[float]:
-    """From every global generator; the Gaussian ones keep half of a pair for the next call."""
+    """Draw from every global generator; the Gaussian ones keep half of a pair for the next call."""
     numbers = [random.random(), random.gauss(0.0, 1.0), np.random.rand(), np.random.randn(), torch.rand(()).item()]
     return [float(number) for number in numbers]
 
 
 def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
-    draw()  # leaves half a pair behind
+    draw()  # leaves half a pair in the Gaussian generators
     torch.save(random_states(), tmp_path / "states.ckpt")
     expected = [draw(), draw()]
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
 def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
     make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]
 ) -> None:
-    """F6: when training starts, the callback restores the recurrent state, the rollout in flight and random numbers."""
+    """F6: when training starts, the callback restores the recurrent state, the unfinished rollout and random states."""
     loop, other = make_loop(2), make_loop(2)
     loop.begin_rollout()
     for _ in range(3):

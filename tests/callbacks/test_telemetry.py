@@ -1,4 +1,4 @@
-"""Telemetry: hosts every so many ticks, the policy after every rollout."""
+"""Telemetry callback: hosts every so many ticks, the policy after every rollout."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(tmp_path: Path) -> 
     assert all([step for step, _ in points] == [2, 4, 6, 8, 10] for points in seconds.values())
     for phase in ("data", "train", "validate", "policy", "bookkeeping"):
         assert all(value > 0.0 for _, value in seconds[phase]), phase
-    # The first rollout's update is in the fifth tick, and so in the mean of ticks 5 and 6.
+    # The first rollout's update falls into the fifth tick, and so into the mean of ticks 5 and 6.
     assert [value > 0.0 for _, value in seconds["update"]] == [False, False, True, False, True]
     assert not [tag for tag in scalars if "cuda_events" in tag]
 

@@ -1,4 +1,4 @@
-"""Hosts whose training goes wrong when a test wants it to, and never else."""
+"""Hosts whose training diverges when a test demands it, and only then."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from esper_lightning.governor import GovernorConfig
 NEVER = 1e9
 
 CALM = GovernorConfig(
-    # No loss is out of range: nothing but what is no number leads to a rollback.
+    # No finite loss is out of range: only NaN leads to a rollback.
     max_loss=NEVER, max_ratio=NEVER, learned=1.0 / NEVER, guessing=1.0 / NEVER,
     snapshot_every=2, patience=2, cooldown=1, max_rollbacks=2, penalty=0.75,
 )  # fmt: skip
@@ -22,14 +22,14 @@ UNWATCHED = GovernorConfig(enabled=False)
 
 
 def break_down(env: HostEnv) -> None:
-    """Its next loss will be no number."""
+    """Set a weight to NaN, so that the next loss of the host is NaN."""
     with torch.no_grad():
         next(env.network.parameters()).view(-1)[0] = torch.nan
 
 
 @contextmanager
 def breaking(pool: HostPool, hosts: Sequence[int]) -> Iterator[None]:
-    """The next host epoch begins with broken weights: of that the decision before it knows nothing."""
+    """Break the weights of these hosts at the start of the next host epoch, after the action is chosen."""
     tick = pool.executor.tick
 
     def broken(*args: Any) -> Any:

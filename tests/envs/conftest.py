@@ -1,4 +1,4 @@
-"""What hosts under a Governor are tried with."""
+"""Fixtures for hosts under the Governor."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +16,7 @@ MakePool = Callable[..., HostPool]
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[HostEnv, dict[str, Any]]:
-    """What each host's state was when its last snapshot was taken."""
+    """Record the state of each host at its last snapshot."""
     states: dict[HostEnv, dict[str, Any]] = {}
     keep = HostEnv.keep
 
@@ -30,5 +30,5 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[HostEnv, dict[str, Any]]:
 
 @pytest.fixture
 def rare(make_pool: MakePool) -> HostPool:
-    """A pool whose hosts are kept when they are fossilized, and hardly else."""
+    """Return a pool that takes snapshots at the start and after fossilizations only."""
     return make_pool(2, governor=replace(CALM, snapshot_every=1000), horizon=12)

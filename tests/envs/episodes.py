@@ -1,4 +1,4 @@
-"""Episodes in which training fails, played twice and compared."""
+"""Episodes in which training diverges, for comparison with other runs of the same episode."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ HORIZON = 9
 
 
 def wander(pool: HostPool, choices: list[random.Random]) -> Action:
-    """Every environment acts on its own random numbers, whatever the others do."""
+    """Choose a possible action for every environment from its own random generator."""
     rows = []
     for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
         op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
@@ -34,18 +34,18 @@ def wander(pool: HostPool, choices: list[random.Random]) -> Action:
 
 
 class Waits(random.Random):
-    """Takes the first of all possibilities."""
+    """Random generator that always takes the first option."""
 
     def choice(self, seq: Sequence[Any]) -> Any:
         return seq[0]
 
 
 class Episode:
-    """An episode under random decisions, and all that can be known of it: `rows[tick][host]`.
+    """An episode under random actions, with everything observable in `rows[tick][host]`.
 
     Args:
-        pool: Is reset.
-        seed: Decides hosts and decisions.
+        pool: Pool, which is reset.
+        seed: RNG seed of hosts and actions.
     """
 
     def __init__(self, pool: HostPool, seed: int) -> None:
@@ -56,7 +56,7 @@ class Episode:
         pool.reset([seed + i for i in range(pool.n_envs)])
 
     def play(self, ticks: int) -> "Episode":
-        """So many more ticks."""
+        """Play a number of further ticks."""
         for _ in range(ticks):
             step = self.pool.step(wander(self.pool, self.choices))
             parts = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
@@ -66,7 +66,7 @@ class Episode:
         return self
 
     def play_broken(self, *hosts: int) -> "Episode":
-        """One more tick, in which the training of these hosts fails."""
+        """Play a tick in which the training of these hosts diverges."""
         with breaking(self.pool, hosts):
             return self.play(1)
 
@@ -74,15 +74,14 @@ class Episode:
         return [row[host] for row in self.rows]
 
     def elsewhere(self, pool: HostPool) -> "Episode":
-        """What may follow, in a pool that is where this one is."""
+        """Return the continuation of this episode in another pool of the same state."""
         other = copy(self)
         other.pool, other.choices, other.rows, other.verdicts = pool, deepcopy(self.choices), [], []
         return other
 
 
 def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dict[str, Any]) -> HostPool:
-    """`pool`, in which nobody watches, with the hosts of `state` but for one, which has the state `good` without what
-    was alive in it."""
+    """Load `state` into `pool` (without the Governor), but for `host` the state `good` with its live seeds culled."""
     pool.load_state_dict(state)
     env, tick = pool.envs[host], pool.envs[host].tick
     env.load_state_dict(good)
@@ -95,12 +94,12 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
     price = pool.config.objective
     env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price).item()
-    pool.load_state_dict(deepcopy(pool.state_dict()))  # brings observation and masks up to date
+    pool.load_state_dict(deepcopy(pool.state_dict()))  # updates observation and masks
     return pool
 
 
 def fossil(pool: HostPool) -> StepResult:
-    """Host 0 grows a seed and keeps it, in the fourth tick, and that tick's training goes wrong; host 1 waits."""
+    """Fossilize a seed of host 0 in the fourth tick, in which its training diverges; host 1 waits."""
     pool.reset([3, 4])
     pool.step(act(germinate(0, 1), WAIT))
     for _ in range(2):
@@ -110,7 +109,7 @@ def fossil(pool: HostPool) -> StepResult:
 
 
 def plain_accuracy(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
-    """By a plain forward pass of a copy, without the seeds in some slots."""
+    """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
     network = deepcopy(network).eval()
     for name in without:
         slots_of(network)[name].empty()
@@ -118,5 +117,5 @@ def plain_accuracy(network: nn.Module, data: Split, without: Sequence[str] = ())
 
 
 def ended(pool: HostPool, seed: int = 5) -> Episode:
-    """Host 1 was rolled back in the third tick, and given up in the fifth."""
+    """Play an episode in which host 1 is rolled back in the third tick and ended in the fifth."""
     return Episode(pool, seed).play(2).play_broken(1).play(1).play_broken(1)

@@ -1,4 +1,4 @@
-"""Gymnasium's environments as PPO needs them. Skipped where the extra `gym` is not installed."""
+"""Adapter for gymnasium environments. Skipped without the extra `gym`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of  # noqa
 
 
 class Counter(gymnasium.Env):
-    """Counts its steps and ends when it gets to `end`; only the number that was counted is a possible first choice."""
+    """Environment that counts its steps and ends at `end`; only the present count is a possible first choice."""
 
     observation_space = Box(0.0, 100.0, (2, 1))
 

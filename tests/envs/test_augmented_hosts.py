@@ -1,4 +1,4 @@
-"""Hosts that learn from varied images: what they see depends on their own seed alone, however they are run."""
+"""Hosts with data augmentation: their images depend on their own RNG seed alone, with every executor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ TRAINING = HostTraining(batch_size=16, batches=3, augment=AUGMENT)
 
 
 def life(pool: HostPool, seeds: Sequence[int]) -> list[list[Tensor]]:
-    """What became of each host's weights in three ticks."""
+    """Return the weights of each host after three ticks."""
     pool.reset(seeds)
     for row in (germinate(0, 1), WAIT, WAIT):
         pool.step(act(*[row] * pool.n_envs))
@@ -33,7 +33,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def seen(pool: HostPool, data: Split) -> list[Tensor]:
-    """Inputs of the first host in a host epoch on `data`."""
+    """Return the inputs of the first host in an epoch on `data`, one tensor per minibatch."""
     inputs: list[Tensor] = []
     pool.envs[0].network.register_forward_pre_hook(lambda network, args: inputs.append(args[0].clone()))
     pool.executor.train_epoch(pool.envs[:1], data)

@@ -1,4 +1,4 @@
-"""What crosses between the device and Python in a tick."""
+"""Transfers between device and CPU in one environment step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,15 +24,17 @@ READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__",
 
 
 class Reads(TorchFunctionMode):
-    """Notes reads of tensors that would lie on the device: all but those that were made of numbers in Python, or
-    downloaded, or computed from such alone."""
+    """Records reads of tensors that would be on the device.
+
+    Those are all tensors except those created from Python numbers, downloaded, or computed from such tensors only.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, pool: HostPool) -> None:
         super().__init__()
-        self.known: dict[int, Tensor] = {}  # by id, and kept: no other tensor gets it
+        self.known: dict[int, Tensor] = {}  # by id; the reference prevents reuse of the id
         self.reads: list[str] = []
         self.downloads: list[tuple[int, ...]] = []  # shapes
-        # On a processor they are one and the same.
+        # On the CPU both names share memory.
         pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
         self.know(list(pool.masks_on_cpu))
         patch.setattr("esper_lightning.envs.pool.download", self.download)
@@ -65,8 +67,8 @@ class Reads(TorchFunctionMode):
 
 
 def test_a_tick_reads_the_device_twice(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3: a tick reads the decisions in one transfer and all that was measured in another; nothing else is read by
-    whoever decides, trains, validates, records or watches, from one call of RolloutLoop.tick to the next."""
+    """S3: a step reads the actions in one transfer and all measurements in another, and nothing else from the device,
+    from one call of `RolloutCollector.step` to the next."""
     loop = make_loop(3)
     pool = loop.pool
     loop.begin_rollout()
@@ -89,14 +91,14 @@ def test_a_tick_reads_the_device_twice(make_loop: Callable[..., RolloutLoop], mo
 def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     monkeypatch: pytest.MonkeyPatch, make_policy: Callable[..., Policy], executor: str
 ) -> None:
-    """S3: nothing in a tick waits for the GPU but two transfers: torch raises an error at every other synchronisation,
-    also at copies from ordinary memory."""
+    """S3: a step waits for the GPU only in its two transfers. Torch raises an error at any other synchronisation, also
+    at copies from pageable memory."""
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
     pool = HostPool(task, task.load(), small_host, replace(SMALL, executor=executor), 3, gpu)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
     loop = RolloutLoop(pool, make_policy(pool).to(gpu), *norms, PPOConfig(), run_seed=7)
     loop.begin_rollout()
-    loop.tick()  # what is made once and kept
+    loop.tick()  # creates what is cached
     shapes = []
 
     def read(tensor: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
 
 
 def test_a_read_would_be_noticed(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3: reads beside the two transfers of a tick are found."""
+    """S3: reads besides the two transfers of a step are detected."""
     loop = make_loop(2)
     loop.begin_rollout()
     with Reads(monkeypatch, loop.pool) as reads:

@@ -1,4 +1,4 @@
-"""Families: what differs between episodes, and that nothing else does."""
+"""Distribution over contexts: what differs between episodes, and that nothing else does."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,7 @@ FACTS: dict[str, list[Any]] = {
 
 
 class Varied(Task):
-    """Digits as one of their variants, as a task of its own."""
+    """Digits in one data variant, as a task of its own."""
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -51,7 +51,7 @@ def family(**facts: list[Any]) -> FamilyConfig:
 
 
 def host_of(pool: HostPool, seed: int) -> list[Tensor]:
-    """All that can be known of one host's episode under random decisions, a neighbour beside it."""
+    """Return everything observable in one host's episode under random actions, next to another host."""
     seen: list[Tensor] = [pool.reset([seed, seed + 2]).features[0].clone()]
     controller = RandomValid(3)
     controller.reset(pool)
@@ -149,7 +149,7 @@ def test_a_graft_that_fails_gets_no_gradient_and_all_others_do(make_pool: MakePo
     dead_record, alive_record = (env.records[0] for env in pool.envs)
     assert dead_record.gradient.norm == 0.0 and dead_record.gradient.vanished == 1.0
     assert alive_record.gradient.norm > 0.0
-    # Nothing to be seen of it, so the gate before blending lets it stay where it is.
+    # Without a gradient, the gate before blending keeps the seed in TRAINING.
     assert (dead.stage, alive.stage) == (Stage.TRAINING, Stage.BLENDING)
 
 
@@ -169,7 +169,7 @@ def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_t
     pool.reset(range(8))
     facts = len(pool.space.slot) * len(pool.space.blueprint)
 
-    assert pool.privileged.shape == (8, 2 + facts)  # the learning rate is the same for all: nothing to tell
+    assert pool.privileged.shape == (8, 2 + facts)  # the learning rate is the same for all: not encoded
     for env, told in zip(pool.envs, pool.privileged.tolist(), strict=True):
         kernel = dict(env.habitat.member.facts)["host.kernel"]
         assert told[:2] == [float(kernel == 1), float(kernel == 3)]

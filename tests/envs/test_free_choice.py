@@ -1,4 +1,4 @@
-"""Hosts whose seeds are advanced, turned up and down and faded out by the controller, through HostPool.step."""
+"""Seeds that the controller advances, sets the alpha of and culls slowly, through `HostPool.step`."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from tests.tiers import rest_is_slow
 MakePool = Callable[..., HostPool]
 
 GROW = [germinate(0, 1), WAIT, advance(0), advance(0)]
-"""Brings a seed of conv_small in the first slot to PROBATIONARY, with alpha 1."""
+"""Grow a conv_small seed in the first slot to PROBATIONARY, with alpha 1."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def events(steps: list[StepResult]) -> list[tuple[Stage, Stage, str]]:
 
 
 def seen(pool: HostPool, slot: str = "block1.pool") -> dict[str, float]:
-    """What is observed of a slot of the first environment."""
+    """Return the features of a slot of the first environment."""
     shown = dict(zip(pool.feature_names, pool.observation.features[0].tolist(), strict=True))
     return {name.removeprefix(f"{slot}."): value for name, value in shown.items() if name.startswith(f"{slot}.")}
 
@@ -84,7 +84,7 @@ def test_alpha_goes_where_it_is_sent_as_fast_and_on_the_curve_that_was_chosen(
 
     steps = play(pool, [set_alpha(0, 0, speed, curve)] + [WAIT] * (len(alphas) - 1))
 
-    assert trained[::2] == pytest.approx(alphas)  # two batches a tick, of one alpha
+    assert trained[::2] == pytest.approx(alphas)  # two minibatches per epoch with the same alpha
     assert trained[1::2] == trained[::2]
     assert events(steps) == [
         (Stage.PROBATIONARY, Stage.PROBATIONARY, f"alpha to 0.5 in {pool.space.speed[speed]} ticks")
@@ -121,7 +121,7 @@ def test_a_slow_cull_lets_alpha_fall_and_then_removes_the_seed(pool: HostPool) -
         steps += play(pool, [row])
         shown.append((env.slots[0].stage.name, round(seen(pool)["alpha"], 3), seen(pool)["alpha.target"]))
 
-    # Trained with 2/3 and then 1/3; with 0 there is nothing left to train, and the slot closes at once.
+    # The seed trains with alpha 2/3 and 1/3; at 0 the slot empties at once.
     assert shown == [("PROBATIONARY", 0.333, 0.0), ("CULLED", 0.0, 0.0), ("EMBARGOED", 0.0, 0.0)]
     assert events(steps)[:2] == [
         (Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 0 in 3 ticks"),
@@ -243,7 +243,7 @@ def test_the_last_op_is_seen_among_those_on_offer(make_pool: MakePool, pool: Hos
     assert ops == [["GERMINATE"], ["WAIT"], ["ADVANCE"], ["ADVANCE"], ["SET_ALPHA"], ["CULL"]]
 
 
-SCRIPT = [  # of two environments: alpha rises, is sent elsewhere, fades; a gated seed and one that is born at random
+SCRIPT = [  # of two environments: alpha ramps, a new target, a slow cull; a gated seed and a randomly initialised one
     [germinate(0, 1, style=2), germinate(1, 0, style=1)],
     [WAIT, germinate(0, 1, tempo=1)],
     [advance(0), advance(1)],
@@ -263,7 +263,7 @@ EVERY = range(len(SCRIPT))
 
 
 def continued(pool: HostPool, tick: int) -> list[Tensor]:
-    """Goes through the script from `tick` on; returns all that can be known of it."""
+    """Play the script from `tick` on and return everything observable."""
     found: list[Tensor] = []
     for rows in SCRIPT[tick:]:
         step = pool.step(act(*rows))
@@ -273,14 +273,14 @@ def continued(pool: HostPool, tick: int) -> list[Tensor]:
 
 
 def reloaded(state: dict[str, Any]) -> dict[str, Any]:
-    """As a file that is read as strictly as torch can."""
+    """Save and load a state with `weights_only`, torch's strictest mode."""
     torch.save(state, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
 def moving(slot: SeedSlot) -> str:
-    """What alpha is doing."""
+    """Return the state of the alpha ramp."""
     if not slot.ramping or slot.alpha_now == slot.ramp.target:
         return "at rest"
     return "fading" if slot.fading else "rising" if slot.alpha_now < slot.ramp.target else "falling"
@@ -308,7 +308,7 @@ def test_an_episode_continues_bit_for_bit_from_the_middle_of_any_ramp(
         other.reset([7, 8])
         wanderer = RandomValid(tick)
         for _ in range(3):
-            other.step(wanderer.act(other))  # it was in the middle of something else
+            other.step(wanderer.act(other))  # an unrelated state, which loading must replace
         other.load_state_dict(state)
         resumed = continued(other, tick)
 

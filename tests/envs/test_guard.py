@@ -61,7 +61,7 @@ def test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_o
         due.append(watched.due)
         if watched.due:
             watched.keep(state(loss))
-    # two healthy ones, a spike, a third: due. Another one, then a rollback, after which counting begins anew.
+    # Two healthy epochs, a spike, a third one: due. One more, then a rollback, which restarts the count.
     assert due == [False] * 3 + [True] + [False] * 5 + [True, False]
 
 

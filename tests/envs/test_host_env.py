@@ -21,13 +21,13 @@ CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 
 
 def nothing_new(env: HostEnv) -> EpochResult:
-    """What a host epoch may have shown: all seeds healthy and of no effect."""
+    """Return an epoch result in which all seeds are healthy and contribute nothing."""
     slots, score = len(env.slots), Score(1.0, 0.5)
     return EpochResult(TrainingStats(1.0, 0.5, 0, CALM, [CALM] * slots), Validation(score, [score] * slots, score))
 
 
 def trajectory(pool: HostPool, seed: int, wanderer: int) -> list[Tensor]:
-    """All that can be known of an episode."""
+    """Play an episode and return everything observable."""
     controller = RandomValid(wanderer)
     seen = [pool.reset([seed]).features.clone()]
     for _ in range(pool.config.horizon):
@@ -79,7 +79,7 @@ def test_a_tick_goes_over_the_data_without_repetition(make_pool: Callable[..., H
     env = make_pool(1, training=HostTraining(batch_size=32, batches=None)).envs[0]
 
     batches = env.draw_batches(samples=100).indices
-    assert batches.shape == (3, 32)  # without the incomplete last one
+    assert batches.shape == (3, 32)  # the incomplete last batch is dropped
     assert len(set(batches.flatten().tolist())) == 96
     assert set(batches.flatten().tolist()) <= set(range(100))
     assert not torch.equal(batches, env.draw_batches(100).indices), "the next tick has another order"
@@ -138,7 +138,7 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
     env.apply(germinate(2, 2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
-    env.finish_tick(nothing_new(env))  # now it is old enough to go
+    env.finish_tick(nothing_new(env))  # old enough to be culled
     env.apply(cull(2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
     assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
@@ -150,7 +150,7 @@ MOVES = {
     "fossilization": [germinate(0, 1), WAIT, advance(0), advance(0), fossilize(0)],
     "cull": [germinate(0, 1), WAIT, cull(0)],
 }
-"""Decisions of which the last is named."""
+"""Actions, of which the last one is named."""
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -202,7 +202,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
         env.finish_tick(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 
-    assert known[0] == (None, None)  # the seed only learned
+    assert known[0] == (None, None)  # not blended, so nothing was measured
     assert known[1] == (None, pytest.approx(10.0))
     assert known[2] == (pytest.approx(10.0), pytest.approx(-5.0))
     assert env.records[0].contribution is None

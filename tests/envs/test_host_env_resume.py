@@ -1,4 +1,4 @@
-"""An environment that is saved in mid-episode continues bit for bit."""
+"""An environment that is saved within an episode continues bit for bit."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.tiers import rest_is_slow
 
-SCRIPT = [  # decisions of two environments, tick by tick
+SCRIPT = [  # actions of two environments, tick by tick
     [germinate(0, 2), WAIT],
     [WAIT, germinate(1, tempo=1)],
     [germinate(1, 1, tempo=1), germinate(0, 1, tempo=1)],
@@ -28,7 +28,7 @@ SCRIPT = [  # decisions of two environments, tick by tick
 EVERY = range(len(SCRIPT))
 
 SOME = (0, 3, len(SCRIPT) - 1)
-"""First, in the middle of all that happens, and last."""
+"""Ticks to save at: the first, one in the middle, and the last."""
 
 
 def saved(pool: HostPool) -> bytes:
@@ -42,7 +42,7 @@ def loaded(file: bytes) -> dict[str, Any]:
 
 
 def play(pool: HostPool, begin: int) -> list[Tensor]:
-    """Goes through the script from tick `begin` on; returns all that can be known of it."""
+    """Play the script from tick `begin` on and return everything observable."""
     seen = []
     for rows in SCRIPT[begin:]:
         step = pool.step(act(*rows))
@@ -53,7 +53,7 @@ def play(pool: HostPool, begin: int) -> list[Tensor]:
 
 
 def used_pool(make: Callable[[], HostPool]) -> HostPool:
-    """A pool in the middle of another episode."""
+    """Return a pool in the middle of another episode."""
     pool, wanderer = make(), RandomValid(8)
     pool.reset([11, 12])
     for _ in range(4):
@@ -88,7 +88,7 @@ def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
         assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True)), f"saved at tick {tick}"
         pool.load_state_dict(loaded(file))
         pool.step(act(*rows))
-    # The script passes through everything that a seed can be between two ticks.
+    # The script passes through every state that a seed can have between two ticks.
     assert stages == set(Stage) - {Stage.GERMINATED, Stage.CULLED}
 
 
@@ -119,7 +119,7 @@ def test_a_state_can_be_loaded_twice(make_pool: Callable[..., HostPool]) -> None
         wanderer = RandomValid(2)
         return [pool.step(wanderer.act(pool)).reward for _ in range(2)]
 
-    first, second = rewards(), rewards()  # what was trained meanwhile must not have written into the state
+    first, second = rewards(), rewards()  # training in between must not change the saved state
 
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_number_of_environments_is_refused(make_pool: Ca
 
 
 def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
-    """The state with another value in one place."""
+    """Return the state with one value replaced."""
     if not way:
         return value
     copied = state.copy()

@@ -1,4 +1,4 @@
-"""Episodes and rollbacks are begun in the memory of the first one."""
+"""Episodes and rollbacks reuse the memory of the first episode."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,12 +20,12 @@ def storage(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    """The same tensors in the same memory."""
+    """Return True if the tensors are identical objects in the same memory."""
     return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
 
 
 def play(pool: HostPool, seed: int) -> None:
-    """One random episode."""
+    """Play an episode with random actions."""
     controller = RandomValid(seed)
     pool.reset([seed + i for i in range(pool.n_envs)])
     for _ in range(pool.config.horizon):
@@ -33,7 +33,7 @@ def play(pool: HostPool, seed: int) -> None:
 
 
 def test_environments_are_reset_in_place(make_pool: MakePool) -> None:
-    """S1: every episode has the same hosts, weights and optimizer states, in the same memory."""
+    """S1: every episode uses the same hosts, weights and optimizer states, in the same memory."""
     pool = make_pool(2)
 
     def tensors() -> Iterator[Tensor]:
@@ -55,9 +55,9 @@ def test_environments_are_reset_in_place(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
 def test_a_rollback_is_in_place(make_pool: MakePool, executor: str) -> None:
-    """S1: a rollback leaves a host, its weights and its snapshot in the same memory."""
+    """S1: a rollback keeps a host, its weights and its snapshot in the same memory."""
     pool = make_pool(2, governor=replace(CALM, max_rollbacks=9), horizon=9, executor=executor)
-    pool.reset([1, 2])  # from the second episode on the optimizers know all weights from the start
+    pool.reset([1, 2])  # from the second episode on, optimizers have a state for every weight
 
     def places() -> Iterator[tuple[Any, int]]:
         for env in pool.envs:

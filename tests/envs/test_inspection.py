@@ -1,4 +1,4 @@
-"""A closer look: the numbers are right, and nothing is changed by it."""
+"""Diagnostics of a host: the numbers are right, and nothing changes."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from tests.runs import differences, tiny_host
 
 
 def restless_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """A pass through it draws random numbers and moves statistics."""
+    """Host whose forward pass draws random numbers and updates statistics."""
     return nn.Sequential(
         nn.Conv2d(input_shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), SeedSlot("relu", "image", 4),
         nn.Dropout(0.2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, outputs),
@@ -27,7 +27,7 @@ def restless_host(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 def played(host: object, executor: str = "loop", ticks: int = 6) -> HostPool:
-    """Hosts that have grown something at random."""
+    """Return a pool of hosts on which seeds have grown at random."""
     task = Digits()
     config = EnvConfig(
         horizon=ticks,

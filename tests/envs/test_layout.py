@@ -1,4 +1,4 @@
-"""Observations and actions are laid out as their names say."""
+"""Observations and actions have the layout that their names give."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from tests.conftest import FREE
 def test_observations_and_actions_are_laid_out_as_their_names_say(
     make_loop: Callable[..., RolloutLoop], make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
 ) -> None:
-    """A9: every place in an observation is the feature of that name, and every head has the choices of its names."""
+    """A9: every column of an observation holds the feature of its name, and every head has the named choices."""
     loop = make_loop(2)
     pool, names, wanderer = loop.pool, loop.pool.feature_names, RandomValid(1)
     assert len(set(names)) == len(names)

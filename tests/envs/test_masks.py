@@ -1,4 +1,4 @@
-"""An action is possible exactly where the masks say so."""
+"""Masks allow exactly the possible actions."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -18,7 +18,7 @@ OUTCOME = {Op.GERMINATE: Stage.GERMINATED, Op.CULL: Stage.CULLED, Op.FOSSILIZE: 
 
 
 def possible_slots(pool: HostPool) -> dict[str, list[int]]:
-    """By op, of the first environment."""
+    """Return the slot mask of the first environment by op."""
     return {op: row.nonzero().flatten().tolist() for op, row in zip(pool.space.op, pool.masks.slot[0], strict=True)}
 
 
@@ -35,7 +35,7 @@ def test_every_possible_action_is_carried_out_and_every_other_raises(make_pool: 
                 if pool.masks.slot[0, op, slot]:
                     events = pool.step(action).events
                     pool.load_state_dict(deepcopy(before))
-                    # The decision's own event comes first; what time brings about follows.
+                    # The event of the action comes first; automatic changes follow.
                     assert op is Op.WAIT or (events[0].seed.slot, events[0].seed.after) == (
                         pool.space.slot[slot],
                         OUTCOME[op],
@@ -48,7 +48,7 @@ def test_every_possible_action_is_carried_out_and_every_other_raises(make_pool: 
             assert pool.masks.op[0, Op.WAIT], "waiting is always possible"
             pool.step(wanderer.act(pool))
 
-    assert carried_out == set(offered)  # the walk was long enough to show something
+    assert carried_out == set(offered)  # the random walk was long enough
     assert refused == set(offered) - {Op.WAIT}
 
 
@@ -111,13 +111,13 @@ def test_a_step_is_forced_where_waiting_is_all_there_is(make_pool: Callable[...,
     assert pool.masks.forced.tolist() == [False, False]
 
     pool.step(act(germinate(0), WAIT))
-    assert pool.masks.forced.tolist() == [True, False]  # too young to be culled, and no room for another
+    assert pool.masks.forced.tolist() == [True, False]  # too young to be culled, and no room for another seed
     pool.step(act(WAIT, WAIT))
     assert pool.masks.forced.tolist() == [False, False]
 
 
 class Dead(nn.Module):
-    """A seed that is the identity and can never learn."""
+    """Seed that is the identity and has no gradient."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What may be chosen where every op and every head is on offer: never too much, and never nothing."""
+"""Masks with every op and every head on offer: exact, and never empty."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ AT_ONCE, IN_TWO, IN_THREE = 0, 1, 2  # speeds
 
 
 def can(pool: HostPool, row: Row) -> bool:
-    """May the first environment do this? The pool says the same as its masks."""
+    """Return True if the first environment may take the action, and assert that pool and masks agree."""
     allowed = pool.masks.allow(0, row)
     if not allowed:
         with pytest.raises(ValueError, match=f"{pool.space.op[row[0]]} .*is masked"):
@@ -29,13 +29,13 @@ def can(pool: HostPool, row: Row) -> bool:
 
 
 def ops(pool: HostPool, slot: int = 0, env: int = 0) -> set[str]:
-    """What may be done to a slot."""
+    """Return the ops that are possible on a slot."""
     rows = pool.masks.slot[env, 1:].tolist()
     return {op for op, row in zip(pool.space.op[1:], rows, strict=True) if row[slot]}
 
 
 def in_stage(pool: HostPool, stage: Stage) -> SeedSlot:
-    """Brings the first slot's seed to `stage`: its alpha rises to 1 in a tick."""
+    """Grow a seed in the first slot to `stage`, with an alpha ramp of one tick."""
     pool.reset([1])
     life = [germinate(0, 1), WAIT, advance(0), advance(0)]
     for row in life[: 2 + [Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY].index(stage)]:
@@ -146,7 +146,7 @@ def test_advance_stays_masked_where_seeds_advance_by_themselves(make_pool: MakeP
 
 
 def expected_ops(env: HostEnv, slot: SeedSlot, alpha_before: float) -> set[str]:
-    """By the rules of the lifecycle, read afresh; what the gates of health and worth decide is taken from them."""
+    """Recompute the masks from the lifecycle rules; decisions of the gates are taken from the gates."""
     ramping = slot.stage in (Stage.BLENDING, Stage.PROBATIONARY)
     target = slot.ramp.target
     there = target > 0 and math.isclose(min(alpha_before, target) / max(alpha_before, target), 1.0, abs_tol=0.05)
@@ -179,7 +179,7 @@ def test_in_every_random_life_whatever_can_be_chosen_can_be_done(make_pool: Make
             pool.step(action)  # raises if the lifecycle refuses
             for i, env in enumerate(pool.envs):
                 for k, slot in enumerate(env.slots):
-                    # The alpha with which the host has just trained: after the action, before the tick moved it on.
+                    # The alpha with which the host has just trained: after the action, before the epoch ended.
                     trained = slot.ramp.value(slot.ramp_ticks) if slot.ramp_ticks else before[i][k]
                     assert ops(pool, k, i) == expected_ops(env, slot, trained), (slot.stage, slot.ramp)
             done |= {Op(row[0]) for row in rows}
@@ -187,7 +187,7 @@ def test_in_every_random_life_whatever_can_be_chosen_can_be_done(make_pool: Make
 
 
 def assert_every_choice_leads_on(pool: HostPool, env: int) -> None:
-    """Wherever an op is possible, each further head that it asks has a possible choice, given those before."""
+    """Every possible op leaves each relevant head a possible choice, given the choices of earlier heads."""
     slots, grows, targets, speeds, curves = (mask[env].tolist() for mask in pool.masks[:5])
     assert all(slots[Op.WAIT])
     assert all(any(row) for row in curves)

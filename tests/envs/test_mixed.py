@@ -1,4 +1,4 @@
-"""Hosts of several tasks in one pool: each lives as it would alone, in places that all have."""
+"""Hosts of several tasks in one pool: each behaves as in a pool of its own, with common slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SEEDS = [11, 12, 13]
 
 
 def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """Two slots; one fewer than the images' hosts have."""
+    """Host with two slots, one fewer than the hosts of the image task."""
     return MLP(input_shape, outputs, 4, 2)
 
 
@@ -66,7 +66,7 @@ LIFE: list[tuple[Op, int, str]] = [
     (Op.CULL, 1, "norm"),
     (Op.WAIT, 0, "norm"),
 ]
-"""Of every host, tick by tick."""
+"""Actions of every host, tick by tick."""
 
 
 def decision(step: tuple[Op, int, str], pool: HostPool | MixedPool) -> Row:
@@ -161,7 +161,7 @@ def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(com
 
 
 def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
-    """Both tasks' hosts could grow the seeds of both."""
+    """Blueprints of both tasks can grow on the hosts of both."""
     task, data, host, _ = KINDS["images"]
 
     def pool_with(blueprints: list[str], common: Common | None = None) -> HostPool:

@@ -1,4 +1,4 @@
-"""Momentum when a host changes: what a seed's stages and germinations leave of it."""
+"""Optimizer momentum across stage changes and germinations."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ MakePool = Callable[..., HostPool]
 
 
 def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> None:
-    """F21: the step from TRAINING to BLENDING leaves the seed's momentum buffers where and what they are."""
+    """F21: the step from TRAINING to BLENDING keeps memory and values of the seed's momentum buffers."""
     pool = make_pool(1, training=HostTraining(optimizer="sgd", batches=2, momentum=0.9))
     env, slot = pool.envs[0], pool.envs[0].slots[0]
     learned: list[Tensor] = []
@@ -37,7 +37,7 @@ def test_a_seed_that_begins_to_blend_keeps_its_momentum(make_pool: MakePool) -> 
 
 
 def test_to_forget_momentum_is_a_choice_and_costs_something(make_pool: MakePool) -> None:
-    """F21: by default the host's momentum outlives a germination; `carry_over: false` is the ablation that drops it."""
+    """F21: by default a germination keeps the host's momentum; the ablation `carry_over: false` resets it."""
     after: dict[bool, list[Tensor]] = {}
     for carry_over in (True, False):
         pool = make_pool(1, training=HostTraining(batches=2, carry_over=carry_over))

@@ -58,7 +58,7 @@ def every_slot(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 def test_no_two_features_share_a_name(make_pool: Callable[..., HostPool]) -> None:
-    # 34 of the host, 20 of each slot: were a name used twice, one would be lost.
+    # 34 of the host, 20 of each slot; a duplicate name would reduce the count.
     assert len(make_pool(1).feature_names) == 34 + 3 * 20
     assert len(make_pool(1, host=every_slot).feature_names) == 34 + 5 * 20
 
@@ -88,7 +88,7 @@ def test_the_newest_value_comes_first(make_pool: Callable[..., HostPool]) -> Non
 
 @pytest.fixture(scope="module")
 def spare(make_pool: Callable[..., HostPool]) -> HostEnv:
-    """An environment that any test may use up."""
+    """Return an environment that a test may change."""
     return make_pool(1).envs[0]
 
 
@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_a_number_looks_no_better_than_any_other(spare: HostE
 
 
 def test_a_host_whose_weights_are_not_numbers_is_observed_within_bounds(make_pool: Callable[..., HostPool]) -> None:
-    pool, wait = make_pool(2, governor=GovernorConfig(enabled=False)), WaitOnly()  # nobody takes it back
+    pool, wait = make_pool(2, governor=GovernorConfig(enabled=False)), WaitOnly()  # no rollback
     with torch.no_grad():
         pool.envs[0].network.head.weight.fill_(math.nan)
 

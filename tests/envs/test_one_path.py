@@ -1,4 +1,4 @@
-"""One way through which every stage, executor and controller goes."""
+"""All stages, executors and controllers share one code path."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ IN_STEP = ContextVar("in_step", default=False)
 
 
 def count_training(patch: pytest.MonkeyPatch, epoch: type) -> Counter[str]:
-    """Counts from now on the train steps of an executor, and backward passes within and outside of them."""
+    """Count the train steps of an executor, and the backward passes inside and outside of them."""
     counted: Counter[str] = Counter()
     step, backward = epoch.step, torch.Tensor.backward
 
@@ -56,8 +56,8 @@ def test_every_stage_under_every_controller_learns_in_one_train_step(
     epoch: type,
     at_once: int,
 ) -> None:
-    """A1: a host, whatever stages its seeds are in and whoever decides, learns in the executor's one train step, with
-    one backward pass each time, and nowhere else."""
+    """A1: with any stages of seeds and any controller, a host trains only in the executor's train step, with one
+    backward pass per step."""
     changes = {"training": HostTraining(batches=BATCHES), "executor": executor}
     pool, free = make_pool(3, **changes), make_pool(3, **FREE | changes)
     loop = make_loop(3)
@@ -81,7 +81,7 @@ def test_every_stage_under_every_controller_learns_in_one_train_step(
 def test_every_controller_goes_through_the_same_step(
     make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A2: practice, the learned policy's evaluation and the heuristic share HostPool.step."""
+    """A2: training, evaluation of the learned policy and the heuristic all use `HostPool.step`."""
     loop = make_loop(2)
     pool, stepped, real = loop.pool, [], HostPool.step
 

@@ -21,7 +21,7 @@ LONGER = HostTraining(batches=8)  # long enough for hosts to learn something
 
 
 def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
-    """By a plain forward pass of a copy, from which the seeds in the slots `without` are taken out."""
+    """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
     network = deepcopy(network).eval()
     for name in without:
         slots_of(network)[name].empty()
@@ -29,7 +29,7 @@ def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) ->
 
 
 def wander(pool: HostPool, choices: list[random.Random]) -> Action:
-    """Every environment acts on its own random numbers, whatever the others do."""
+    """Choose a possible action for every environment from its own random generator."""
     rows = []
     for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
         op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
@@ -38,7 +38,7 @@ def wander(pool: HostPool, choices: list[random.Random]) -> Action:
 
 
 def lives(pool: HostPool, members: list[int]) -> list[list[Tensor]]:
-    """One episode: for each environment all that can be known of it. `members` decides seeds and actions."""
+    """Play an episode and return everything observable of each environment; `members` sets all RNG seeds."""
     choices = [random.Random(member) for member in members]
     seen: list[list[Tensor]] = [[features.clone()] for features in pool.reset([100 + m for m in members]).features]
     for _ in range(pool.config.horizon):
@@ -76,7 +76,7 @@ def test_an_action_takes_effect_before_the_host_trains(make_pool: Callable[..., 
         (0, 1, "block2.pool", Stage.GERMINATED),
         (0, 1, "block2.pool", Stage.TRAINING),
     ]
-    # The last layer of a seed is born as zeros: it has learned in the very same tick.
+    # The last layer of a seed starts as zeros, so it has been trained in the same step.
     assert all(p.all() for p in pool.envs[0].slots[1].seed.parameters())
     assert step.observation.features[0, pool.feature_names.index("block2.pool.gradient.norm")] > 0
     assert step.observation.features[0, pool.feature_names.index("last_op.GERMINATE")] == 1
@@ -145,7 +145,7 @@ def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Call
 
 def test_what_the_cpu_knows_is_what_is_on_the_device(make_pool: Callable[..., HostPool]) -> None:
     pool, wanderer = make_pool(2), RandomValid(0)
-    pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks))  # as on a GPU: not the same memory
+    pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks))  # in separate memory, as on a GPU
     for _ in range(pool.config.horizon):
         step = pool.step(wanderer.act(pool))
 

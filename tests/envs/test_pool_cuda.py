@@ -1,4 +1,4 @@
-"""The same pool on a GPU; skipped where there is none."""
+"""Host pool on a GPU; skipped without one."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Settings and actions that make no sense are refused with one line that says why."""
+"""Invalid settings and actions raise an error of one line with the reason."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 
 
 class OneSlotUnreached(CNN):
-    """A host that never runs its last block's slot."""
+    """Host whose forward pass skips the slot of its last block."""
 
     def _block(self, i: int, x: Tensor) -> Tensor:
         return super()._block(i, x) if i < 2 else F.relu(self.norms[i](self.convs[i](x)))

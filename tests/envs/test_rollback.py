@@ -1,4 +1,4 @@
-"""A host that diverges goes on from its last good state, and the others do not notice."""
+"""A host that diverges continues from its last good state, without effect on other hosts."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from tests.tiers import pairs_of, rest_is_slow
 
 
 def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
-    """Their states, but for what the Governor thinks of them."""
+    """Return the states of hosts without those of the Governor."""
     for env in pool.envs:
         state = env.state_dict()
         del state["guard"]
@@ -96,7 +96,7 @@ def test_in_a_stack_the_neighbours_do_not_notice_while_the_same_seeds_are_stacke
         episodes = []
         for broken in ([host], []):
             episode = Episode(pool, 50 + tick)
-            episode.choices[host] = Waits()  # then there is no seed to lose
+            episode.choices[host] = Waits()  # so there is no live seed to lose
             episodes.append(episode.play(tick).play_broken(*broken).play(HORIZON - tick - 1))
 
         assert [len(words) for words in episodes[0].verdicts] == [int(t == tick) for t in range(HORIZON)]
@@ -114,7 +114,7 @@ def test_in_a_stack_the_neighbours_notice_nothing_but_rounding(seed: int) -> Non
         whole = Episode(pool, 7 + seed).play(HORIZON)
 
     for i in {0, 1, 2} - {host}:
-        # The very tick in which a neighbour is nothing but NaN leaves no trace at all.
+        # Even the tick in which a neighbour is all NaN has no effect.
         assert differences(broken.of(i)[: tick + 1], whole.of(i)[: tick + 1]) == []
         for ours, theirs in zip(broken.of(i), whole.of(i), strict=True):
             for a, b in zip(ours, theirs, strict=True):

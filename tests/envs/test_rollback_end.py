@@ -1,4 +1,4 @@
-"""A host that diverges once too often is left alone."""
+"""A host that exceeds the limit of rollbacks is ended."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -101,7 +101,7 @@ def test_an_episode_goes_on_to_the_horizon_with_nobody_left_to_train(
     first = Episode(pool, 1).play(5)
     episode = Episode(pool, 1).play(1).play_broken(0).play_broken(1)
     with monkeypatch.context() as patch:
-        patch.setattr(pool.executor, "tick", None)  # whoever asks it to train fails
+        patch.setattr(pool.executor, "tick", None)  # any call fails
         for tick in (4, 5):
             step = pool.step(act(WAIT, WAIT))
             assert step.reward.tolist() == [0.0, 0.0] and step.truncated.tolist() == [tick == 5] * 2

@@ -1,4 +1,4 @@
-"""A host that diverges is rolled back alone: neither other hosts nor what is learned from notice."""
+"""A rollback affects a single host: neither other hosts nor their training data for the policy change."""
 
 import io
 import math
@@ -24,7 +24,7 @@ MakeLoop = Callable[..., RolloutLoop]
 
 @pytest.fixture(scope="module")
 def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> MakeLoop:
-    """Makes a loop over three hosts, of which only those diverge that a test breaks."""
+    """Make a collector over three hosts, which diverge only if a test breaks them."""
 
     def make(governor: GovernorConfig = CALM, **ppo: Any) -> RolloutLoop:
         pool = make_pool(3, governor=governor)
@@ -35,7 +35,7 @@ def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> Mak
 
 
 def play(loop: RolloutLoop, broken: dict[int, list[int]]) -> None:
-    """Plays a rollout in which the hosts `broken[tick]` go wrong at these ticks."""
+    """Play a rollout in which the hosts `broken[tick]` diverge at each tick."""
     loop.begin_rollout()
     for tick in range(loop.pool.config.horizon):
         with breaking(loop.pool, broken.get(tick, [])):
@@ -43,11 +43,11 @@ def play(loop: RolloutLoop, broken: dict[int, list[int]]) -> None:
 
 
 def test_a_rollout_with_rollbacks_and_an_end_resumes_at_every_tick(make_watched: MakeLoop) -> None:
-    """F6: a loop that was elsewhere goes on bit for bit at every tick of a rollout in which hosts diverge: what is
-    known of them, and their last good state, is saved."""
+    """F6: a rollout in which hosts diverge resumes bit for bit from every tick, in a collector with another state: the
+    Governor's state and the snapshots are saved."""
     governor = replace(CALM, max_rollbacks=1)
     loop, resumed = make_watched(governor), make_watched(governor)
-    resumed.run_seed = 8  # it meets other hosts
+    resumed.run_seed = 8  # other hosts
     loop.begin_rollout()
     for tick in range(6):
         resumed.begin_rollout()
@@ -70,7 +70,7 @@ def test_a_rollout_with_rollbacks_and_an_end_resumes_at_every_tick(make_watched:
 
 
 def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: MakeLoop) -> None:
-    """F7: both normalisers count the steps that were really taken, and none after the end of an episode."""
+    """F7: both normalisers count the steps before the end of an episode only."""
     loop = make_watched(replace(CALM, max_rollbacks=0))
     play(loop, {1: [0], 3: [2]})
     loop.finish_rollout()
@@ -79,8 +79,8 @@ def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: Ma
 
 
 def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeLoop) -> None:
-    """F10: a host that becomes NaN costs its own trajectory its end; all other transitions are bit for bit those of a
-    rollout in which nothing happened, and all are learned from."""
+    """F10: a host that becomes NaN only cuts its own trajectory. All other transitions are bit for bit those of a
+    rollout without divergence, and the policy learns from all."""
     whole, cut = (make_watched(gamma=1.0, gae_lambda=1.0) for _ in range(2))
     returns = []
     for loop, broken in ((whole, {}), (cut, {2: [1]})):
@@ -95,7 +95,7 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
         assert torch.equal(theirs[:, [0, 2]], ours[:, [0, 2]])
         assert torch.equal(theirs[:2, 1], ours[:2, 1])
     torch.testing.assert_close(returns[0][:, [0, 2]], returns[1][:, [0, 2]], rtol=1e-4, atol=1e-5)
-    # The earlier transitions stay, and answer for the rollback.
+    # The earlier transitions stay, and bear the penalty of the rollback.
     earned = cut.buffer.rewards[:, 1]
     for t in range(3):
         torch.testing.assert_close(returns[1][t, 1], earned[t:3].sum(), rtol=1e-4, atol=1e-5)
@@ -104,7 +104,7 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
 
 
 def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched: MakeLoop) -> None:
-    """F11: the last return before a rollback is the penalty alone, whatever value the restored state has."""
+    """F11: the last return before a rollback is the penalty alone, independent of the value of the restored state."""
     loop = make_watched(gamma=1.0, gae_lambda=0.0, horizon_is_end=False)
     with torch.no_grad():
         loop.policy.value[-1].bias.fill_(5.0)
@@ -120,13 +120,13 @@ def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched
 
 
 def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watched: MakeLoop) -> None:
-    """F22: a vetoed action is stored as WAIT, which is what the host did, with the probability of WAIT."""
+    """F22: a vetoed action is stored as WAIT, the executed action, with the probability of WAIT."""
     loop = make_watched()
     with torch.no_grad():
         loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     loop.begin_rollout()
     for env in loop.pool.envs[:2]:
-        env.guard.watch = env.guard.watch._replace(panic=1)  # as if its last loss had been out of range
+        env.guard.watch = env.guard.watch._replace(panic=1)  # as after a loss out of range
     step = loop.tick()
 
     assert [veto.host for veto in step.vetoes] == [0, 1]
@@ -142,7 +142,7 @@ def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watc
 def test_an_episode_ends_early_for_a_host_that_diverges_again_and_again(
     make_watched: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S16: a host that diverges once too often is trained no more, and teaches nothing from then on."""
+    """S16: an ended host is not trained any more, and the policy learns nothing from it from then on."""
     loop = make_watched(replace(CALM, max_rollbacks=1))
     trained: list[int] = []
     train = loop.pool.executor._train

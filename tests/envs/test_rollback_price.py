@@ -1,4 +1,4 @@
-"""What survives a rollback, and what it costs."""
+"""State that survives a rollback, and the reward of a rollback."""
 
 import random
 from copy import deepcopy
@@ -51,7 +51,7 @@ def test_what_was_alive_is_culled_and_its_slot_opens_again(rare: HostPool) -> No
     env = rare.envs[0]
     rare.step(act(germinate(1, 1), germinate(1, 1)))
     rare.step(act(germinate(2), WAIT))
-    env.keep()  # now there are live seeds in the snapshot
+    env.keep()  # a snapshot with live seeds
     with breaking(rare, [0]):
         step = rare.step(act(WAIT, WAIT))
 
@@ -74,7 +74,7 @@ def test_what_was_alive_is_culled_and_its_slot_opens_again(rare: HostPool) -> No
 
 
 def worth(pool: HostPool, host: int, committed: bool = False) -> float:
-    """J of one host, of its weights alone; with all seeds in it or with those that are kept."""
+    """Compute J of one host from its weights, with all seeds or with the fossilized ones."""
     env = pool.envs[host]
     kept = [slot for slot in env.slots if slot.stage is Stage.FOSSILIZED]
     gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
@@ -116,7 +116,7 @@ def test_between_two_rollbacks_rewards_sum_to_the_change_of_the_objective(make_p
             step = pool.step(wanderer.act(pool))
         for i in range(2):
             now = step.metrics.objective[i].item()
-            if step.terminated[i] or tick == 11:  # nothing moves on by itself: what was measured is what is there
+            if step.terminated[i] or tick == 11:  # no automatic changes: the measurement is of the present host
                 assert now == pytest.approx(worth(pool, i, committed=tick == 11), abs=1e-6)
             if step.terminated[i]:
                 rollbacks += 1

@@ -1,4 +1,4 @@
-"""What a policy is shown, and what it is offered."""
+"""Selection of observed features and of masks for a policy."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def test_hidden_features_are_not_there_and_the_others_are_the_same(make_pool: Ma
         for decision in (germinate(0, 1), WAIT, WAIT):
             pool.step(act(decision))
     kept = [i for i, name in enumerate(whole.feature_names) if "contribution" not in name]
-    assert len(whole.feature_names) - len(kept) == 3 * 3  # known, now, and how it changes; for each slot
+    assert len(whole.feature_names) - len(kept) == 3 * 3  # known, value and velocity for each slot
     assert part.feature_names == [whole.feature_names[i] for i in kept]
     assert torch.equal(part.observation.features, whole.observation.features[:, kept])
     assert whole.observation.blueprints.any() and not part.observation.blueprints.any()

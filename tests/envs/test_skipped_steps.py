@@ -1,4 +1,4 @@
-"""Steps skipped because gradients left fp16's range, and norms to which gradients are clipped."""
+"""Optimizer steps skipped because gradients overflow fp16, and clipping of gradient norms."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ MakePool = Callable[..., HostPool]
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """Euclidean norm over all of these."""
+    """Compute the Euclidean norm over all tensors."""
     return nn.utils.get_total_norm(gradients).item()
 
 
 def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
-    """F4: if one gradient of a host or its seeds leaves fp16's range, none of them steps, and that host counts it."""
+    """F4: if one gradient of a host or its seeds overflows fp16, none of them steps, and that host counts it."""
     pool = make_pool(2, training=HostTraining(batches=1, precision="fp16"))
     pool.step(act(germinate(0, 1), germinate(0, 1)))
     seed = pool.envs[0].slots[0].seed
@@ -51,7 +51,7 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
 def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make_pool: MakePool, executor: str) -> None:
-    """F4: a host that skips every step is counted, logged and rolled back; the other host goes on taking steps."""
+    """F4: a host that skips every step is counted, logged and rolled back; the other host keeps training."""
     training = HostTraining(batches=4, precision="fp16")
     pool = make_pool(2, governor=CALM, training=training, executor=executor)
     pool.reset([1, 2])
@@ -60,7 +60,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     good = deepcopy(pool.envs[0].scaler.state_dict())
     with torch.no_grad():
         for parameter in pool.envs[0].slots[0].seed.parameters():
-            parameter.fill_(math.nan)  # behind straight-through: the host itself is sound
+            parameter.fill_(math.nan)  # behind straight-through: the host itself is healthy
     pool.envs[0].keep()
     before = [p.clone() for p in pool.envs[0].network.parameters()]
     step = pool.step(act(WAIT, WAIT))
@@ -81,7 +81,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
 
 
 def test_a_rollback_touches_one_hosts_scaler_between_the_streams_work(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
-    """F5: a host that is rolled back on its stream gets its own loss scale back; the others' are as in a loop."""
+    """F5: a rollback on a stream restores the host's loss scale; other loss scales are those of the loop executor."""
     training = HostTraining(batches=2, precision="fp16")
     pools = [make_pool(3, governor=CALM, training=training) for _ in range(2)]
     pools[0].executor = StreamsExecutor(pools[0].task, training)

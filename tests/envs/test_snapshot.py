@@ -1,4 +1,4 @@
-"""The independent reference is torch's own deepcopy."""
+"""Snapshots compared with an independent reference, deepcopy of torch."""
 
 from collections import OrderedDict
 from copy import deepcopy
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @st.composite
 def any_tensor(draw: st.DrawFn) -> Tensor:
-    """Of any type and shape, contiguous or not, with gaps, broadcast, or a part of a larger one."""
+    """Make a tensor of random dtype and shape: contiguous, with gaps, broadcast, or a view of a larger one."""
     dtype = draw(st.sampled_from([*DTYPES, torch.complex128]))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -52,7 +52,7 @@ STATES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """In types, keys and values; tensors bit for bit."""
+    """Return True if two states are equal in types, keys and values, with tensors equal bit for bit."""
     if isinstance(a, Tensor):
         equal = isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
         return equal and torch.equal(a, b)
@@ -79,7 +79,7 @@ def test_what_is_held_is_what_was_taken_whatever_it_was(state: Any) -> None:
     assert not memory(snapshot.view()) & memory(state)
     for tensor in tensors(state):
         if not tensor.is_complex() and 0 not in tensor.stride():
-            tensor.zero_()  # what becomes of the original is no concern
+            tensor.zero_()  # changes of the original have no effect
     assert same(snapshot.view(), reference)
 
 
@@ -104,7 +104,7 @@ def test_a_copy_is_nobodys_but_the_callers(state: Any) -> None:
     reference, copy = deepcopy(state), snapshot.copy()
 
     assert not memory(copy) & (memory(snapshot.view()) | memory(state))
-    # Of its own size, too: whoever saves it saves nothing else with it.
+    # Its memory has its own size, so saving it saves nothing else.
     assert all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in tensors(copy))
     snapshot.take({"another": torch.full((64,), 7.0)})
     assert same(copy, reference)

@@ -1,4 +1,4 @@
-"""Snapshots and rollbacks, however many, need the memory of the first ones."""
+"""Memory use does not grow with the number of snapshots and rollbacks."""
 
 import gc
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ HOSTS, HORIZON = 4, 25
 
 
 def host(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """A snapshot of it takes 0.3 MiB with Adam's momenta: a thousand that were kept could not be overlooked."""
+    """Host whose snapshot takes 0.3 MiB with Adam's momenta, so that a thousand leaked ones are noticed."""
     return CNN(input_shape, outputs, base=16, channels_last=False)
 
 
@@ -37,8 +37,10 @@ def wanderer_pool(device: torch.device) -> HostPool:
 
 
 def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:
-    """Seeds come and go at random, a snapshot is taken of every host in every tick, and in every tenth tick a weight of
-    every host is broken. Returns the number of rollbacks."""
+    """Play random actions with a snapshot of every host in every tick and a broken weight in every tenth tick.
+
+    Returns the number of rollbacks.
+    """
     rollbacks = 0
     for tick in range(snapshots // HOSTS):
         if tick % HORIZON == 0:
@@ -71,7 +73,7 @@ def test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_snapshots_hold_no_memory_of_the_gpu() -> None:
-    """F9: on a GPU, snapshots lie in pinned memory of the processor, and neither side grows by more than 1 %."""
+    """F9: with a GPU, snapshots are in pinned CPU memory, and neither memory grows by more than 1 %."""
     pool, wanderer = wanderer_pool(GPU), RandomValid(0)
     play(pool, wanderer, snapshots=300)
     pool.reset(range(HOSTS))

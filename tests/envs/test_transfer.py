@@ -1,4 +1,4 @@
-"""Numbers cross over unchanged; test_device_reads.py counts how often, and on a GPU who waits."""
+"""Transfers keep values unchanged; test_device_reads.py counts transfers and GPU synchronisations."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> N
     slots = ["a", "b"]
     variants = variants_to_validate(slots, frozenset("a"), host_only)
     names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
-    # Loss and accuracy of two hosts, told apart by what is active.
+    # Loss and accuracy of two hosts, with a different value for each combination of seeds.
     validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
     gradients = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
     trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)

@@ -1,4 +1,4 @@
-"""Hosts that are watched: snapshots, vetoes and resuming."""
+"""Hosts under the Governor: snapshots, vetoes and resuming."""
 
 import io
 import random
@@ -28,19 +28,19 @@ LARGE = replace(CALM, max_loss=50.0, patience=2, max_rollbacks=1)
 
 
 FAULTS = {2: 0, 3: 0, 5: 1, 7: 0, 8: 0}
-"""Whose loss becomes large in which tick: host 0 is rolled back after the fourth and ended after the ninth one, host 1
-mends itself."""
+"""Tick -> host whose loss becomes large: host 0 is rolled back after the fourth and ended after the ninth tick, host 1
+recovers by itself."""
 
 
 def blow_up(env: HostEnv) -> None:
-    """Makes its loss large."""
+    """Scale the weights of the head, so that the loss becomes large."""
     with torch.no_grad():
         for parameter in env.network.head.parameters():
             parameter.mul_(1e4)
 
 
 def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> StepResult:
-    """One that goes wrong as FAULTS says: for its time the host's weights are others."""
+    """Step the pool with the fault of FAULTS: the host has scaled weights for this tick only."""
     real, host = pool.executor.tick, FAULTS.get(tick)
 
     def faulty(*args: Any) -> Any:
@@ -71,7 +71,7 @@ def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_
         torch.save(pool.state_dict(), file := io.BytesIO())
         file.seek(0)
         if tick % 3 == 1:
-            ended(other)  # it was somewhere else
+            ended(other)  # an unrelated state, which loading must replace
         other.load_state_dict(torch.load(file, weights_only=True))
         ours, theirs = (faulty_tick(each, deepcopy(choices), tick) for each in (pool, other))
         for choice in choices:
@@ -102,7 +102,7 @@ def test_a_snapshot_is_taken_of_healthy_hosts_alone(make_pool: MakePool, monkeyp
     for tick in range(1, 17):
         monkeypatch.setitem(FAULTS, tick, 0) if tick in faults else monkeypatch.delitem(FAULTS, tick, raising=False)
         faulty_tick(pool, [Waits()], tick)
-    # Healthy host epochs are 1, 2, 3; 5, 6, 7 (a spike does not count); after the rollback three more each time.
+    # Healthy epochs are 1, 2, 3; 5, 6, 7 (spikes do not count); after the rollback, every third one.
     assert kept == [0, 3, 7, 12, 15]
 
 
@@ -115,7 +115,7 @@ def test_to_train_on_after_a_rollback_does_not_touch_the_snapshot(rare: HostPool
 
     assert differences(before, env.guard.snapshot.view()) == []
     assert differences(before["growing"]["network"], env.network.state_dict()) != []
-    # Nor does the restored host hold more memory than its own.
+    # The restored host holds no memory besides its own.
     values = [value for state in env.optimizer.state.values() for value in state.values()]
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in [*values, *env.network.parameters()])
 
@@ -132,7 +132,7 @@ def test_snapshots_lie_in_the_same_memory_from_episode_to_episode(make_pool: Mak
                 pool.step(act(WAIT))
         pool.step(act(WAIT))
         sizes.append((env.guard.snapshot.nbytes, sum(1 for _ in env.optimizer.state)))
-    # From the second one on the optimizer knows every weight from the start.
+    # From the second episode on, the optimizer has a state for every weight.
     assert sizes[1:] == [sizes[1]] * 5
 
 
@@ -142,7 +142,7 @@ def test_what_builds_on_a_suspicious_host_is_refused_and_it_waits_instead(make_p
         pool.step(act(decision, decision))
     for decision, forbidden in ((germinate(1, 2), "GERMINATE conv_light"), (fossilize(0), "FOSSILIZE")):
         guard = pool.envs[0].guard
-        guard.watch = guard.watch._replace(panic=1)  # as if its last loss had been out of range
+        guard.watch = guard.watch._replace(panic=1)  # as after a loss out of range
         step = pool.step(act(decision, decision))
 
         (veto,) = step.vetoes
@@ -163,7 +163,7 @@ def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
     pool = make_pool(2, governor=replace(LARGE, patience=9), horizon=12)
     pool.reset([1, 2])
     pool.step(act(germinate(0, 2), germinate(0, 2)))
-    # Its loss is called out of range, and nothing is wrong with it: no gate keeps its seed.
+    # Its loss counts as out of range although it is healthy, so that no gate holds its seed.
     pool.envs[0].guard.config = replace(LARGE, patience=9, max_loss=1e-6)
     stages = []
     for _ in range(2):

@@ -45,7 +45,7 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 
 
 class OnlyGerminates:
-    """Fills all slots, or the first `keep` of them for good."""
+    """Germinates in all slots, and fossilizes the seeds of the first `keep` slots."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
@@ -121,7 +121,7 @@ def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
 
 def test_rollbacks_are_counted_host_by_host(pool: HostPool) -> None:
     class Poisons(WaitOnly):
-        """Before its third tick the second host's weights become no numbers."""
+        """Sets the second host's weights to NaN before its third tick."""
 
         def act(self, pool: HostPool) -> Action:
             if pool.envs[1].tick == 2:

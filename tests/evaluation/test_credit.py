@@ -1,4 +1,4 @@
-"""What kept seeds are worth: switched off, shared out fairly, and never grown."""
+"""Credit of fossilized seeds: ablation, Shapley value and matched fork."""
 
 import csv
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.runs import fit, only_run
 
 
 def with_two_fossils(pool: HostPool) -> HostPool:
-    """Every host keeps a conv_light in the first slot and a conv_small in the third."""
+    """Return the pool after every host has fossilized a conv_light in the first slot and a conv_small in the third."""
     pool.reset(range(pool.n_envs))
     for decision in (germinate(0, 2), germinate(2, 1), WAIT, fossilize(0), fossilize(2), WAIT):
         pool.step(act(*[decision] * pool.n_envs))
@@ -44,10 +44,10 @@ def test_fair_shares_add_up_to_what_the_seeds_add_together(make_pool: Callable[.
     kept = committed_only(pool.envs[0].network)
     whole, bare = (100.0 * pool.accuracy_of(0, [kept, frozenset()], pool.data.test)).tolist()
     assert sum(seed.shapley.value for seed in seeds) == pytest.approx(whole - bare)
-    # With two seeds, what leaving one out misses or counts twice is half their interaction.
+    # With two seeds, leave-one-out and Shapley value differ by half the interaction.
     apart = [seed.contribution - seed.shapley.value for seed in seeds]
     assert [seed.interaction / 2.0 for seed in seeds] == pytest.approx(apart)
-    # And a fork without time to recover is the seed switched off.
+    # A fork without time to recover equals the ablation.
     assert [seed.effect.mean for seed in seeds] == pytest.approx([seed.contribution for seed in seeds])
 
 
@@ -72,7 +72,7 @@ def test_the_table_has_a_row_per_blueprint_and_the_file_one_per_seed(tmp_path: P
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["blueprint"] == ["conv_small", "norm"]
     assert columns["seeds"] == ["1", "2"]
-    assert columns["caused"] == ["-1.00 ± 0.00", "2.00 ± 1.00"]  # of two values, resamples are 1, 2 and 3
+    assert columns["caused"] == ["-1.00 ± 0.00", "2.00 ± 1.00"]  # the resampled means of two values are 1, 2 and 3
     assert "7 more host epochs" in table.caption
     with (tmp_path / "seeds.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""The matched fork: two continuations of one host that differ in one seed."""
+"""Matched forks: two continuations of one host that differ in one seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
 
 QUIET = replace(SMALL.lifecycle, training_ticks=99)
-"""Seeds stay in TRAINING."""
+"""Settings that keep seeds in TRAINING."""
 
 
 def grown(pool: HostPool, plan: Sequence[Sequence[int]], seed: int = 5) -> dict[str, Any]:
-    """The first host of a pool of one after these decisions, as its state."""
+    """Return the state of the only host of a pool after the actions of `plan`."""
     pool.reset([seed])
     for decision in plan:
         pool.step(act(decision))
@@ -27,7 +27,7 @@ def grown(pool: HostPool, plan: Sequence[Sequence[int]], seed: int = 5) -> dict[
 
 
 FOSSIL = [germinate(0, 2), WAIT, WAIT, fossilize(0)]
-"""A conv_light in the first slot, kept."""
+"""Actions that fossilize a conv_light in the first slot."""
 
 
 def test_a_seed_that_only_learns_causes_exactly_nothing(make_pool: Callable[..., HostPool]) -> None:

@@ -1,4 +1,4 @@
-"""The value of information: against brute force, and on families whose answer is known."""
+"""Value of information, compared with brute force and on context distributions whose answer is known."""
 
 import json
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_hosts_are_drawn_for_every_member_and_plans_are_played_on_each(make_pool
     plans = generator.distinct(2, set())
     grid = Grid(pool, generator)
     found = grid.play(plans, hosts)
-    assert found.shape == (2, 4, 3) and grid.steps == 5 * 5 * pool.horizon  # 24 cells, five at a time
+    assert found.shape == (2, 4, 3) and grid.steps == 5 * 5 * pool.horizon  # 24 pairs of plan and host, five at a time
     alone = make_pool(1, host=cnn, family=PRICES)
     for p, m, r in ((0, 0, 0), (1, 2, 1), (1, 3, 2)):
         alone.reset([int(hosts[m, r])])

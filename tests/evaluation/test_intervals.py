@@ -1,4 +1,4 @@
-"""Intervals against every resample that there is, counted out."""
+"""Intervals, compared with a complete enumeration of all resamples."""
 
 import itertools
 
@@ -13,7 +13,7 @@ HOSTS = np.array([0.1, 0.35, 0.4, 0.55, 0.62, 0.9])
 
 
 def every_mean(values: np.ndarray) -> np.ndarray:
-    """Means of all samples with replacement, each as likely as any other."""
+    """Return the means of all samples with replacement, which are equally likely."""
     return values[np.array(list(itertools.product(range(len(values)), repeat=len(values))))].mean(1)
 
 
@@ -39,7 +39,7 @@ def test_an_interval_over_training_seeds_and_hosts_is_that_of_all_resamples_of_b
 
 
 def test_training_seeds_that_meet_the_same_hosts_do_not_make_hosts_more() -> None:
-    """Eight training seeds that all do the same on each host know no more than one: hosts are drawn once for all."""
+    """Eight training seeds with identical results give the interval of one: hosts are resampled once for all."""
     alone, eight = mean_interval(HOSTS), mean_interval(np.tile(HOSTS, (8, 1)))
 
     assert eight == pytest.approx(alone, abs=0.01)
@@ -48,7 +48,7 @@ def test_training_seeds_that_meet_the_same_hosts_do_not_make_hosts_more() -> Non
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_same_values_have_the_same_interval_bit_for_bit(seeds: int) -> None:
     table = np.random.default_rng(1).normal(size=(seeds, 20))
-    np.random.seed(seeds)  # nothing global decides
+    np.random.seed(seeds)  # the global random state must not matter
 
     assert mean_interval(table) == mean_interval(table.copy())
 
@@ -72,7 +72,7 @@ def test_without_spread_the_interval_is_the_mean(values: list) -> None:
 
 
 def test_resamples_are_enough() -> None:
-    """The interval's ends with other random numbers differ by little of its width."""
+    """The ends of the interval change by a small part of its width with other random numbers."""
     other = stats.bootstrap((HOSTS,), np.mean, method="percentile", n_resamples=RESAMPLES, rng=7).confidence_interval
     _, low, high = mean_interval(HOSTS)
 
@@ -80,15 +80,15 @@ def test_resamples_are_enough() -> None:
 
 
 def test_an_effect_size_is_in_deviations_of_the_difference() -> None:
-    assert effect_size(np.array([1.0, 2.0, 3.0])) == pytest.approx(2.0)  # mean 2, deviation 1
-    # Over training seeds each host's mean counts: [2, 4] has mean 3 and deviation √2.
+    assert effect_size(np.array([1.0, 2.0, 3.0])) == pytest.approx(2.0)  # mean 2, standard deviation 1
+    # Over training seeds each host's mean counts: [2, 4] has mean 3 and standard deviation √2.
     assert effect_size(np.array([[1.0, 3.0], [3.0, 5.0]])) == pytest.approx(3.0 / 2.0**0.5)
     assert np.isnan(effect_size(np.array([0.5, 0.5])))
 
 
 def test_hosts_are_resampled_within_their_kind() -> None:
     random = np.random.default_rng(4)
-    kinds = 10.0 * np.arange(5)[:, None]  # differences between kinds are no uncertainty
+    kinds = 10.0 * np.arange(5)[:, None]  # differences between kinds add no uncertainty
     found = interval_of_groups(kinds + random.normal(size=(5, 40)))
     error = 1.0 / np.sqrt(200)
     assert found.mean == pytest.approx(20.0, abs=4 * error)

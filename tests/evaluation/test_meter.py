@@ -1,4 +1,4 @@
-"""The same data for every controller, and training compute against PyTorch's own count of the training itself."""
+"""Data order of all controllers, and training FLOPs compared with PyTorch's own count during training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +25,13 @@ BARE: Topology = ()
 GROWN: Topology = (Kept("block1.pool", "conv_light", "add"), Kept("block3", "norm", "gate"))
 
 FIRST_LAYER = 2 * 4 * 1 * 8 * 8
-"""Of a sample in the small host: its 1×1 convolution from 1 to 4 channels, the one without a gradient of its input."""
+"""FLOPs per sample of the small host's first layer, a 1×1 convolution from 1 to 4 channels without an input
+gradient."""
 
 
 @contextmanager
 def counted_training(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What PyTorch counts while hosts train, one number per host and tick."""
+    """Count FLOPs with PyTorch while hosts train, one number per host and tick."""
     counts: list[int] = []
     train = pool.executor.train_epoch
 
@@ -73,7 +74,7 @@ def test_seeds_count_from_the_tick_in_which_they_germinate_to_that_in_which_they
     counted = np.array(counts).reshape(-1, 8)
     changes = np.diff(counted, axis=0)
     assert (changes > 0).any() and (changes < 0).any(), "hosts grow and shrink"
-    # Beside the first layer only seeds behind the straight-through estimator save something: their input's gradient.
+    # Besides the first layer, only seeds behind the straight-through estimator skip a gradient: that of their input.
     missing = played.flops - counted.sum(0) - 6 * 2 * 32 * FIRST_LAYER
     assert (missing >= 0).all()
     assert (missing < 0.35 * counted.sum(0)).all()
@@ -95,7 +96,7 @@ def test_a_host_that_has_stopped_costs_nothing(make_pool: MakePool) -> None:
 
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[Tensor]]:
-    """Samples that hosts learned from, by seed and tick, once for every time that they came there."""
+    """Return the samples that each host trained on, by RNG seed and tick, once per episode."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
     draw = HostEnv.draw_batches
 

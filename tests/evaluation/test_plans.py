@@ -1,4 +1,4 @@
-"""What a search for the best fixed schedule chooses from."""
+"""Plans of the search for the best fixed schedule."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def test_a_neighbour_differs_in_one_thing(pool: HostPool, generator: Generator, 
         check(other, pool)
         changed = set(plan.seeds) ^ set(other.seeds)
         assert len({seed.slot for seed in changed}) <= 2
-        # One more, or one elsewhere, and the one in that slot whose end comes sooner.
+        # A mutation may add or move one seed, and thereby cull the previous seed in that slot earlier.
         assert len(set(other.seeds) - set(plan.seeds)) <= 2 and len(set(plan.seeds) - set(other.seeds)) <= 2
         assert (plan.late != other.late) <= (not changed)
 
@@ -112,7 +112,8 @@ def test_a_space_that_is_exhausted_gives_fewer(make_pool: MakePool) -> None:
     tiny = make_pool(1, horizon=4, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}, max_seeds=1))
     generator = Generator(tiny, seed=0)
 
-    # It germinates in tick 0: kept or culled in tick 1, 2 or 3; and nothing is said twice but when seeds are kept.
+    # The seed germinates in tick 0 and is fossilized, or culled in tick 1, 2 or 3; each plan exists with both values of
+    # `fossilize_late`.
     assert len(generator.distinct(100, set())) == 3 * 4 * 2, "three slots, four ends, kept early or late"
     assert generator.distinct(5, set(generator.distinct(100, set()))) == []
 
@@ -130,7 +131,7 @@ def test_no_plan_has_more_seeds_than_allowed(pool: HostPool, limits: dict[str, i
 def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
     pool: HostPool, generator: Generator, drawn: list[Plan]
 ) -> None:
-    """Whatever the heads on offer; unless so much is due at once that time runs out. The pool raises at a mask."""
+    """Every scheduled action is possible with any heads, unless too many are due at once; the pool raises at a mask."""
     roomy = [plan for plan in drawn if len(plan.seeds) <= 2 and max(seed.tick for seed in plan.seeds) <= 3]
     one, other = (Sprout(SLOT, name, pool.space.style[0], "FAST", 0, 2) for name in generator.growable[SLOT][:2])
     relay = generator._plan([one, other._replace(tick=2, culled=None)], late=False)

@@ -1,4 +1,4 @@
-"""The search for the best fixed schedule, on real hosts."""
+"""Search for the best fixed schedule, on real hosts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ MakePool = Callable[..., HostPool]
 SLOTS = ("block1.pool", "block2.pool", "block3")
 
 EPISODE = 8 * 6
-"""Environment steps of one episode of the pool below."""
+"""Environment steps of one episode of the `pool` fixture."""
 
 
 @pytest.fixture(scope="module")
 def pool(make_pool: MakePool) -> HostPool:
-    """Growth is dear: a kept conv_light costs more than any accuracy it can bring."""
+    """Pool with expensive growth: a fossilized conv_light costs more than any accuracy it can add."""
     return make_pool(8, objective=ObjectiveConfig(price=0.5), training=HostTraining(batches=1), executor="fused")
 
 
@@ -55,7 +55,7 @@ def dear_and_free(pool: HostPool) -> list[Schedule]:
 def test_of_two_schedules_whose_difference_is_known_the_better_one_wins(
     pool: HostPool, dear_and_free: list[Schedule], episodes: int
 ) -> None:
-    # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of accuracy, which hosts in their first six short epochs cannot win back.
+    # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of accuracy, more than hosts can gain in their first six short epochs.
     for seed in range(3):
         racer = Racer(pool, seed, episodes, one_in=2)
         assert racer.race(dear_and_free) == [1, 0]
@@ -169,7 +169,7 @@ def test_a_budget_below_one_episode_is_refused(pool: HostPool) -> None:
 
 
 def kept_by(schedule: Schedule) -> set[str]:
-    """Blueprints of the seeds that it fossilizes."""
+    """Return the blueprints of the seeds that the schedule fossilizes."""
     there: dict[str, str] = {}
     kept = set()
     for entry in schedule.entries:
@@ -195,7 +195,7 @@ def test_every_candidate_meets_equally_many_hosts_of_each_member(
     dear, free = dear_and_free
     racer = Racer(varied, 0, episodes=9, one_in=4)
 
-    ranking = racer.race([*[dear] * 3, free])  # half of 9 episodes of 8: 8 hosts for each of 4, so 2 of each member
+    ranking = racer.race([*[dear] * 3, free])  # half of 9 episodes of 8: 8 hosts for each of 4, so 2 of each context
 
     family, seeds = varied.bench.family, [seed for _, seed in met]
     assert ranking[0] == 3
@@ -210,7 +210,7 @@ def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPo
     found = search(varied, SearchConfig(steps=30 * EPISODE, decisive=4))
 
     assert found.steps <= 30 * EPISODE
-    # Where it is free growing pays, but where it costs five times its logarithm it is ruinous.
+    # Growing pays at price 0, and loses at five times the logarithm of growth.
     assert not kept_by(found.schedule) & {"conv_light", "conv_heavy"}
 
 
@@ -256,7 +256,8 @@ def test_prices_of_every_host_alone_cannot_be_searched_by(make_pool: MakePool) -
 def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_do(
     varied: HostPool, per_price: bool, least: int
 ) -> None:
-    """Three members in two environments take two episodes of six ticks; one for each of three prices, three."""
+    """Three contexts in two environments take two episodes of six ticks; one context for each of three prices takes
+    three."""
     check_budget(SearchConfig(steps=least, per_price=per_price), varied, n_envs=2)
 
     with pytest.raises(ValueError, match=rf"search\.steps is {least - 1}; .* takes {least}"):

@@ -1,4 +1,4 @@
-"""Static controls, against plain modules that were put together and trained by hand."""
+"""Static controls, compared with plain modules that are built and trained by hand."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,11 +28,11 @@ TOPOLOGIES: list[Topology] = [
     (Kept("block2.pool", "conv_small", "add"),),
 ]
 TRAINING = HostTraining(optimizer="sgd", lr=0.05, batches=3, batch_size=16, max_grad_norm=None)
-"""Not Adam, which makes steps of gradients that are nothing but rounding."""
+"""Training with SGD: Adam would turn gradients that are only rounding errors into full steps."""
 
 
 def plain(network: nn.Module) -> nn.Module:
-    """A copy in which every slot is the seed itself, or nothing."""
+    """Return a copy in which every slot is replaced by its seed, or by the identity."""
     copy = deepcopy(network)
     for name, slot in slots_of(copy).items():
         (path,) = [path for path, module in copy.named_modules() if module is slot]
@@ -43,7 +43,7 @@ def plain(network: nn.Module) -> nn.Module:
 
 
 class KeepsTheBeginning(Static):
-    """Remembers the networks before they train."""
+    """Saves a copy of the networks before they train."""
 
     def reset(self, pool: HostPool) -> None:
         super().reset(pool)
@@ -70,7 +70,7 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
         with torch.no_grad():
             said = network(pool.data.test.inputs)
         right = (said.argmax(1) == pool.data.test.targets).float().mean().item()
-        assert played.accuracy[i] == pytest.approx(right, abs=0.011)  # an image of a hundred, by rounding
+        assert played.accuracy[i] == pytest.approx(right, abs=0.011)  # one image of a hundred may differ by rounding
         assert played.loss[i] == pytest.approx(F.cross_entropy(said, pool.data.test.targets).item(), rel=1e-3)
         assert played.parameters[i] == sum(p.numel() for p in network.parameters())
 

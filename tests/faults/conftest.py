@@ -1,4 +1,4 @@
-"""What tests of faults share: a server that forks programs."""
+"""Fixtures shared by the fault tests: a server that forks programs."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.faults.programs import Start, forked
 
 @pytest.fixture(scope="session")
 def start() -> Iterator[Start]:
-    """Starts real programs without the seconds that torch takes to be imported."""
+    """Start real programs without the seconds that importing torch takes."""
     with forked() as start:
         yield start

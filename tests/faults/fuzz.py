@@ -1,6 +1,7 @@
-"""Mutated configs, command lines, manifests and checkpoints: each either works or ends in one line, and harms nothing.
+"""Mutated configs, command lines, manifests and checkpoints: each works or is refused in one line
+without harm.
 
-`python -m tests.faults.fuzz --cases 2000 --seed 1` goes through more of them than the tests do.
+`python -m tests.faults.fuzz --cases 2000 --seed 1` tries more of them than the tests do.
 """
 
 import argparse
@@ -43,15 +44,15 @@ CAPS = {
     "model.policy.width": 8,
     "evaluation.hosts": 0,
 }
-"""A run of a third of a second."""
+"""Settings of a run that takes a third of a second."""
 
 
 LIMIT = 30.0
-"""Seconds that a case may take: many times what one needs."""
+"""Time limit of a case in seconds: many times what one needs."""
 
 
 class Case(NamedTuple):
-    """What came of a mutation."""
+    """Outcome of a mutated input."""
 
     kind: str
     what: str
@@ -59,12 +60,12 @@ class Case(NamedTuple):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file below `folder`, by a sum of its bytes."""
+    """Return every file below `folder` with a hash of its bytes."""
     return {path: sha1(path.read_bytes()).digest() for path in folder.rglob("*") if path.is_file()}
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    """Return `{"a.b": 1}` as `{"a": {"b": 1}}`."""
     whole: dict[str, Any] = {}
     for name, value in settings.items():
         *above, last = name.split(".")
@@ -83,27 +84,27 @@ def merged(low: Any, high: Any) -> Any:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """The command line makes its parser once, and Lightning does not see the arguments of this process."""
+    """Make the command line's parser only once, and hide this process's arguments from Lightning."""
     with patch("esper_lightning.cli.EsperCLI", SharedParserCLI), patch.object(sys, "argv", sys.argv[:1]):
         yield
 
 
 def start(*args: str) -> str:
-    """What comes of a command line in this process."""
+    """Run a command line in this process and return its outcome."""
     err = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), patched(), as_in_a_process():
         try:
             main(["fit", *args])
         except SystemExit as ended:
             return judged(ended.code, err.getvalue())
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # any other exception is a finding
             return f"{type(error).__name__}: {error}"[:300] + where_from(error)
     return "runs"
 
 
 @contextlib.contextmanager
 def as_in_a_process() -> Iterator[None]:
-    """Warnings and Lightning's messages go to stderr, wherever that leads now."""
+    """Send warnings and Lightning's messages to the present stderr."""
     handlers = [handler for handler in logging.getLogger("lightning.pytorch").handlers if hasattr(handler, "setStream")]
     before = [handler.setStream(sys.stderr) for handler in handlers]
     with warnings.catch_warnings():
@@ -119,7 +120,7 @@ def as_in_a_process() -> Iterator[None]:
 
 
 def where_from(error: BaseException) -> str:
-    """The last lines of our own code that an error went through."""
+    """Return the last lines of the project's own code in the traceback of an error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if str(ROOT) in frame.filename]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])
 
@@ -135,8 +136,8 @@ class Fuzzer:
     """Makes and judges cases below a folder of its own.
 
     Args:
-        root: The folder; nothing outside of it may change, and of what is in it nothing that was there.
-        random: Decides all.
+        root: The folder; no case may change a file outside it, or a file that was in it before.
+        random: Source of all random choices.
     """
 
     def __init__(self, root: Path, random: Random) -> None:
@@ -176,7 +177,7 @@ class Fuzzer:
         return start(*(str(arg) for arg in args))
 
     def cases(self, kind: str, count: int) -> Iterator[Case]:
-        """Goes through `count` cases of a kind."""
+        """Run `count` cases of a kind."""
         make: Callable[[Path], tuple[str, Callable[[], str]]] = getattr(self, kind)
         for number in range(count):
             folder = self.root / f"{kind}{number}"
@@ -197,11 +198,11 @@ class Fuzzer:
             yield Case(kind, what, outcome)
 
     def _may_change(self, path: Path, folder: Path) -> bool:
-        """A resumed run goes on in its folder."""
+        """Resume a run in its folder."""
         return path.is_relative_to(folder / "version_0")
 
     def config_file(self, folder: Path) -> tuple[str, Callable[[], str]]:
-        """A config with one or two changes, or damaged as a text."""
+        """Judge a config with one or two changes, or with damaged text."""
         if self.random.random() < 0.2:
             what, damaged = mutate_bytes(yaml.safe_dump(self.config).encode(), self.random)
             (folder / "config.yaml").write_bytes(damaged)
@@ -215,7 +216,7 @@ class Fuzzer:
         return what, lambda: self._start("--config", folder / "config.yaml", *root)
 
     def command_line(self, folder: Path) -> tuple[str, Callable[[], str]]:
-        """Flags with wrong values, wrong names or none."""
+        """Judge flags with wrong values, wrong names or no values."""
         names = [".".join(map(str, where)) for where in flags(self.settings)]
         where = self.random.choice(flags(self.settings))
         name = ".".join(where)
@@ -233,7 +234,7 @@ class Fuzzer:
         return str(args), lambda: self._start("--config", self.root / "smoke.yaml", *root, *args)
 
     def manifest(self, folder: Path) -> tuple[str, Callable[[], str]]:
-        """A saved network whose manifest or weights were changed."""
+        """Judge a saved network with a changed manifest or changed weights."""
         saved = Path(shutil.copytree(self.network, folder / "network"))
         topology, weights = saved / "topology.json", saved / "weights.pt"
         match self.random.choice(["json", "json", "text", "tensors", "bytes"]):
@@ -257,14 +258,14 @@ class Fuzzer:
         network(torch.zeros(2, 1, 8, 8))
 
     def damaged(self, folder: Path) -> tuple[str, Callable[[], str]]:
-        """A checkpoint with damaged bytes."""
+        """Judge a checkpoint with damaged bytes."""
         whole = (self.finished / "checkpoints" / "latest.ckpt").read_bytes()
         what, damaged = mutate_bytes(whole, self.random)
         (folder / "a.ckpt").write_bytes(damaged)
         return what, lambda: read(lambda: check_checkpoint(folder / "a.ckpt"))
 
     def checkpoint_content(self, folder: Path) -> tuple[str, Callable[[], str]]:
-        """A checkpoint that is whole, but holds something else than it was."""
+        """Judge an intact checkpoint file with changed contents."""
         part = self.random.choice(PLACES)
         inner = self.checkpoint
         for key in part:
@@ -346,7 +347,7 @@ PLACES: tuple[tuple[Any, ...], ...] = (
 
 
 def flags(settings: Any, where: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Names of all settings that have no parts."""
+    """Return the names of all settings that have no parts."""
     if not isinstance(settings, dict):
         return [where]
     return [found for key, value in settings.items() for found in flags(value, (*where, str(key)))]
@@ -361,32 +362,32 @@ def replaced(whole: Any, where: tuple[Any, ...], part: Any) -> Any:
 
 
 def read(attempt: Callable[[], object]) -> str:
-    """What comes of reading a file by hand: a ValueError of one line says no."""
+    """Return the outcome of loading a file directly: a ValueError with one line is a refusal."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             attempt()
     except ValueError as error:
         return "refused" if len(str(error).splitlines()) == 1 else f"ValueError of many lines: {error}"
-    except Exception as error:  # whatever it is, it is a finding
+    except Exception as error:  # any other exception is a finding
         return f"{type(error).__name__}: {error}"[:300] + where_from(error)
     return "runs"
 
 
 KINDS = {"config_file": 0.1, "command_line": 0.1, "manifest": 0.4, "damaged": 0.28, "checkpoint_content": 0.12}
-"""Share of each kind: fewer of those that start a run."""
+"""Share of each kind of case: fewer of the kinds that start a run."""
 
 
 def fuzz(counts: Mapping[str, int], rng_seed: int, root: Path) -> list[Case]:
-    """Goes through that many cases of each kind."""
+    """Run that many cases of each kind."""
     fuzzer = Fuzzer(root, Random(rng_seed))
     (root / "here").mkdir()
-    with contextlib.chdir(root / "here"):  # where a mutated path may lead
+    with contextlib.chdir(root / "here"):  # folder that mutated relative paths lead to
         return [case for kind, count in counts.items() for case in fuzzer.cases(kind, count)]
 
 
 def table(cases: list[Case]) -> str:
-    """Counts by kind and outcome."""
+    """Print counts by kind and outcome."""
     counted = Counter((case.kind, case.outcome if case.outcome in ("runs", "refused") else "FAILED") for case in cases)
     lines = [f"{kind:20} {outcome:8} {number:5}" for (kind, outcome), number in sorted(counted.items())]
     return "\n".join([*lines, f"{'all':29} {len(cases):5}"])

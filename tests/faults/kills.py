@@ -1,8 +1,8 @@
-"""Runs are killed at random moments and resumed, and their ends compared with that of a run nobody touched.
+"""Runs are killed at random moments and resumed, and their results compared with those of an uninterrupted run.
 
     python -m tests.faults.kills --kills 100 --seed 0 [--executor fused|loop|threads] [--precision fp32|bf16] [--fresh]
 
-Any other flag is one of the run's. A line for every kill; exit code 1 if a run did not end as it should have.
+Any other flag is passed to the run. It prints a line for every kill; exit code 1 if a run ended differently.
 """
 
 import argparse
@@ -27,34 +27,34 @@ AIMED = 1 / 3
 """Share of kills that wait for a checkpoint to be written; a write takes a hundredth of the time between two."""
 
 TWICE = 1 / 3
-"""Share of runs that are killed once more after they went on."""
+"""Share of runs that are killed once more after being resumed."""
 
 GLANCE = 0.0002
-"""Seconds between two looks for a draft, which is there for some 5 ms."""
+"""Seconds between two checks for a draft, which exists for about 5 ms."""
 
 
 class Reference(NamedTuple):
-    """The run that nobody touched."""
+    """Reference run that was not killed."""
 
     flags: tuple[str, ...]
-    seconds: float  # from the first tick's beginning to the end
+    seconds: float  # from the start of the first tick to the end
     checkpoint_bytes: int
     ending: Ending
 
 
 class Aim(NamedTuple):
-    """When a run is to be killed."""
+    """Moment at which a run is killed."""
 
-    seconds: float  # after it has begun to train
-    written: float | None  # and then as soon as this share of a checkpoint's bytes is in its draft
+    seconds: float  # seconds after it has begun to train
+    written: float | None  # then as soon as this share of a checkpoint's bytes is in its draft
 
 
 class Kill(NamedTuple):
-    """A run that was killed."""
+    """Record of one killed run."""
 
-    seconds: float  # for which it had trained
-    writing: str | None  # the checkpoint that it was writing
-    tick: int  # it goes on from; 0: from the beginning
+    seconds: float  # seconds for which it had trained
+    writing: str | None  # checkpoint that it was writing
+    tick: int  # tick from which it resumes; 0: from the start
 
     def __str__(self) -> str:
         writing = f"while {self.writing} was written" if self.writing else "between checkpoints"
@@ -62,7 +62,7 @@ class Kill(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A run that was killed, perhaps more than once, and then left to finish."""
+    """A run that was killed once or twice, and then resumed to its end."""
 
     kills: list[Kill]
     differences: list[str]
@@ -74,7 +74,7 @@ def flags_of(executor: str, precision: str) -> tuple[str, ...]:
 
 
 def untouched(start: Start, flags: Sequence[str], root: Path) -> Reference:
-    """Lets a run finish. Raises RuntimeError if that does not go well, and ValueError if nothing grows in it."""
+    """Run to the end. Raises RuntimeError if the run fails, and ValueError if nothing grows in it."""
     root.mkdir()
     program = _start(start, flags, root)
     began = _begins_to_train(program, root)
@@ -88,7 +88,7 @@ def untouched(start: Start, flags: Sequence[str], root: Path) -> Reference:
 
 
 def trials(start: Start, reference: Reference, root: Path, seed: int, aimed: float = AIMED) -> Iterator[Trial]:
-    """One run after the other, killed by chance. Runs that finish before their moment has come are left out."""
+    """Kill one run after the other at random moments; runs that finish before their moment are left out."""
     for number in count():
         trial = killed_and_resumed(start, reference, root / str(number), Random(f"{seed} {number}"), aimed)
         if trial.kills or trial.differences:
@@ -96,7 +96,7 @@ def trials(start: Start, reference: Reference, root: Path, seed: int, aimed: flo
 
 
 def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: Random, aimed: float) -> Trial:
-    """One run: killed once or twice, resumed each time, then left to finish."""
+    """Kill one run once or twice, resume it each time, then let it finish."""
     root.mkdir()
     kills: list[Kill] = []
     tick = 0
@@ -117,12 +117,12 @@ def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: R
 
 
 def _aim(chance: Random, seconds: float, aimed: float) -> Aim:
-    """A moment within the time that a run still needs."""
+    """Draw a moment within the time that a run still needs."""
     return Aim(chance.uniform(0.0, seconds), chance.random() if chance.random() < aimed else None)
 
 
 def _killed(program: Program, root: Path, began: float, aim: Aim, checkpoint_bytes: int) -> Kill | None:
-    """Kills it when the time has come. None: it ended before."""
+    """Kill the run at its moment. None: it ended before."""
     drafts = f"*/checkpoints/.*.{program.pid}.tmp"
     program.wait(began + aim.seconds - time.monotonic())
     if aim.written is not None:
@@ -142,7 +142,7 @@ def _killed(program: Program, root: Path, began: float, aim: Aim, checkpoint_byt
 
 
 def _size(path: Path) -> int:
-    """0 if it is no longer there."""
+    """Return the size of a file in bytes; 0 if it no longer exists."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _start(start: Start, flags: Sequence[str], root: Path, checkpoint: Path | No
 
 
 def _begins_to_train(program: Program, root: Path) -> float:
-    """Waits for it, and says when: Lightning opens the file of TensorBoard's points right before."""
+    """Wait until training begins and return the time: Lightning opens TensorBoard's file right before."""
     while program.wait(0.002) is None:
         if any(root.glob(f"*/events.out.tfevents.*.{program.pid}.*")):
             return time.monotonic()
@@ -164,12 +164,12 @@ def _begins_to_train(program: Program, root: Path) -> float:
 
 
 def _last_run(root: Path) -> Run:
-    """A run that was killed before it had a checkpoint is begun anew, in a folder of its own."""
+    """Resume the run, or start it anew in a folder of its own if it was killed before its first checkpoint."""
     return Run(max(root.glob("version_*"), key=lambda folder: int(folder.name.removeprefix("version_"))))
 
 
 def report(trial: Trial, number: int) -> None:
-    """A line for every kill of a trial, and what differs."""
+    """Print a line for every kill of a trial, and any differences."""
     verdict = "equal" if not trial.differences else "DIFFERENT"
     for kill in trial.kills:
         print(f"{number:4d}  {kill}: {verdict}", flush=True)
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--fresh", action="store_true", help="a new interpreter for every run, as users start them")
     args, others = parser.parse_known_args()
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of the points that a resumed run replaces
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # a resumed run warns of the points that it replaces
 
     kills = equal = writing = 0
     with (fresh if args.fresh else forked)() as start, tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ NUMBERS: tuple[Any, ...] = (
     -(10**30),
     2**63,
 )
-"""No number that asks for much honest work: what is huge is beyond what any machine has."""
+"""Numbers that cost no real work: the huge ones exceed any machine."""
 
 OTHERS: tuple[Any, ...] = (
     *(None, True, False, "", "x", "NaN", "1e400", "ünïcödé 🌱", "a" * 5000, "../../x", "null", "{", "[1", "!!python/x"),
@@ -45,7 +45,7 @@ Path = tuple[Any, ...]
 
 
 def places(value: Any, where: Path = ()) -> list[Path]:
-    """The way to every key of a dict and item of a list or tuple, at any depth."""
+    """Return the path to every key of a dict and item of a list or tuple, at any depth."""
     found: list[Path] = []
     if isinstance(value, dict):
         children = list(value.items())
@@ -65,7 +65,7 @@ def at(value: Any, where: Path) -> Any:
 
 
 def changed(value: Any, where: Path, change: Callable[[Any, Any], None]) -> Any:
-    """`value` after `change(container, key)` somewhere in it; containers on the way are copied, tuples as lists."""
+    """Return `value` after `change(container, key)` at a path; containers on the way are copied, tuples as lists."""
     copied = list(value) if isinstance(value, list | tuple) else copy.copy(value)
     if len(where) == 1:
         change(copied, where[0])
@@ -75,14 +75,14 @@ def changed(value: Any, where: Path, change: Callable[[Any, Any], None]) -> Any:
 
 
 def like(old: Any) -> list[Any]:
-    """Numbers of the same type, so that they get further than to a check of types."""
+    """Return another number of the same type, so that it passes checks of types."""
     return [number for number in NUMBERS if type(number) is type(old)] or list(NUMBERS)
 
 
 def mutate(value: Any, random: Random, tensors: bool = False) -> tuple[str, Any]:
-    """One change somewhere in `value`, and what it was."""
+    """Make one change somewhere in `value`; return the result and a description."""
     candidates = places(value)
-    # By depth first: most places are deep in lists of like things, and what is above them matters as much.
+    # Depth is drawn first: most paths lead deep into lists of like items, and upper levels matter as much.
     depth = random.choice(sorted({len(where) for where in candidates}))
     where = random.choice([place for place in candidates if len(place) == depth])
     old = at(value, where)
@@ -112,12 +112,12 @@ def mutate(value: Any, random: Random, tensors: bool = False) -> tuple[str, Any]
 
     try:
         return f"{where}: {kind}", changed(value, where, change)
-    except (TypeError, IndexError):  # not possible in this place
+    except (TypeError, IndexError):  # not possible at this path
         return mutate(value, random, tensors)
 
 
 def mutate_tensor(tensor: Tensor, random: Random) -> tuple[str, Tensor]:
-    """Another tensor, and what was done."""
+    """Return a changed tensor and a description."""
     flat = tensor.clone().flatten()
     kinds: dict[str, Callable[[], Tensor]] = {
         "one less": lambda: tensor[:-1].clone() if tensor.dim() else tensor.new_zeros(2),
@@ -140,7 +140,7 @@ def mutate_tensor(tensor: Tensor, random: Random) -> tuple[str, Tensor]:
 
 
 def mutate_bytes(whole: bytes, random: Random) -> tuple[str, bytes]:
-    """One damage of a file, and what it was."""
+    """Damage a file once and return a description."""
     place = random.randrange(len(whole))
     length = random.choice([1, 1, 4, 64, 4096])
     match random.choice(["flip", "cut", "drop", "insert", "zero", "repeat", "random"]):

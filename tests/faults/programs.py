@@ -1,7 +1,7 @@
-"""Runs of the program in processes of their own, which are really killed, and which are gone when a test ends.
+"""Runs of the program in processes of their own, which are really killed, and never outlive their test.
 
-To import torch takes seconds. So a server imports it once, in a single thread and without using it, and forks itself
-for every run: what then runs is `esper-lightning fit` in a process, a session and a process group of its own.
+Importing torch takes seconds. So a server imports it once, in a single thread and without using it, and forks itself
+for every run: each fork is `esper-lightning fit` in a process, a session and a process group of its own.
 """
 
 import atexit
@@ -20,21 +20,21 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 HARD_LIMIT = 120.0
-"""Seconds after which a process is killed: many times what it needs, so that it only ends what hangs."""
+"""Seconds after which a process is killed: many times what it needs, so only a hanging process reaches it."""
 
 
 class Program(NamedTuple):
-    """A run that was started."""
+    """A started run of the program."""
 
     pid: int
     output: Path
-    """What it has said, on stdout and stderr."""
+    """Output of the process so far, stdout and stderr together."""
 
     wait: Callable[[float], int | None]
-    """Its return code, negative for the signal that ended it, after at most so many seconds; None: it goes on."""
+    """Function that waits at most so many seconds for the return code (negative: a signal). None: still running."""
 
     def ended(self) -> int:
-        """Waits for its end, and makes sure of it."""
+        """Wait for the end of the process, and kill it at the time limit."""
         code = self.wait(HARD_LIMIT)
         if code is None:
             self.send(signal.SIGKILL)
@@ -43,17 +43,17 @@ class Program(NamedTuple):
         return code
 
     def send(self, number: int) -> None:
-        """Sends a signal to it and whatever it has started. The caller must not have seen its end."""
+        """Send a signal to the process and to all that it has started. The caller must not have waited for its end."""
         os.killpg(self.pid, number)
 
 
 Start = Callable[[Sequence[str], Path], Program]
-"""Arguments after `fit`, and where to write what the program says."""
+"""Function that takes the arguments after `fit` and the file for the program's output."""
 
 
 @contextmanager
 def forked() -> Iterator[Start]:
-    """Starts programs, one after the other, in forks of a process that has imported torch."""
+    """Starts programs one after the other, in forks of a process that has imported torch."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.faults.programs"],
         cwd=ROOT,
@@ -82,7 +82,7 @@ def forked() -> Iterator[Start]:
         try:
             yield start
         finally:
-            orders.close()  # on which it ends, and ends what it has started
+            orders.close()  # at the end of its input the server exits, and kills the programs that it started
             try:
                 server.wait(HARD_LIMIT)
             finally:
@@ -91,7 +91,7 @@ def forked() -> Iterator[Start]:
 
 @contextmanager
 def fresh() -> Iterator[Start]:
-    """Starts programs in interpreters of their own: as users do, and seconds slower."""
+    """Starts programs in interpreters of their own, like users do; it takes seconds longer."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(args: Sequence[str], output: Path) -> Program:
@@ -125,7 +125,7 @@ def fresh() -> Iterator[Start]:
 
 
 def _remembering(reply: Callable[[float], int | None]) -> Callable[[float], int | None]:
-    """A program's end is told once, and may be asked for again."""
+    """Return the code of a program's end, which the server reports once; it may be asked for again."""
     code: int | None = None
 
     def wait(seconds: float) -> int | None:
@@ -138,9 +138,9 @@ def _remembering(reply: Callable[[float], int | None]) -> Callable[[float], int 
 
 
 def take_orders() -> list[str]:
-    """Forks whenever it is told to, until nobody is there any more. Returns in the forks alone: their arguments.
+    """Fork on every order until the pipe is closed. Return in the forks only: their arguments.
 
-    For each it says the process id, and when it has ended the return code.
+    The server reports the process id of each fork, and its return code when it has ended.
     """
     orders = sys.stdin.buffer.raw
     while line := orders.readline():
@@ -152,7 +152,7 @@ def take_orders() -> list[str]:
         print(pid, flush=True)
         end = os.pidfd_open(pid)
         ready, _, _ = select.select([end, orders], [], [], HARD_LIMIT)
-        if end not in ready:  # whoever gave the order has gone, or it hangs
+        if end not in ready:  # the test process has gone, or it hangs
             os.kill(pid, signal.SIGKILL)
         os.close(end)
         _, status = os.waitpid(pid, 0)
@@ -161,7 +161,7 @@ def take_orders() -> list[str]:
 
 
 def _be_on_ones_own(output: str) -> None:
-    """Makes a fork what a process is that a shell has just started."""
+    """Set a fork up like a process that a shell has just started."""
     os.setsid()
     for path, flags, number in ((os.devnull, os.O_RDONLY, 0), (output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1)):
         opened = os.open(path, flags, 0o644)
@@ -174,10 +174,10 @@ def _be_on_ones_own(output: str) -> None:
 
 
 def wait_for_next_second(folder: Path) -> None:
-    """Returns when what is started now comes after all event files below `folder`.
+    """Return when the event file of a program started now will sort after all event files below `folder`.
 
-    Readers of TensorBoard go through a folder's files by the second in their names, then by process id as text. Two
-    programs are never started that fast by hand.
+    TensorBoard's readers order the files of a folder by the second in their names, then by process id as text. Only
+    a test starts two programs within one second.
     """
     seconds = [int(path.name.split(".")[3]) for path in folder.rglob("events.out.tfevents.*")]
     while seconds and time.time() < max(seconds) + 1:
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     from esper_lightning.__main__ import main
 
     gc.collect()
-    gc.freeze()  # or the collector would touch all of it, and so copy it, in every fork
+    gc.freeze()  # otherwise the collector would touch, and so copy, all of it in every fork
     try:
         main(["fit", *take_orders()])
         code = 0
@@ -197,4 +197,4 @@ if __name__ == "__main__":
         code = stopped.code or 0
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(code)  # to take an interpreter with torch apart takes longer than the run
+    os._exit(code)  # tearing down an interpreter with torch takes longer than the run

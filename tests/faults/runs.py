@@ -1,4 +1,4 @@
-"""A tiny run in which hosts grow, and all that such a run leaves."""
+"""A tiny run in which hosts grow, and the results of such a run."""
 
 import json
 import math
@@ -16,27 +16,27 @@ from esper_lightning.telemetry.events import CheckpointSaved, Started, read_even
 from tests.runs import TINY, Run, cli, continuation, differences, load
 
 GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")
-"""With three hosts and quick seeds some are fossilized in every run, whatever its seed."""
+"""Settings with three hosts and quick seeds, so that some seeds are fossilized whatever the RNG seed."""
 
 MAY_DIFFER = (Started, CheckpointSaved)
 
 Callbacks = Mapping[type[Callback], dict[str, Any]]
-"""Callbacks and their arguments."""
+"""Classes of callbacks with their arguments."""
 
 
 class Ending(NamedTuple):
-    """What a finished run leaves, but for the time and the memory that it took."""
+    """Return the results of a finished run, without times and memory."""
 
     latest: dict[str, Any]
     best: dict[str, Any]
     points: dict[str, list[tuple[int, float]]]
     told: list[str]
-    """Events, but for processes that began and checkpoints that were written: there may be more, or one less."""
+    """Events except starts and saved checkpoints, whose numbers depend on interruptions."""
     files: list[str]
 
 
 def grow(root: Path, *flags: str) -> None:
-    """Such a run in this process, its folder below `root`."""
+    """Run the tiny training in this process, with its folder below `root`."""
     cli(*GROWING, "--trainer.default_root_dir", str(root), *flags)
 
 
@@ -51,24 +51,24 @@ def ending_of(run: Run) -> Ending:
 
 
 def differences_of(ending: Ending, reference: Ending) -> list[str]:
-    """Where they are not equal bit for bit."""
+    """Return the paths at which two results differ, bit for bit."""
     return differences(ending._asdict(), reference._asdict())
 
 
 def check_that_it_grows(ending: Ending) -> None:
-    """Raises ValueError if no seed was kept: such a run is no test."""
+    """Raise ValueError if no seed was fossilized: such a run tests nothing."""
     kept = [value for _, value in ending.points["rollout/parameters"]]
     if len(set(kept)) < 2:
         raise ValueError(f"nothing grew in the run, so it is no test: parameters after each rollout: {kept}")
 
 
 def tick_of(checkpoint: Path) -> int:
-    """Ticks that a run had met when it was saved."""
+    """Return the number of ticks that a run had done when it was saved."""
     return load(checkpoint)["callbacks"]["RolloutState"]["loop"]["ticks"]
 
 
 def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
-    """Flags that add callbacks to a run."""
+    """Return flags that add callbacks to a run."""
     listed = [
         {"class_path": f"{callback.__module__}.{callback.__qualname__}", "init_args": init_args}
         for callback, init_args in callbacks.items()
@@ -77,7 +77,7 @@ def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
 
 
 class Breaking(Callback):
-    """Spoils hosts before tick `tick` + 1: the first one's weights are no numbers, the second one's are far too large.
+    """Spoil hosts before tick `tick` + 1: the first one's weights become NaN, the second one's far too large.
 
     The first is rolled back in that tick; the second is suspicious in it and in the next, and rolled back in the third.
     """
@@ -93,7 +93,7 @@ class Breaking(Callback):
 
 
 class SignalsAt(Callback):
-    """Sends its own process signals, one right after the other, at the end of tick `tick`."""
+    """Sends signals to its own process, one right after the other, at the end of tick `tick`."""
 
     def __init__(self, tick: int, numbers: list[int]) -> None:
         self.tick = tick
@@ -106,7 +106,7 @@ class SignalsAt(Callback):
 
 
 class SignalIn(Callback):
-    """Sends its own process the signal `number` in the hook of that name, before training begins or after it."""
+    """Sends the signal `number` to its own process in the hook of that name, before training begins or after it."""
 
     def __init__(self, hook: str, number: int) -> None:
         self.hook = hook

@@ -1,4 +1,4 @@
-"""A disk that is full or fails ends a run in one line, and the last good checkpoint stays."""
+"""A full or failing disk ends a run with one line, and the last good checkpoint stays."""
 
 import errno
 import os
@@ -69,7 +69,7 @@ def test_a_file_system_that_does_not_know_its_size_is_written_to(
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """The kernel takes no more than 100 kB into one file: torch's writer then fails in its own words."""
+    """The kernel accepts at most 100 kB in one file, so that torch's writer fails with its own message."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     yield
@@ -156,12 +156,12 @@ def test_a_real_process_ends_so_when_the_kernel_takes_no_more(tmp_path: Path) ->
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert "File too large" in line
-    assert "start again" in line  # there was no checkpoint yet
+    assert "start again" in line  # no checkpoint exists yet
     assert list(Run(only_run(tmp_path).folder).checkpoints.iterdir()) == []
 
 
 def circular(error: OSError) -> OSError:
-    """As TensorBoard's thread leaves it, whose one exception is raised at every write: behind it is itself."""
+    """Return the error with a circular chain of causes, as TensorBoard's thread leaves it after several writes."""
     behind = RuntimeError("while another one was handled")
     error.__cause__, behind.__context__ = behind, error
     return error

@@ -1,4 +1,4 @@
-"""Mutated input either works or ends in one line; `python -m tests.faults.fuzz` goes through more of it."""
+"""Mutated input either works or is refused in one line; `python -m tests.faults.fuzz` tries more of it."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.faults.fuzz import KINDS, failures, fuzz, table
 from tests.tiers import rest_is_slow
 
 FEW = {"config_file": 6, "command_line": 7, "manifest": 64, "damaged": 40, "checkpoint_content": 7}
-"""Cases of the fast tier: 124, mostly of the kinds that start no run."""
+"""Cases of the fast tier: 124, mostly of kinds that start no run."""
 
 MANY = {kind: round(510 * share) for kind, share in KINDS.items()}
 
@@ -26,5 +26,5 @@ def test_mutated_input_works_or_ends_in_one_line_and_harms_nothing(
         print(f"\n{table(cases)}")
     assert failures(cases) == []
     assert len(cases) == count
-    # Otherwise the mutator would be too gentle, or too rough to get past the first check.
+    # Otherwise the mutator would be too gentle, or too rough to pass the first check.
     assert {case.outcome for case in cases} == {"runs", "refused"}

@@ -1,4 +1,4 @@
-"""What goes wrong inside one host stays there: numbers that are none, and memory that is not."""
+"""Faults inside one host do not affect other hosts: NaN and infinite numbers, and lack of memory."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -51,13 +51,13 @@ def momentum_nan(env: HostEnv) -> None:
 
 
 def activations_overflow(env: HostEnv) -> None:
-    """The last layer's outputs are too large for any number, or too large for half precision."""
+    """Make the last layer's outputs overflow float32, or half precision where it is used."""
     with torch.no_grad():
         env.network.head.weight.fill_(1e5 if env.scaler.is_enabled() else 3e38)
 
 
 def seed_of(value: float) -> Callable[[HostEnv], None]:
-    """Spoils a seed that learns behind the host's back: its gradients are no numbers, the host's output is sound."""
+    """Spoil a seed in TRAINING: its gradients become NaN, while the host's output stays sound."""
 
     def spoil(env: HostEnv) -> None:
         assert env.slots[0].stage is Stage.TRAINING
@@ -86,13 +86,13 @@ def pool_of(make_pool: MakePool, executor: str, precision: str = "fp32", **chang
 
 
 def grown(pool: HostPool, blueprint: int = 0) -> None:
-    """Every host has a seed that learns behind its back."""
+    """Return a pool in which every host has a seed in TRAINING."""
     pool.reset([1, 2, 3])
     pool.step(act(*[germinate(0, blueprint)] * 3))
 
 
 def others(pool: HostPool, step: StepResult) -> list[Any]:
-    """All that there is to know of hosts 0 and 2."""
+    """Return the whole state of hosts 0 and 2."""
     seen = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
     return [[part[i].clone() for part in seen] + [deepcopy(pool.envs[i].state_dict())] for i in (0, 2)]
 
@@ -116,7 +116,7 @@ def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
     step = pool.step(act(WAIT, WAIT, WAIT))
     assert differences(others(pool, step), untouched) == []
     if precision == "fp16" and "gradients" in fault:
-        # Every step was skipped, as half precision may: the loss says nothing, and patience is asked for.
+        # In half precision every step was skipped: the loss says nothing, so the Governor must be patient.
         (word,) = step.verdicts
         assert (word.host, word.verdict.decision) == (1, Decision.SUSPICIOUS)
         step = pool.step(act(WAIT, WAIT, WAIT))
@@ -130,7 +130,7 @@ def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
     assert differences({name: good[name] for name in now}, dict(now)) == []
     for _ in range(2):
         step = pool.step(act(WAIT, WAIT, WAIT))
-        assert not any(word.verdict.diverged for word in step.verdicts)  # in fp16 a loss scale may still be settling
+        assert not any(word.verdict.diverged for word in step.verdicts)  # in fp16 the loss scale may still be settling
         assert all(part.isfinite().all() for part in (*step.metrics, step.reward, step.observation.features))
 
 
@@ -166,7 +166,7 @@ SHORTAGES = [no_memory_on_the_processor, no_memory_in_python, no_memory_on_the_g
 
 @contextmanager
 def short_of_memory(env: HostEnv, fail: Callable[[], None], training: bool) -> Iterator[None]:
-    """Meanwhile the host's network asks for more memory than there is, in training or in validation."""
+    """Let the host's network request more memory than there is, in training or in validation."""
 
     def ask(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if network.training == training:
@@ -256,7 +256,7 @@ def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_l
             step = pool.step(act(WAIT, WAIT, WAIT))
             assert step.verdicts == [] and step.observation.features.isfinite().all()
         with pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory"):
-            pool.test()  # no number is better than none that looks like one
+            pool.test()  # an error is better than a made-up number
 
 
 def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_to(make_pool: MakePool) -> None:

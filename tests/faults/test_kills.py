@@ -1,4 +1,4 @@
-"""A run that was killed at any moment, checkpoints being written included, ends as if nothing had happened."""
+"""A run killed at any moment, even while a checkpoint is written, ends as if it had not been killed."""
 
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.faults.programs import Start
 
 KILLS, WHILE_WRITING = 5, 2
 MOST_RUNS = 12
-"""Where a busy machine makes the test look for a draft too late, more runs than three or four are needed."""
+"""Largest number of runs: a busy machine may see drafts too late, so that three or four are not enough."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run that goes on in mid-rollout equals the uninterrupted one; or nearly, if its hosts are executed otherwise."""
+"""A run resumed within a rollout equals the uninterrupted one, or nearly so if its hosts are executed differently."""
 
 import shutil
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from tests.tiers import rest_is_slow
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")  # so that tests do not share a folder
 
 TICKS = (HORIZON + 3, 2 * HORIZON + 2)
-"""In the middle of a rollout."""
+"""Ticks in the middle of a rollout."""
 
 TOLERANCE = 1e-5
-"""In float32 and after three ticks, of weights, losses and accuracies; measured: 2e-6."""
+"""Tolerance in float32 after three ticks, for weights, losses and accuracies; measured: 2e-6."""
 
-# Adam moves a weight by up to its learning rate where the gradient is nothing but rounding, and sgd by next to nothing.
+# Adam moves a weight by up to its learning rate where the gradient is only rounding error; sgd hardly moves it.
 SGD = ("--data.env.training.optimizer=sgd",)
 
 
 class Kind(NamedTuple):
-    """A kind of run."""
+    """Configuration of a run."""
 
     executor: str
     precision: str = "fp32"
     threads: int = 1
-    """Per operator."""
+    """Threads per operator of torch."""
 
     flags: tuple[str, ...] = ()
     callbacks: Callbacks = MappingProxyType({})
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 RUNS = [Kind(executor, precision) for executor in ("loop", "threads", "fused") for precision in ("fp32", "bf16")]
 
 BROKEN = MappingProxyType({Breaking: {"tick": HORIZON + 1}})
-"""One host is rolled back before the first of the ticks above, and another one is suspicious there."""
+"""Callback that gets one host rolled back before the first of the ticks above, and makes another suspicious there."""
 
 ROLLED_BACK = [Kind(executor, callbacks=BROKEN) for executor in ("loop", "threads", "fused")]
 
@@ -62,11 +62,11 @@ CASES = [(kind, tick) for kind in RUNS for tick in (TICKS if kind.precision == "
 CASES += [(kind, TICKS[0]) for kind in ROLLED_BACK]
 
 FAST = [(ROLLED_BACK[-1], TICKS[0])]
-"""fused with a rollback."""
+"""Cases of the fast tier: executor `fused`, with a rollback."""
 
 
 class Whole(NamedTuple):
-    """A run that was not interrupted."""
+    """Record of an uninterrupted run."""
 
     run: Run
     ending: Ending
@@ -77,7 +77,7 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Whole]:
-    """Each kind of run once, with a checkpoint of every tick."""
+    """Run each configuration once, with a checkpoint of every tick."""
     done: dict[str, Whole] = {}
 
     def run(kind: Kind) -> Whole:
@@ -93,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Whole]:
 
 
 def gone_on(checkpoint: Path, kind: Kind, root: Path, *flags: str) -> Run:
-    """A run of this kind that goes on from a copy of `checkpoint`, in a folder that holds nothing else."""
+    """Resume a run of this configuration from a copy of `checkpoint`, in a folder with nothing else."""
     run = Run(root / "version_0")
     run.checkpoints.mkdir(parents=True)
     kind.run(root, "--ckpt_path", shutil.copy(checkpoint, run.checkpoints), *flags)
@@ -101,7 +101,7 @@ def gone_on(checkpoint: Path, kind: Kind, root: Path, *flags: str) -> Run:
 
 
 def seeds_alive(checkpoint: Path) -> bool:
-    """Do seeds grow that are neither gone nor kept for good?"""
+    """Return True if seeds are growing that are neither culled nor fossilized."""
     hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
     stages = {slot["stage"] for host in hosts for slot in host["growing"]["manifest"]}
     return bool(stages & {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"})
@@ -131,7 +131,7 @@ def test_runs_with_rollbacks_are_worth_the_test(kind: Kind, whole: Callable[[Kin
 
 
 def apart(a: Any, b: Any) -> float:
-    """How far numbers in two nested structures are apart at most; all else must be equal."""
+    """Return the largest difference of the numbers in two nested structures; everything else must be equal."""
     if isinstance(a, Tensor) and a.is_floating_point():
         return (a - b).abs().max().item() if a.numel() else 0.0
     if isinstance(a, float):
@@ -159,7 +159,7 @@ def test_loop_and_threads_go_on_from_each_other_bit_for_bit(
 
 
 def continued(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint without the name of its executor."""
+    """Return a checkpoint without the name of its executor."""
     state = continuation(checkpoint)
     state.pop("esper_settings", None)
     state["HostPoolData"]["pool"].pop("executor")
@@ -173,7 +173,7 @@ def continued(checkpoint: Path) -> dict[str, Any]:
         [
             (Kind("loop", flags=SGD), Kind("fused", flags=SGD), HORIZON - 3),
             (Kind("fused", flags=SGD), Kind("loop", flags=SGD), HORIZON - 3),
-            # One tick, for on a busy machine threads of one operator wait for each other at every operation.
+            # One tick: on a busy machine the threads of one operator wait for each other at every operation.
             (Kind("loop", flags=SGD), Kind("loop", threads=2, flags=SGD), HORIZON - 1),
         ],
         lambda case: case[0].executor == "fused",
@@ -194,6 +194,6 @@ def test_other_ways_to_execute_hosts_go_on_within_rounding(
 
 
 def hosts(checkpoint: Path) -> list[list[Any]]:
-    """What every host is and knows of itself: its seeds, its weights, its losses and its worth."""
+    """Return the state of every host: seeds, weights, losses and objective."""
     envs = load(checkpoint)["HostPoolData"]["pool"]["envs"]
     return [[env["growing"]["manifest"], env["growing"]["network"], env["history"], env["objective"]] for env in envs]

@@ -1,4 +1,4 @@
-"""A run that is told to stop, at any tick or while it starts, does so in one line; resumed, it ends equal."""
+"""A run that is told to stop, at any tick or while it starts, stops with one line; resumed, it ends equal."""
 
 import os
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ from tests.tiers import rest_is_slow
 
 MID_ROLLOUT = HORIZON + 3
 GLANCE = 0.0002
-"""Seconds between two looks for a draft, which is there for some 5 ms."""
+"""Seconds between two checks for a draft, which exists for about 5 ms."""
 
 TRAINED = "`Trainer.fit` stopped: `max_epochs=3` reached.\n"
 
 ATTEMPTS = 20
-"""Of catching a checkpoint while it is written; on a busy machine one comes too late now and then."""
+"""Attempts to catch a checkpoint while it is written; on a busy machine a check is sometimes too late."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that was not stopped, with a checkpoint of every tick."""
+    """Reference run without a stop, with a checkpoint of every tick."""
     root = tmp_path_factory.mktemp("saved")
     grow(root, *with_callbacks({SaveEveryTick: {}}))
     return only_run(root)
@@ -51,7 +51,7 @@ def untouched(saved: Run) -> Ending:
 
 
 def assert_it_goes_on_to_the_same_end(root: Path, untouched: Ending) -> None:
-    """Resumes the run below `root`, and compares what it leaves."""
+    """Resume the run below `root`, and compare its results with the reference."""
     wait_for_next_second(root)
     grow(root, "--ckpt_path", str(only_run(root).latest))
     assert differences_of(ending_of(only_run(root)), untouched) == []
@@ -63,7 +63,7 @@ def begun(start: Start, root: Path, *flags: str) -> Program:
 
 
 def stopped_at(tick: int, number: Signals, root: Path, *flags: str) -> Path:
-    """Begins a run in this process, or goes on, and sends it a signal at the end of a tick; what it has saved."""
+    """Start or resume a run in this process, send it a signal at the end of a tick, and return the saved checkpoint."""
     wait_for_next_second(root)
     with guarded_signals(), pytest.raises(SystemExit) as stopped:
         grow(root, *with_callbacks({SignalsAt: {"tick": tick, "numbers": [int(number)]}}), *flags)
@@ -116,7 +116,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(
 
 
 def meets_while_it_writes_its_second_checkpoint(program: Program, checkpoints: Path, number: Signals) -> bool:
-    """False: the signal would have come too late, and was not sent."""
+    """Send the signal while the checkpoint is written. False: it would have come too late, and was not sent."""
     latest, draft = checkpoints / "latest.ckpt", checkpoints / f".latest.ckpt.{program.pid}.tmp"
     while program.wait(GLANCE) is None:
         if latest.exists() and draft.exists():
@@ -161,7 +161,7 @@ def host_that_meets_sigterm(input_shape: Sequence[int], outputs: int) -> nn.Modu
 
 
 def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
-    """Ctrl-C ends in a line; SIGTERM in one or none, for a process may leave its end to the system."""
+    """Ctrl-C ends with one line; SIGTERM with one or none, since a process may leave its end to the system."""
     code, said = program.ended(), program.output.read_text().replace(TRAINED, "")
     assert code in ((130,) if number == SIGINT else (143, -SIGTERM)), said
     assert "Traceback" not in said

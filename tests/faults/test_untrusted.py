@@ -1,4 +1,4 @@
-"""Checkpoints and manifests from elsewhere run no code, take no memory without bound, and write and remove nothing."""
+"""Checkpoints and manifests from elsewhere run no code, take no unbounded memory, and write and remove no file."""
 
 import io
 import json
@@ -40,12 +40,12 @@ def archive(path: Path, change: Callable[[str, bytes], bytes] = lambda name, dat
 
 
 def pickled(path: Path, content: bytes) -> Path:
-    """A file whose pickle is `content`."""
+    """Return a file whose pickle is `content`."""
     return archive(path, lambda name, data: content if name.endswith(".pkl") else data)
 
 
 def asks_for(callable_: str, argument: bytes) -> bytes:
-    """A pickle that calls something with one argument."""
+    """Return a pickle that calls a function with one argument."""
     return b"\x80\x02c" + callable_.encode() + b"\n" + argument + b"\x85R."
 
 
@@ -56,7 +56,7 @@ def test_what_was_saved_is_read(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "a.pt")
 
     assert torch.equal(read_tensors(tmp_path / "a.pt")["a"], GOOD["a"])
-    assert torch.equal(read_tensors(archive(tmp_path / "b.pt"))["a"], GOOD["a"])  # what the cases below are made from
+    assert torch.equal(read_tensors(archive(tmp_path / "b.pt"))["a"], GOOD["a"])  # source of the cases below
 
 
 def refused(path: Path, why: str) -> None:
@@ -78,7 +78,7 @@ def test_what_allocates_as_much_as_a_file_asks_for_is_not_made(maker: str, tmp_p
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize(
     ("protocol", "why"),
-    [(2, r"would make a (posix|nt)\.mkdir"), (4, "UnpicklingError")],  # which name what they call in two ways
+    [(2, r"would make a (posix|nt)\.mkdir"), (4, "UnpicklingError")],  # these name the called function in two ways
 )
 def test_no_code_is_run(protocol: int, why: str, tmp_path: Path) -> None:
     class Trap:
@@ -190,7 +190,7 @@ def checkpointing(checkpoint: dict[str, Any], monitor: object) -> dict[str, Any]
     ),
 )
 def test_a_checkpoint_cannot_have_files_removed(form: str, finished: Run, tmp_path: Path) -> None:
-    """Lightning removes what a checkpoint names as the one of before, a folder with all that is in it too."""
+    """Lightning removes the checkpoint that another one names as its predecessor, even a folder with its contents."""
     run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -250,7 +250,7 @@ def test_links_that_lie_where_a_run_writes_are_not_followed(finished: Run, tmp_p
 def test_a_damaged_checkpoint_leaves_no_trace(
     finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is found out late, when Lightning restores: by then TensorBoard has begun a file."""
+    """The fault is found late, when Lightning restores: by then TensorBoard has begun a file."""
     run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
     checkpoint = load(run.latest)
     checkpoint["callbacks"]["RolloutState"]["loop"]["state"][0] = torch.zeros(1)  # would be broadcast

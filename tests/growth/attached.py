@@ -1,4 +1,4 @@
-"""Small networks to attach slots to."""
+"""Small networks for tests of attached slots."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ WIDTH = 6
 
 
 def small_network() -> nn.Sequential:
-    """Every layout but one: image behind `0` to `3`, vector behind `4` to `6`; 2 classes."""
+    """Return a network with image features after `0` to `3` and vectors after `4` to `6`; 2 classes."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -31,7 +31,7 @@ def images(samples: int = 4) -> Tensor:
 
 
 def grown_network() -> nn.Sequential:
-    """With fossils behind the activation and behind the hidden layer; in evaluation mode."""
+    """Return the small network with fossilized seeds after the activation and the hidden layer, in evaluation mode."""
     network = small_network()
     slots = attach_slots(network, ["2", "5"], images())
     grow(slots["2"], Stage.FOSSILIZED, "conv_light")
@@ -40,7 +40,7 @@ def grown_network() -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """x + body(x), and a way out that ends nowhere."""
+    """Residual block x + body(x) between two layers, with a layer whose output is unused and one that never runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks that are grown by hand, and what is looked at in them."""
+"""Helpers for networks that are grown by explicit operations."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -40,7 +40,7 @@ BY_HAND = LifecycleConfig(
 def growing(
     lifecycle: LifecycleConfig = EAGER, make: Make = lambda host: SGD(host.parameters(), lr=0.05), **options: Any
 ) -> GrowingNetwork:
-    """A small CNN with the slots `block1` and `block2.pool`."""
+    """Return a small CNN with the slots `block1` and `block2.pool` as a GrowingNetwork."""
     host = host_of("image")
     return GrowingNetwork(host, make(host), horizon=50, lifecycle=lifecycle, **({"generator": seeded(1)} | options))
 
@@ -60,7 +60,7 @@ def epoch(network: GrowingNetwork, step: int = 0, contribution: dict[str, float]
 
 
 def bring(network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "conv_small", **options: Any) -> None:
-    """Grows a seed to `stage` by the operations of `BY_HAND`."""
+    """Grow a seed to `stage` by the operations of `BY_HAND`."""
     network.germinate(slot, blueprint, **({"ticks": 1} | options))
     for then in LIFE[1 : LIFE.index(stage) + 1]:
         if then in (Stage.BLENDING, Stage.PROBATIONARY):
@@ -77,7 +77,7 @@ def told(events: list[SeedEvent]) -> list[str]:
 
 
 def memory(network: GrowingNetwork, besides: str = "") -> dict[str, list[Tensor]]:
-    """What the optimizer remembers of every parameter, by name, but for those of the seed in slot `besides`."""
+    """Return the optimizer's state of every parameter by name, except those of the seed in slot `besides`."""
     left_out = set() if not besides else set(network.slots[besides].seed.parameters())
     return {
         name: [value.clone() for value in network.optimizer.state[parameter].values() if value is not None]
@@ -93,7 +93,7 @@ def same_memory(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]])
 
 
 def check_in_step(network: GrowingNetwork) -> None:
-    """The optimizer holds each parameter of the network once, and remembers nothing else."""
+    """Assert that the optimizer holds each parameter of the network exactly once, and no other state."""
     held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in network.module.parameters())
     assert {id(p) for p in network.optimizer.state} <= set(held)

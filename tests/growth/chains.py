@@ -1,4 +1,4 @@
-"""Chains of layers with a slot between them, and how folding them is judged."""
+"""Chains of layers with a slot between them, and checks of their folding."""
 
 from copy import deepcopy
 from typing import Any
@@ -23,7 +23,7 @@ PRECISION = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 class Chain(nn.Module):
-    """Layer, function, slot, function, layer."""
+    """Chain of layer, function, slot, function and layer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Chain(nn.Module):
 
 
 def chain(layout: Layout, into: nn.Module | None = None, out_of: nn.Module | None = None) -> Chain:
-    """A chain of layers with biases; the convolutions are 3×3, the second one without padding."""
+    """Return a chain of layers with biases; convolutions are 3×3, the second one without padding."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if layout == "image":
@@ -57,7 +57,7 @@ def example(layout: Layout, samples: int = 4) -> Tensor:
 
 
 def keep(slot: SeedSlot, blueprint: str, ramp: Ramp = FULL, style: Style = "add", bias: bool = True) -> None:
-    """A fossil; without `bias`, its biases are zero."""
+    """Put a fossilized seed in `slot`; without `bias`, its biases are zero."""
     grow(slot, Stage.FOSSILIZED, blueprint, ramp, style=style)
     if not bias:
         for name, parameter in slot.seed.named_parameters():
@@ -66,7 +66,7 @@ def keep(slot: SeedSlot, blueprint: str, ramp: Ramp = FULL, style: Style = "add"
 
 
 def folded(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[Folding]:
-    """Folds `network`, and checks what holds of every fold: outputs stay, modes stay."""
+    """Fold `network`, and check that outputs and modes are unchanged."""
     modes = [network.get_submodule(name).training for name, _ in network.named_modules() if "seed" not in name]
     was_training = network.training
     reference = network.eval()(x).detach()
@@ -88,7 +88,7 @@ def relative_change(output: Tensor, reference: Tensor) -> float:
 
 
 def unchanged_by_folding(network: nn.Module, x: Any) -> list[Folding]:
-    """Folds `network`, of which nothing can be folded: it is as it was, bit for bit."""
+    """Fold `network`, and check that nothing was folded and it is unchanged bit for bit."""
     before, state = network.eval()(x).detach(), deepcopy(network.state_dict())
     stages = {name: slot.stage for name, slot in slots_of(network).items()}
     foldings = fold(network, x)
@@ -105,7 +105,7 @@ def linear(bias: bool = True) -> nn.Linear:
 
 
 class UsedElsewhere(nn.Module):
-    """The layer before the slot is also seen by a second reader; always the same weights."""
+    """Network in which the output of the layer before the slot is used a second time; fixed weights."""
 
     def __init__(self, both: bool = False) -> None:
         super().__init__()

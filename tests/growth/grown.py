@@ -1,4 +1,4 @@
-"""Small hosts, and ways to bring their seeds to a stage of life."""
+"""Small hosts, and helpers that bring their seeds to a given stage."""
 
 from typing import get_args
 
@@ -25,7 +25,7 @@ STYLES: list[Style] = list(get_args(Style))
 LAYOUTS: list[Layout] = list(get_args(Layout))
 
 CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
-"""The gradient of a healthy seed."""
+"""Gradient statistics of a healthy seed."""
 
 SLOTS = ["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"]
 
@@ -35,7 +35,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def small_cnn(slots: list[str] | None = None, seed: int = 0, isolate: bool | None = None, base: int = 4) -> CNN:
-    """Three 3×3 blocks on images of 1×8×8; its weights depend on `seed` alone."""
+    """Return a CNN of three 3×3 blocks for images of 1×8×8; its weights depend on the RNG seed `seed` alone."""
     return build_on(CPU, lambda: CNN((1, 8, 8), 10, base=base, slots=slots, isolate=isolate), seeded(seed))
 
 
@@ -50,7 +50,7 @@ def loss_of(network: nn.Module, seed: int = 7) -> Tensor:
 
 
 class TinyHost(nn.Module):
-    """Two layers with a slot behind each, `first` and `second`, on sequences [B, T, 5] or vectors [B, 5]; 3 classes."""
+    """Two layers, each followed by a slot (`first`, `second`), for sequences [B, T, 5] or vectors [B, 5]; 3 classes."""
 
     def __init__(self, layout: Layout, width: int = 6, isolate: bool | None = None) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class TinyHost(nn.Module):
 
 
 def host_of(layout: Layout, seed: int = 0, isolate: bool | None = None) -> nn.Module:
-    """A small host with two slots at least, whose features have that layout; its weights depend on `seed` alone."""
+    """Return a small host with at least two slots of `layout`; its weights depend on the RNG seed `seed` alone."""
     if layout == "image":
         return small_cnn(["block1", "block2.pool"], seed, isolate)
     return build_on(CPU, lambda: TinyHost(layout, isolate=isolate), seeded(seed))
 
 
 def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, Tensor]:
-    """Inputs and classes for `host_of(layout)`."""
+    """Return inputs and classes for `host_of(layout)`."""
     if layout == "image":
         return small_batch(samples, seed)
     shape = (samples, 4, 5) if layout == "sequence" else (samples, 5)
@@ -80,7 +80,7 @@ def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, 
 
 
 class LastState(nn.Module):
-    """An LSTM on [B, T, 5] that gives its outputs and its last layer's last state: [B, T, C], ([B, C], [B, C])."""
+    """LSTM on [B, T, 5] that returns its outputs [B, T, C] and its last layer's last state ([B, C], [B, C])."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def loss_on(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def stir(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
-    """Moves every parameter a little, so that no seed is the identity."""
+    """Add noise to every parameter, so that no seed is the identity."""
     generator = seeded(seed)
     for parameter in module.parameters():
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -112,7 +112,7 @@ def grow(
     seed: int = 0,
     style: Style = "add",
 ) -> None:
-    """Gives the empty `slot` a stirred seed and leads it through its life to `stage`."""
+    """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
     germinate(slot, blueprint, ramp, seeded(seed), style)
     stir(slot.seed, seed)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
@@ -124,7 +124,7 @@ def grow(
 def evidence_of(
     slot: SeedSlot, contribution: float | None = 2.0, gradient: GradientStats | None = CALM, in_optimizer: bool = True
 ) -> Evidence:
-    """What gates see of a seed: the slot's own part as it is, measurements as given."""
+    """Return evidence of a seed for the gates, with the given measurements."""
     return Evidence(
         age=slot.age,
         ticks_in_stage=slot.ticks_in_stage,

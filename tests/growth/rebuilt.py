@@ -1,4 +1,4 @@
-"""Grown networks, and copies that are rebuilt from what was written down."""
+"""Grown networks, and copies rebuilt from their saved state."""
 
 import io
 import json
@@ -30,7 +30,7 @@ RAMP = Ramp(start=0.0, target=0.7, ticks=5, curve="sigmoid12")
 
 
 def grown_cnn() -> CNN:
-    """A host whose six slots are in six different stages; one of them is in the middle of its ramp."""
+    """Return a host whose six slots are in six different stages, one of them in the middle of its ramp."""
     network = small_cnn(SLOTS)
     stages = [*LIFE, Stage.TRAINING]
     for i, (name, stage, blueprint) in enumerate(zip(SLOTS, stages, names("image"), strict=False)):
@@ -45,7 +45,7 @@ def grown_cnn() -> CNN:
 
 
 def carried_over(network: nn.Module, into: nn.Module) -> nn.Module:
-    """`into`, rebuilt from what a file can hold of `network`."""
+    """Return `into`, rebuilt from the manifest and state dict of `network`."""
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
     file.seek(0)
@@ -55,7 +55,7 @@ def carried_over(network: nn.Module, into: nn.Module) -> nn.Module:
 
 
 def answers(network: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """What a network says in training and in evaluation mode."""
+    """Return the network's outputs in training and in evaluation mode."""
     return [network.train(mode)(inputs).detach() for mode in (True, False)]
 
 
@@ -72,7 +72,7 @@ def grown_pair() -> CNN:
 
 
 def check_refused_and_unchanged(attempt: Callable[[nn.Module], None], message: str) -> None:
-    """`attempt` on a grown network must end in a ValueError of one line, with no trace."""
+    """Assert that `attempt` on a grown network raises a ValueError of one line and changes nothing."""
     here = small_cnn(["block1", "block2"], seed=5).eval()
     grow(slot_named(here, "block1"), Stage.FOSSILIZED, "conv_heavy")
     story, weights, answer = manifest(here), deepcopy(here.state_dict()), here(small_batch()[0])

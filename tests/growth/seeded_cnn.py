@@ -1,4 +1,4 @@
-"""A small CNN with blended seeds, and what it says with some of them."""
+"""Small CNN with blended seeds, and its outputs with some of them."""
 
 from copy import deepcopy
 
@@ -18,7 +18,7 @@ BLENDED = [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
 
 def grown_cnn(seeds: int) -> CNN:
-    """Three slots, the first `seeds` of them with blended seeds, in float64 and evaluation mode."""
+    """Return a CNN of three slots, the first `seeds` with blended seeds, in float64 and evaluation mode."""
     network = small_cnn(PLACES)
     loss_of(network)  # moves BatchNorm's statistics
     for place, stage in zip(PLACES[:seeds], BLENDED, strict=False):
@@ -27,7 +27,7 @@ def grown_cnn(seeds: int) -> CNN:
 
 
 def plain_pass(network: nn.Module, active: frozenset[str], *inputs: Tensor) -> Tensor:
-    """The outputs of a network that has only the active seeds: the others are taken out."""
+    """Return the outputs of a copy of the network without the inactive seeds."""
     network = deepcopy(network)
     for name, slot in slots_of(network).items():
         if name not in active:

@@ -1,4 +1,4 @@
-"""Whatever is asked of a growing network, in whatever order: the transition table holds, and nothing is lost."""
+"""Random sequences of operations on a growing network obey the transition table and keep its state consistent."""
 
 import json
 from copy import deepcopy
@@ -48,16 +48,16 @@ POSSIBLE = {
     "fade": LIVE,
     "fossilize": {"PROBATIONARY"},
 }
-"""Where an operation may succeed; gates may refuse it there too."""
+"""Stages in which each operation may succeed, unless a gate refuses it."""
 
 UNGATED = {"germinate", "set_alpha"}
-"""What no gate stops."""
+"""Operations that no gate refuses."""
 
 BUILDERS: list[type[Optimizer]] = [SGD, Adam, AdamW]
 
 
 class Wish(NamedTuple):
-    """One thing to try; each operation takes what it needs of the rest."""
+    """One operation to try, with arguments of which each operation uses those it needs."""
 
     operation: str
     slot: int
@@ -111,7 +111,7 @@ wishes = st.builds(
 
 @st.composite
 def hosts(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
-    """A layout and the sizes of a small host of it."""
+    """Draw a layout and the sizes of a small host."""
     layout = draw(st.sampled_from(LAYOUTS))
     isolate = draw(st.sampled_from([None, True, False]))
     if layout != "image":
@@ -136,7 +136,7 @@ def right(outputs: Tensor, classes: Tensor) -> Tensor:
 
 
 class Life:
-    """A growing network, and what is known of it from the events alone."""
+    """Growing network, with its state as inferred from events alone."""
 
     def __init__(self, host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig) -> None:
         self.layout = host[0]
@@ -211,7 +211,7 @@ class Life:
                 self.fading[event.slot] = False
 
     def trace(self) -> tuple[Any, ...]:
-        """All that a refusal must leave as it is."""
+        """Return the full state that a refused operation must not change."""
         network = self.network
         return (
             manifest(network.module),
@@ -234,7 +234,7 @@ class Life:
             assert 0.0 <= slot.alpha_now <= 1.0
             assert 0.0 <= slot.alpha_share <= 1.0
             assert slot.blended or slot.alpha_now == 0.0
-            # However often alpha has been sent elsewhere since: every path goes on from what the host has seen.
+            # However often alpha was given another target: every ramp starts at the alpha of the last epoch.
             assert not slot.blended or slot.alpha_before == pytest.approx(self.seen[name], abs=1e-6)
             assert slot.occupied == bool([*slot.parameters()])
             assert slot.occupied or network.records[name] == SeedRecord()
@@ -245,7 +245,7 @@ class Life:
 
 
 def whole(slot: SeedSlot) -> bool:
-    """A fossil that was kept at alpha 1 does not look at alpha any more."""
+    """Return True if the seed was fossilized at alpha 1, after which alpha is not used any more."""
     return slot.stage is Stage.FOSSILIZED and slot.ramp.target == 1.0
 
 
@@ -310,7 +310,7 @@ def manifest_stages(life: Life) -> list[str]:
     "host", [("image", {"slots": ["block1"]}), ("sequence", {}), ("vector", {})], ids=lambda h: h[0]
 )
 def test_a_life_of_the_property_above_can_reach_every_stage(host: tuple[Layout, dict[str, Any]]) -> None:
-    """So that the property is not true for want of anything happening."""
+    """The property test is not vacuous: every stage is reached."""
     life = Life(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
     calm = Wish("tick", 0, 0, "gate", "linear", 1, 0.5, 3.0, None)
     seen = []

@@ -1,4 +1,4 @@
-"""Slots put behind any module by hooks: what they see, what they leave alone, and how they go away."""
+"""Slots attached to any module by hooks: their features, unchanged outputs, and detaching."""
 
 import io
 import pickle
@@ -19,7 +19,7 @@ from tests.growth.grown import TinyHost, grow, seeded
 
 
 class Twice(nn.Module):
-    """One layer that the data meets two times."""
+    """Network that applies one layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     assert torch.equal(bare(images()), small_network().eval()(images()))
     assert attachments(small_network()) == []
     beside, again = Residual(), Residual()
-    attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut leads around the second
+    attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
     attach_known(again, attachments(beside))
     assert {name: slot.trunk for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
 

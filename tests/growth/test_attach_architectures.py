@@ -1,4 +1,4 @@
-"""Slots in networks that know nothing of growth: torchvision's, torch's own, and a plain nn.Sequential."""
+"""Slots in networks that were not written for growth: torchvision's, torch's own, and a plain nn.Sequential."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,11 +28,11 @@ from tests.tiers import rest_is_slow
 BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
 
 Place = tuple[Layout, int, bool]
-"""Layout, width, and whether all data passes here."""
+"""Expected layout, width and `on_single_path` of a slot."""
 
 
 class Architecture(NamedTuple):
-    """A network, and places in it in the order of the data's way."""
+    """Network with the sites of its slots in the order of execution."""
 
     build: Callable[[], nn.Module]
     places: dict[str, Place]
@@ -92,7 +92,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vision transformer": Architecture(
         lambda: models.VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=2),
         {
-            # All data passes the first, but what follows folds patches by the batch size that the input had.
+            # All data passes through the first, but later layers reshape patches by the batch size of the input.
             "conv_proj": ("image", 16, False),
             "encoder.layers.encoder_layer_0.self_attention": ("sequence", 16, False),
             "encoder.layers.encoder_layer_0.mlp": ("sequence", 16, False),
@@ -189,7 +189,7 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def network_of(name: str) -> nn.Module:
-    """The architecture, with statistics that have seen some data; its head does not say 0 to everything."""
+    """Return the architecture with updated batch statistics and a head that is not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = ARCHITECTURES[name].build()
@@ -209,7 +209,7 @@ def attached(name: str) -> nn.Module:
 
 
 def attach(network: nn.Module, name: str, backwards: bool = False) -> dict[str, SeedSlot]:
-    """Slots at all places of the architecture."""
+    """Attach slots at all sites of the architecture."""
     places = list(ARCHITECTURES[name].places)[:: -1 if backwards else 1]
     return attach_slots(network, places, inputs_for(name, 2), channels_last=ARCHITECTURES[name].channels_last)
 
@@ -219,7 +219,7 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def one_step(network: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """Outputs and gradients of a pass with dropout drawn from a fixed seed."""
+    """Return outputs and gradients of a pass with dropout from a fixed RNG seed."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         outputs = network(x)
@@ -245,7 +245,7 @@ def test_empty_slots_change_neither_outputs_nor_gradients_nor_state(name: str, t
     assert torch.equal(outputs_with_slots, outputs)
     for ours, theirs in zip(gradients_with_slots, gradients, strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
-    assert same_state(with_slots.state_dict(), plain.state_dict())  # statistics have moved in both
+    assert same_state(with_slots.state_dict(), plain.state_dict())  # batch statistics have changed in both
 
 
 @every_architecture
@@ -305,16 +305,16 @@ def test_every_seed_takes_part_in_the_output(name: str) -> None:
 
 
 def chosen_places() -> list[tuple[str, str]]:
-    """The last place of each layout that an architecture offers."""
+    """Return the last site of each layout in an architecture."""
     last = {(name, place[0]): each for name, it in ARCHITECTURES.items() for each, place in it.places.items()}
     return [(name, place) for (name, _), place in last.items()]
 
 
 def bright_or_dark(name: str, batches: int, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Two classes: one rises along the last axis, the other falls."""
+    """Return samples of two classes: one rises along the last axis, the other falls."""
     classes = torch.arange(samples) % 2
     shift = (2.0 * classes - 1.0).view(-1, *[1] * len(ARCHITECTURES[name].shape))
-    # A LayerNorm would take away what is the same in all channels.
+    # A LayerNorm would remove a signal that is equal in all channels.
     ramp = torch.linspace(-1.0, 1.0, ARCHITECTURES[name].shape[-1])
     return [(inputs_for(name, samples, seed) + shift * ramp, classes) for seed in range(batches)]
 

@@ -1,4 +1,4 @@
-"""Slots at features whose channels come last."""
+"""Slots at features in channels-last layout [B, H, W, C]."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.growth.grown import grow, seeded
 
 
 class LooksLast(nn.Module):
-    """Keeps its channels in the last axis, between a convolution and a linear layer."""
+    """Network with channels in the last axis between a convolution and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where no slot can be attached that is said, and nothing is attached."""
+"""Errors where no slot can be attached; the network is then unchanged."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.growth.grown import TinyHost, grow, seeded
 
 
 class Calls(nn.Module):
-    """Calls a function of its one layer."""
+    """Network that calls a given function with its only layer."""
 
     def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_an_example_that_does_not_fit_leaves_the_network_as_it_was() -> None:
 
 
 class ChecksItsBatch(nn.Module):
-    """Insists on the size of the batch in between, as attention does."""
+    """Network that raises an error if the batch size changes between its layers, as attention does."""
 
     def __init__(self, error: type[Exception]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_a_trial_that_fails_leaves_what_was_attached_before_and_grew() -> None:
 
 
 class TimeFirst(nn.Module):
-    """An LSTM with time as its first axis, as torch's default is."""
+    """LSTM with time as the first axis, torch's default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class TimeFirst(nn.Module):
 
 
 class BatchFirst(nn.Module):
-    """An LSTM with the batch as its first axis; that of its state is the layers all the same."""
+    """LSTM with the batch as the first axis; the first axis of its state is still the layers."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a seed's output meets the host's feature."""
+"""Blending of a seed's output into the host's feature."""
 
 from collections.abc import Callable
 
@@ -30,12 +30,12 @@ finite = st.floats(-(2.0**60), 2.0**60, width=32)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The numbers as integers: tells 0 from -0, and lets NaN equal itself."""
+    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
     return x.detach().view(torch.int32)
 
 
 def row(value: float) -> Tensor:
-    return torch.full((17,), value)  # vector instructions for 16 elements, and one left over
+    return torch.full((17,), value)  # 16 elements for vector instructions, and one more
 
 
 def scalar(value: float) -> Tensor:
@@ -53,7 +53,7 @@ def grown_slot(layout: Layout, style: Style, stage: Stage = Stage.PROBATIONARY, 
 
 
 def gate_by_hand(gate: SampleGate, h: np.ndarray, layout: Layout) -> np.ndarray:  # [B]
-    """Sample by sample in float64: mean over positions, linear, ReLU, linear, logistic."""
+    """Compute the gate sample by sample in float64: mean over positions, linear, ReLU, linear, logistic."""
     w1, b1, w2, b2 = (parameter.detach().double().numpy() for parameter in gate.parameters())
     opened = []
     for sample in h:
@@ -124,7 +124,7 @@ def test_under_autocast_alpha_0_is_still_the_host_exactly(layout: Layout, style:
 
 def test_under_autocast_a_full_fossil_keeps_the_hosts_precision() -> None:
     slot, x = grown_slot("vector", "add", Stage.FOSSILIZED), feature("vector")
-    slot.seed = slot.seed.body  # a seed of one's own, without the residual sum that has the feature's precision
+    slot.seed = slot.seed.body  # a custom seed without the residual sum, which would have the feature's dtype
     with torch.autocast("cpu", torch.bfloat16):
         assert slot.seed(x).dtype == torch.bfloat16
         y = slot(x)
@@ -170,7 +170,7 @@ def test_straight_through_hands_each_its_gradient_in_its_own_precision() -> None
 
 
 def test_a_feature_that_needs_no_gradient_still_lets_the_seed_learn() -> None:
-    images = torch.randn(2, 3, generator=seeded(1))  # a slot right behind the input
+    images = torch.randn(2, 3, generator=seeded(1))  # a slot directly after the input
     seed = nn.Linear(3, 3)
     straight_through(images, seed(images)).sum().backward()
     assert all(parameter.grad.any() for parameter in seed.parameters())

@@ -1,4 +1,4 @@
-"""Growth that is stopped and goes on, and growth beside what else a training loop does."""
+"""Resumed growth, and growth together with other parts of a training loop."""
 
 import io
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def made(make: Make, seed: int = 0) -> GrowingNetwork:
 
 
 def live(growing: GrowingNetwork, epochs: int, seed: int = 0) -> None:
-    """Some epochs of one batch each."""
+    """Train for `epochs` epochs of one batch each."""
     for epoch in range(epochs):
         images, digits = small_batch(seed=100 * seed + epoch)
         growing.optimizer.zero_grad()
@@ -52,7 +52,7 @@ def live(growing: GrowingNetwork, epochs: int, seed: int = 0) -> None:
 
 
 def grown(make: Make) -> GrowingNetwork:
-    """Seeds in all places, germinated from the last to the first, so that groups and slots differ in order."""
+    """Return a network with seeds in all slots, germinated last to first, so that groups and slots differ in order."""
     growing = made(make)
     for place, blueprint, style in zip(PLACES[::-1], BLUEPRINTS, STYLES, strict=True):
         growing.germinate(place, blueprint, ticks=3, style=style)
@@ -72,7 +72,7 @@ def test_growth_that_was_stopped_ends_as_growth_that_was_not(make: Make) -> None
     file.seek(0)
     live(growing, 3, seed=1)
     resumed = made(make, seed=5)
-    resumed.germinate(PLACES[0], "bottleneck")  # what grew before is forgotten
+    resumed.germinate(PLACES[0], "bottleneck")  # removed by load_state_dict
 
     resumed.load_state_dict(torch.load(file, weights_only=True))
     assert group_names(resumed.optimizer) == group_names(growing.optimizer)
@@ -149,7 +149,7 @@ def test_a_new_seed_learns_at_the_rate_that_the_host_has_by_now() -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([0.05, 0.05])
     assert [group["lr"] for group in chosen.optimizer.param_groups] == [0.5, 2.0]
-    # A new scheduler goes on where the old one was.
+    # A new scheduler continues from the state of the old one.
     following = LambdaLR(optimizer, lambda epoch: 0.1**epoch, last_epoch=scheduler.last_epoch - 1)
     optimizer.step()
     following.step()
@@ -185,12 +185,12 @@ def test_a_score_that_is_a_mean_is_refused() -> None:
 
 
 class Fancy(nn.Module):
-    """Takes two inputs, returns a mapping, and remembers a tensor from one forward pass to the next."""
+    """Network with two inputs and a mapping as output that stores a tensor between forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-        self.slot = SeedSlot("middle", "vector", 6, trunk=False)  # the scale goes around it
+        self.slot = SeedSlot("middle", "vector", 6, trunk=False)  # the scale bypasses it
         self.remembered: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -224,7 +224,7 @@ def test_networks_of_several_inputs_and_named_outputs_are_measured_and_can_train
     growing.slots["middle"].empty()
     bare = -F.cross_entropy(network(x, scale)["logits"], y)
     torch.testing.assert_close(measured, torch.stack([whole, bare]).detach())
-    bare.backward()  # what was remembered while measuring can be learned through
+    bare.backward()  # the tensor stored during measurement must allow autograd
 
 
 def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_path: object) -> None:

@@ -1,4 +1,4 @@
-"""Many on/off combinations of seeds in one pass, against one plain pass for each."""
+"""Many combinations of active seeds in one pass, compared with a separate pass for each."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -27,7 +27,7 @@ def images() -> Tensor:
 
 
 def family(places: Sequence[str]) -> list[frozenset[str]]:
-    """Every combination of places, from none to all."""
+    """Return every combination of slots, from none to all."""
     return [frozenset(chosen) for k in range(len(places) + 1) for chosen in combinations(places, k)]
 
 
@@ -102,7 +102,7 @@ def test_a_seed_at_alpha_0_contributes_exactly_nothing() -> None:
     correct = Digits().measure(outputs, digits.repeat(3)).correct.view(3, -1)[places]
     assert correct[0].mean() - correct[1].mean() == 0.0
     assert torch.equal(correct[0], correct[1])
-    assert not torch.equal(correct[0], correct[2])  # a seed with alpha does matter
+    assert not torch.equal(correct[0], correct[2])  # a seed with positive alpha has an effect
 
 
 def test_a_network_is_as_it_was_after_a_counterfactual_pass() -> None:
@@ -152,7 +152,7 @@ def test_what_is_committed_is_what_is_fossilized() -> None:
 
 
 def rows_of(network: CNN, variants: list[Variant]) -> list[int]:
-    """How many rows each convolution and the head work on."""
+    """Return the number of rows that each convolution and the head process."""
     rows: list[int] = []
     for layer in (*network.convs, network.head):
         layer.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))

@@ -1,4 +1,4 @@
-"""Counterfactual passes through networks of others: branches, several inputs and outputs, layers that are met twice."""
+"""Counterfactual passes through other networks: branches, several inputs and outputs, layers that run twice."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -16,7 +16,7 @@ from tests.growth.seeded_cnn import BLENDED, HALF, plain_pass
 
 
 def attached(network: nn.Module, places: list[str], *example: Tensor, channels_last: Sequence[str] = ()) -> nn.Module:
-    """Blended seeds at `places`, each with half of its say, in float64 and evaluation mode."""
+    """Return the network with blended seeds at `places`, at alpha 1/2, in float64 and evaluation mode."""
     kinds = {"image": "conv_small", "sequence": "lora", "vector": "mlp_small"}
     for number, slot in enumerate(attach_slots(network, places, example, channels_last=channels_last).values()):
         grow(slot, BLENDED[number % 3], kinds[slot.layout], HALF, seed=number)
@@ -24,7 +24,7 @@ def attached(network: nn.Module, places: list[str], *example: Tensor, channels_l
 
 
 def check_family(network: nn.Module, *inputs: Tensor) -> None:
-    """Every combination, in one pass and in a pass of its own."""
+    """Compare every combination in one pass with a separate pass."""
     variants = full_family(list(slots_of(network)))
     outputs, places = forward_variants(network, variants, *inputs)
     groups = outputs.unflatten(0, (max(places) + 1, -1))
@@ -79,7 +79,7 @@ def test_seeds_on_channels_that_come_last_equal_one_plain_pass_for_each_combinat
 
 
 class Twice(nn.Module):
-    """One layer that the data meets two times, and one behind it."""
+    """Network that applies one layer twice, and then another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_seed_that_the_data_meets_twice_is_on_or_off_both_times(places: list[s
 
 
 class TwoInputs(nn.Module):
-    """An image and a vector, each read by its own layer, then together."""
+    """Network of an image and a vector, each processed by its own layer and then combined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_network_of_several_inputs_has_all_of_them_repeated(places: list[str])
 
 
 class Remembers(nn.Module):
-    """An LSTM of which the last state is read."""
+    """LSTM whose last state is used."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_seed_on_the_state_of_an_lstm_equals_one_plain_pass_for_each_combinati
 
 
 class TwoAnswers(nn.Module):
-    """The second answer goes around everything that comes after the stem."""
+    """Network whose second output bypasses everything after the stem."""
 
     def __init__(self) -> None:
         super().__init__()

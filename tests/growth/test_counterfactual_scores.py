@@ -1,4 +1,4 @@
-"""Scores of combinations of seeds, and what each seed contributes to them, against sums by hand."""
+"""Scores of combinations of seeds and contributions of seeds, compared with hand-computed sums."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,7 +30,7 @@ def unequal_batches(sizes: Sequence[int] = (5, 3, 1, 16)) -> list[tuple[Tensor, 
 
 
 def by_hand(network: nn.Module, variant: Variant) -> float:
-    """Mean log-likelihood, sample by sample."""
+    """Compute the mean log-likelihood sample by sample."""
     sums = [
         log_likelihood(plain_pass(network, variant, x[None]), digit[None]).item()
         for batch in unequal_batches()

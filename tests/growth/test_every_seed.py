@@ -1,4 +1,4 @@
-"""Every blueprint in every style, on every layout and under both births, is alive: it has a gradient, and it learns."""
+"""Every blueprint learns in every style, on every layout and with both births."""
 
 from collections.abc import Iterable
 from typing import get_args
@@ -27,7 +27,7 @@ every_seed = pytest.mark.parametrize(("layout", "blueprint", "style", "birth"), 
 
 
 def newborn(layout: Layout, blueprint: str, style: Style, birth: Birth, stage: Stage) -> tuple[nn.Module, SeedSlot]:
-    """A host, and its first slot with a seed as it was born, brought to `stage`; alpha is 1 once it is blended."""
+    """Return a host and its first slot with an untrained seed in `stage`; alpha is 1 once it is blended."""
     host = host_of(layout).train()
     slot = next(iter(slots_of(host).values()))
     germinate(slot, blueprint, FULL, seeded(1), style, birth)
@@ -39,7 +39,7 @@ def newborn(layout: Layout, blueprint: str, style: Style, birth: Birth, stage: S
 def without_gradient_for(
     host: nn.Module, layout: Layout, watched: nn.Module, learning: nn.Module, steps: int
 ) -> set[str]:
-    """Names of the parameters of `watched` whose gradient is zero in each of `steps` steps that `learning` takes."""
+    """Return names of the parameters of `watched` with zero gradient in every one of `steps` steps of `learning`."""
     silent = {name for name, _ in watched.named_parameters()}
     optimizer = SGD(learning.parameters(), lr=0.1)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""A grown network leaves for other programs as any network does: torch.export, for batches of any size."""
+"""Export of grown networks by torch.export, for batches of any size."""
 
 from collections.abc import Callable
 from itertools import cycle, product
@@ -65,7 +65,7 @@ SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
 
 
 def grown(network: nn.Module) -> nn.Module:
-    """A fossil of each style, the first two with half of their say."""
+    """Return a network with a fossilized seed of each style, the first two at alpha 1/2."""
     for slot, style, ramp in zip(slots_of(network).values(), STYLES, [HALF, HALF, FULL], strict=True):
         grow(slot, Stage.FOSSILIZED, SIMPLE[slot.layout], ramp, style=style)
     return network.eval()

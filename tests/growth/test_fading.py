@@ -1,4 +1,4 @@
-"""Alpha on the move: slow culls and new targets, told by what each host epoch sees."""
+"""Changes of alpha by slow culls and new targets, checked by alpha in each host epoch."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ every_curve = pytest.mark.parametrize("curve", sorted(CURVES))
 
 
 def growing(stage: Stage = Stage.PROBATIONARY, lifecycle: LifecycleConfig = EAGER, ticks: int = 1) -> GrowingNetwork:
-    """A network with one seed that has come to `stage` in its own time."""
+    """Return a network with one seed that reached `stage` automatically."""
     host = small_cnn(["block1"])
     network = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=1000, lifecycle=lifecycle)
     network.germinate("block1", "norm", ticks=ticks)
@@ -40,7 +40,7 @@ def tick(network: GrowingNetwork, contribution: float = 2.0) -> list[SeedEvent]:
 
 
 def seen_until_gone(network: GrowingNetwork, contribution: float = 2.0) -> tuple[list[float], list[SeedEvent]]:
-    """Alpha in each host epoch until the seed is gone, and the events of the last one; no other may bring any."""
+    """Return alpha in each host epoch until the seed is removed, and the last epoch's events; others must have none."""
     alphas = []
     while True:
         alphas.append(slot_of(network).alpha.item())
@@ -69,7 +69,7 @@ def test_a_slow_cull_in_the_middle_of_the_rise_begins_where_alpha_is() -> None:
     tick(network)
     tick(network)
     assert slot_of(network).alpha.item() == 0.75
-    network.cull("block1", ticks=5)  # the host has seen 0.5
+    network.cull("block1", ticks=5)  # alpha was 0.5 in the last epoch
     alphas, events = seen_until_gone(network)
     assert alphas == pytest.approx([0.4, 0.3, 0.2, 0.1])
     assert events == [SeedEvent("block1", "norm", Stage.BLENDING, Stage.CULLED, "faded out")]
@@ -87,7 +87,7 @@ def test_a_cull_that_leaves_nothing_for_the_coming_epoch_is_at_once(ticks: int) 
 def test_a_seed_that_has_faded_out_leaves_nothing_behind_and_its_slot_stays_closed() -> None:
     network = growing()
     network.cull("block1", ticks=2)
-    assert group_names(network.optimizer) == ["", "seed.block1"]  # it may still learn
+    assert group_names(network.optimizer) == ["", "seed.block1"]  # it is still trained
     tick(network)
     assert slot_of(network).stage is Stage.CULLED
     assert group_names(network.optimizer) == [""]
@@ -132,7 +132,7 @@ def test_alpha_at_zero_is_no_rest_for_a_fading_seed() -> None:
     network = growing()
     network.cull("block1", ticks=2)
     for _ in range(2):
-        slot_of(network).tick()  # without the cull that this brings
+        slot_of(network).tick()  # without automatic transitions, so that it is not culled
     assert slot_of(network).alpha_before == slot_of(network).ramp.target == 0.0
     assert network.against_fossilizing("block1") == ["alpha is still moving"]
 
@@ -159,7 +159,7 @@ def test_a_fading_seed_can_be_rescued_and_kept() -> None:
     event = network.set_alpha("block1", 1.0, ticks=2)
     assert event == SeedEvent("block1", "norm", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 1 in 2 ticks")
     assert not slot_of(network).fading
-    assert slot_of(network).alpha.item() == 0.875  # the host has seen 0.75
+    assert slot_of(network).alpha.item() == 0.875  # alpha was 0.75 in the last epoch
     assert [tick(network) for _ in range(9)] == [[]] * 9
     assert slot_of(network).alpha.item() == 1.0
     assert network.fossilize("block1").after is Stage.FOSSILIZED
@@ -190,7 +190,7 @@ def test_automatic_culling_comes_back_after_a_rescue() -> None:
     assert tick(network, contribution=-5.0) == []
     network.set_alpha("block1", 1.0, ticks=3)
     for _ in range(2):
-        assert tick(network, contribution=-5.0) == []  # alpha still moves
+        assert tick(network, contribution=-5.0) == []  # alpha is still changing
     (event,) = tick(network, contribution=-5.0)
     assert event.cause == "contribution -5.00 points is not positive"
 
@@ -200,7 +200,7 @@ def test_a_seed_that_fades_while_blending_never_gets_to_probation_by_itself(reac
     network = growing(
         Stage.BLENDING, LifecycleConfig(training_ticks=0, min_alpha_reached=reached, auto_cull=False), ticks=2
     )
-    slot_of(network).tick()  # an epoch at 1/2, without what that brings
+    slot_of(network).tick()  # an epoch at alpha 1/2, without automatic transitions
     network.cull("block1", ticks=6)
     alphas, events = seen_until_gone(network)
     assert len(alphas) == 5
@@ -226,7 +226,7 @@ def test_a_resting_alpha_goes_to_its_new_target_along_the_curve(curve: Curve, ti
     network.set_alpha("block1", 0.5, ticks=ticks, curve=curve)
     alphas = []
     for _ in range(ticks + 2):
-        rests = alphas[-1:] == [0.5]  # what was measured in the last epoch was measured at the target
+        rests = alphas[-1:] == [0.5]  # measurements of the last epoch were made at the target
         assert network.against_fossilizing("block1") == ([] if rests else ["alpha is still moving"])
         alphas.append(slot_of(network).alpha.item())
         tick(network)
@@ -239,7 +239,7 @@ def test_a_new_target_without_ticks_holds_from_the_coming_epoch_on() -> None:
     network = growing()
     network.set_alpha("block1", 0.3, ticks=0)
     assert slot_of(network).alpha.item() == pytest.approx(0.3)
-    assert network.against_fossilizing("block1") == ["alpha is still moving"]  # nothing is known of it at 0.3
+    assert network.against_fossilizing("block1") == ["alpha is still moving"]  # not yet measured at 0.3
     tick(network)
     assert network.against_fossilizing("block1") == []
 
@@ -256,8 +256,8 @@ def test_a_new_target_in_the_middle_of_a_ramp_makes_alpha_turn_and_never_jump(cu
         alphas.append(slot_of(network).alpha.item())
         tick(network)
     steps = [later - earlier for earlier, later in pairwise(alphas)]
-    assert all(step * (target - begin) >= 0.0 for step in steps)  # one way only
-    assert max(map(abs, steps)) <= 0.35 * abs(target - begin) + 1e-6  # sigmoid24 rises steepest
+    assert all(step * (target - begin) >= 0.0 for step in steps)  # monotone
+    assert max(map(abs, steps)) <= 0.35 * abs(target - begin) + 1e-6  # sigmoid24 is the steepest curve
     assert alphas[-1] == pytest.approx(target)
 
 
@@ -285,7 +285,7 @@ def test_a_fossil_that_was_kept_at_a_part_stays_there() -> None:
     network.set_alpha("block1", 0.5, ticks=2)
     tick(network)
     with pytest.raises(ValueError, match=r"^slot 'block1' cannot be fossilized: alpha is still moving$"):
-        network.fossilize("block1")  # though alpha is at its target in the coming epoch
+        network.fossilize("block1")  # although alpha reaches its target in the coming epoch
     tick(network)
     network.fossilize("block1")
     assert [tick(network) for _ in range(3)] == [[]] * 3

@@ -1,4 +1,4 @@
-"""Fossils folded into the host: the same outputs from fewer layers, and what is not linear is left as it was."""
+"""Folding of fossilized seeds: the same outputs from fewer layers; non-linear seeds are unchanged."""
 
 from copy import deepcopy
 from typing import Any
@@ -46,13 +46,13 @@ def test_outputs_stay_and_the_seeds_parameters_go(
     network, x = chain(layout).to(dtype), example(layout).to(dtype)
     alone = count_parameters(network)
     keep(network.slot, blueprint, Ramp(0.0, target, 1, "linear"))
-    assert relative_change(network(x), chain(layout).to(dtype)(x)) > 0.01  # the seed does matter
+    assert relative_change(network(x), chain(layout).to(dtype)(x)) > 0.01  # the seed has an effect
 
     foldings = folded(network, x, PRECISION[dtype])
 
     into = "place" if blueprint == "conv_light" else "before"
     assert foldings == [Folding("place", into, "")]
-    # A 3×3 convolution takes the place of a 3×3 convolution; else nothing is left.
+    # A 3×3 seed is replaced by one 3×3 convolution; any other seed adds no layer.
     assert count_parameters(network) - alone == (get(blueprint, layout).parameters(WIDTH) if into == "place" else 0)
     assert {parameter.dtype for parameter in network.parameters()} == {dtype}
     other = torch.randn(3, *x.shape[1:], generator=seeded(9)).to(dtype)
@@ -70,7 +70,7 @@ def test_a_fold_holds_for_other_inputs_than_the_example(layout: Layout, blueprin
 
 
 def shielded(layer: nn.Module) -> nn.Module:
-    """The layer, and something that is not linear between it and the slot."""
+    """Return the layer with a non-linear function between it and the slot."""
     return nn.Sequential(layer, nn.Tanh())
 
 

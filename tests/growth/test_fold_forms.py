@@ -1,4 +1,4 @@
-"""What is folded may be called in many forms, and small seeds are seeds."""
+"""Folding of networks with various forms of input and output, and of seeds with small effects."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_an_example_may_be_several_arguments(example_input: Any) -> None:
 
 
 class TwoAnswers(nn.Module):
-    """The second answer is the layer before the slot itself."""
+    """Network whose second output is the layer before the slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_fold_does_not_cross_what_only_training_shows() -> None:
 
 
 class Sometimes(nn.Module):
-    """Does something in training alone."""
+    """Module that is active only in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2.0 * x if self.training else x

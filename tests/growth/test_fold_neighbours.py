@@ -1,4 +1,4 @@
-"""Layers that cannot take a fossil in are left as they were."""
+"""Layers that cannot absorb a fossilized seed are unchanged."""
 
 from contextlib import suppress
 
@@ -21,7 +21,7 @@ def test_a_neighbour_that_others_need_too_is_passed_over(dtype: torch.dtype) -> 
 
 
 class Masked(nn.Module):
-    """Never chooses the third class, as a policy masks what is impossible."""
+    """Network that masks its third class, as a policy masks invalid actions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def test_infinite_outputs_hide_no_change_of_the_others() -> None:
 
 
 class Chooses(nn.Module):
-    """Says the best class alone."""
+    """Network that returns only the index of the best class."""
 
     def __init__(self) -> None:
         super().__init__()

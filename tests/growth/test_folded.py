@@ -1,4 +1,4 @@
-"""A folded network learns, grows, and is saved like any other; real hosts are folded."""
+"""Training, growth and saving of folded networks, and folding of real hosts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_a_folded_slot_may_grow_and_be_folded_again() -> None:
         assert folded(network, x, 1e-10) == [Folding("place", "place", "")]
         assert count_parameters(network) == size
     assert slot.folded.kernel_size == (3, 3)
-    keep(slot, "conv_light")  # two 3×3 convolutions see further than one
+    keep(slot, "conv_light")  # two 3×3 convolutions have a larger receptive field than one
     before = network(x)
     (folding,) = folded(network, x, 1e-10)
     assert folding == Folding("place", None, "no linear layer before or behind the slot can take it")
@@ -51,7 +51,7 @@ def test_seeds_that_follow_each_other_go_into_the_same_layer() -> None:
         nn.Linear(5, WIDTH), *(SeedSlot(name, "vector", WIDTH) for name in "abc"), nn.Tanh(), nn.Linear(WIDTH, 2)
     ).double()
     for slot in slots_of(network).values():
-        if slot.name != "b":  # an empty slot is no obstacle
+        if slot.name != "b":  # an empty slot does not prevent the fold
             keep(slot, "lora")
     assert folded(network, example("vector").double(), 1e-10) == [Folding("a", "0", ""), Folding("c", "0", "")]
     assert [name for name, _ in network.named_parameters()] == ["0.weight", "0.bias", "5.weight", "5.bias"]
@@ -80,7 +80,7 @@ def test_a_folded_network_is_saved_and_loaded(tmp_path: Path) -> None:
     keep(slot_named(network, "block1"), "conv_light")
     keep(slot_named(network, "block2.pool"), "conv_small")
     assert all(folding.into for folding in folded(network, x))
-    grow(slot_named(network, "block1"), Stage.BLENDING, "conv_heavy")  # something new in a folded place
+    grow(slot_named(network, "block1"), Stage.BLENDING, "conv_heavy")  # a new seed in a folded slot
     save(network, tmp_path)
     copy = small_cnn(["block1", "block2.pool"], seed=99)
     load(copy, tmp_path)
@@ -104,7 +104,7 @@ def test_seeds_in_a_foreign_network_are_folded_saved_and_loaded(tmp_path: Path) 
     keep(slots["fc"], "lora")
     into = {folding.slot: folding.into for folding in folded(network, x)}
     assert into == {
-        "layer1.0.conv1": "layer1.0.conv1",  # in the slot's place: the convolution of that name has no bias
+        "layer1.0.conv1": "layer1.0.conv1",  # into a new layer in the slot: the convolution of that name has no bias
         "layer1.0.conv2": "layer1.0.conv2",  # into the convolution
         "layer2": "layer2",
         "avgpool": None,
@@ -153,7 +153,7 @@ def test_between_the_residual_blocks_of_our_gpt_nothing_can_take_a_seed() -> Non
         (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 1)), 1),
         (lambda c: Residual(nn.Conv2d(c, 4, 1, bias=False), nn.Conv2d(4, c, 3, padding=1)), 3),
         (lambda c: Residual(nn.Conv2d(c, 4, 3, padding=1), nn.Conv2d(4, c, 1)), 3),
-        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 3, padding=1)), None),  # padding cuts the bias off
+        (lambda c: Residual(nn.Conv2d(c, 4, 1), nn.Conv2d(4, c, 3, padding=1)), None),  # padding drops the bias
         (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1)), None),
         (lambda c: Residual(nn.Conv2d(c, c, 3, padding=2, dilation=2)), None),
         (lambda c: Residual(nn.Conv2d(c, c, 3, padding=1, padding_mode="circular")), None),

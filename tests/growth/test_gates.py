@@ -1,4 +1,4 @@
-"""May a seed advance? Reasons against, and none where it may."""
+"""Reasons of the gates against a change of stage, and none where it is allowed."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ NAN = float("nan")
 
 
 def fit(**measured: Any) -> Evidence:
-    """A seed that passes every gate, but for what is named."""
+    """Return evidence that passes every gate, except for the given values."""
     return FIT._replace(**measured)
 
 
@@ -77,7 +77,7 @@ def test_a_new_seed_passes_no_gate_and_every_reason_is_told_at_once() -> None:
 )
 def test_a_gradient_must_be_known_calm_and_alive(evidence: Evidence, reasons: list[str]) -> None:
     assert against_gradient(evidence, CONFIG) == reasons
-    # Both gates that let a seed into the host's output ask for it, and name nothing else here.
+    # Both gates that check the gradient give this reason, and no other here.
     assert against_blending(evidence, CONFIG) == against_fossilizing(evidence, CONFIG) == reasons
 
 

@@ -1,4 +1,4 @@
-"""Gradient statistics of a group: defined for nothing, with an even health, and collected as often as one likes."""
+"""Gradient statistics of a group: defined without tensors, continuous health, repeatable collection."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def health(vanished: float, exploded: float) -> float:
 
 
 def test_norm_and_rms_are_global_each_named_and_defined_for_nothing() -> None:
-    """F13: norm and RMS are over all numbers at once, each by its name; without gradients the answer is defined."""
+    """F13: norm and RMS are taken over all elements, under separate names; they are defined without gradients."""
     three, four = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 7))
 
     def stats(parameters: list[nn.Parameter]) -> GradientStats:
@@ -81,7 +81,7 @@ def test_one_tensor_among_many_moves_health_by_no_more_than_its_share() -> None:
 
 
 def test_gradients_can_be_collected_twice(make_pool: MakePool) -> None:
-    """F20: to ask a network for its gradients' statistics uses nothing up: asked again, it gives the same answer."""
+    """F20: collecting gradient statistics changes nothing; a second collection returns the same values."""
     pool = make_pool(1)
     pool.step(act(germinate(0, 1)))
     growing = pool.envs[0].growing

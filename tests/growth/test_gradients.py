@@ -1,4 +1,4 @@
-"""Gradient statistics against double precision and hand counts."""
+"""Gradient statistics compared with double precision and hand-computed counts."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_healthy_gradients_have_health_1() -> None:
         ([[0.0, 0.0], [0.0]], 0.5),
         ([[5.1], [1.0]], 0.6),  # 1 - 0.8/2
         ([[6.0], [60.0], [-600.0]], 0.2),
-        ([[4.0, 4.0], [1.0]], 0.6),  # each number is below 5, the tensor's norm is not
+        ([[4.0, 4.0], [1.0]], 0.6),  # each element is below 5, but the tensor's norm is not
         ([[4.9], [2e-7]], 1.0),
         ([[1e-9], None, [7.0], [1.0]], 0.55),  # 1 - 0.5·2/4 - 0.8/4
         ([None, [1.0]], 0.75),
@@ -70,7 +70,7 @@ def test_tensors_without_a_gradient_add_nothing_to_the_norm() -> None:
 
 
 def test_numbers_without_a_gradient_count_in_the_mean() -> None:
-    assert stats(None, [3.0], [4.0]).rms == 2.5  # two numbers without, one each with: rms² = 25/4
+    assert stats(None, [3.0], [4.0]).rms == 2.5  # two elements without and one each with a gradient: rms² = 25/4
 
 
 def test_frozen_parameters_count_nowhere() -> None:

@@ -1,4 +1,4 @@
-"""Growing by hand: a network, its optimizer and its seeds stay in step."""
+"""Manual growth keeps the optimizer consistent with the network and its seeds."""
 
 import pytest
 from torch import Tensor

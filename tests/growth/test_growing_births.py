@@ -1,4 +1,4 @@
-"""How seeds are born and blended by hand: their numbers, layouts and ramps."""
+"""Manual germination and blending of seeds: random numbers, layouts and ramps."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_by_default_seeds_follow_torchs_seed_and_leave_its_generator_alone() -> 
     weights = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        torch.rand(seed)  # whatever was drawn since
+        torch.rand(seed)  # the number of earlier draws has no effect
         before = torch.get_rng_state()
         weights.append(seed_weights(growing(generator=None)))
         assert torch.equal(torch.get_rng_state(), before)
@@ -42,7 +42,7 @@ def test_by_default_a_seed_does_not_repeat_the_hosts_first_weights() -> None:
     torch.manual_seed(0)
     host = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12), SeedSlot("end", "vector", 12))
     network = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=3)
-    network.germinate("end", "mlp_small")  # it begins with a Linear(12, 24) too
+    network.germinate("end", "mlp_small")  # its first layer is a Linear(12, 24) too
     assert not torch.equal(network.slots["end"].seed.body[0].weight, host[0].weight)
 
 

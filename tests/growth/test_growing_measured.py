@@ -1,4 +1,4 @@
-"""What a growing network measures of its seeds, and is told of them."""
+"""Measurements of seeds that a growing network makes or receives."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_a_tensor_as_statistics_agrees_with_numpy_in_double_precision() -> None:
     assert measured.shape == (3, 4)
     np.testing.assert_allclose(measured.numpy(), expected, rtol=1e-5)
     assert measured[2].tolist() == list(NO_GRADIENT)
-    assert network.gradients() == {"block1": GradientStats(*measured[1].tolist())}  # an empty slot has none
+    assert network.gradients() == {"block1": GradientStats(*measured[1].tolist())}  # an empty slot has no gradient
 
 
 def test_only_seeds_with_a_gradient_at_hand_are_named() -> None:
@@ -47,7 +47,7 @@ def test_only_seeds_with_a_gradient_at_hand_are_named() -> None:
     assert network.evidence("block2.pool").gradient is None
     network.optimizer.zero_grad()
     network.tick()
-    assert network.evidence("block1").gradient is None  # that of the epoch before says nothing of this one
+    assert network.evidence("block1").gradient is None  # a gradient of the previous epoch is not valid for this one
 
 
 def test_what_is_frozen_does_not_count_among_what_should_learn() -> None:

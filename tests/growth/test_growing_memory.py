@@ -1,4 +1,4 @@
-"""What the optimizer remembers of a network whose seeds come and go."""
+"""Optimizer state of a network whose seeds are added and removed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +150,7 @@ def test_without_carry_over_removing_resets_all_of_it_too() -> None:
     network = growing(BY_HAND, lambda host: Adam(host.parameters()), carry_over=False)
     network.germinate("block1", "norm")
     epoch(network)
-    network.remove("block2.pool")  # nothing is there, so nothing changes
+    network.remove("block2.pool")  # nothing to remove, so nothing changes
     assert not forgotten(network)
     network.remove("block1")
     assert forgotten(network)
@@ -259,7 +259,7 @@ def test_an_optimizer_that_knows_parameters_by_name_may_grow() -> None:
 
 
 def loaded(tmp_path: Path, stage: Stage = Stage.TRAINING) -> nn.Module:
-    """A new host with what `save` wrote of a network that grew."""
+    """Return a new host loaded from the files that `save` wrote."""
     before = growing(BY_HAND)
     bring(before, "block1", stage)
     save(before.module, tmp_path)
@@ -283,7 +283,7 @@ def test_a_loaded_seed_moves_into_a_group_of_its_own_with_what_is_remembered_of_
 ) -> None:
     host = loaded(tmp_path, stage)
     optimizer = Adam(host.named_parameters() if named else host.parameters(), lr=0.01)
-    for step in range(3):  # has trained before it is given to a GrowingNetwork
+    for step in range(3):  # has taken steps before the GrowingNetwork is created
         learn(host, optimizer, step)
     before = {id(p): [value.clone() for value in state.values()] for p, state in optimizer.state.items()}
     network = GrowingNetwork(host, optimizer, horizon=9, lifecycle=BY_HAND, seed_options={"lr": 0.5})

@@ -1,4 +1,4 @@
-"""What cannot be grown is refused with the reasons, and changes nothing."""
+"""Refused operations report their reasons and change nothing."""
 
 from collections.abc import Callable
 from typing import Any

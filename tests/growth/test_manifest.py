@@ -1,4 +1,4 @@
-"""A network that grew is rebuilt from its manifest and its state dict, and says and learns the same."""
+"""A grown network rebuilt from manifest and state dict has the same outputs and learns alike."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_every_blueprint_is_rebuilt(layout: Layout, blueprint: str) -> None:
     grow(next(iter(slots_of(network).values())), Stage.FOSSILIZED, blueprint)
     inputs = batch_of(layout)[0]
     assert same(network, carried_over(network, host_of(layout, seed=99)), inputs)
-    assert not torch.equal(host_of(layout).eval()(inputs), network.eval()(inputs))  # the seed does matter
+    assert not torch.equal(host_of(layout).eval()(inputs), network.eval()(inputs))  # the seed has an effect
 
 
 def test_rebuilding_replaces_whatever_had_grown() -> None:
@@ -121,7 +121,7 @@ def test_the_manifest_alone_restores_alpha() -> None:
     rebuild(copy, manifest(network))
     alphas = [[slot.alpha.item() for slot in slots_of(each).values()] for each in (network, copy)]
     assert alphas[0] == alphas[1]
-    assert len(set(alphas[0])) == 3  # nothing, part of the way, and the target
+    assert len(set(alphas[0])) == 3  # start, middle and target of the ramp
 
 
 def test_a_manifest_is_plain_and_tells_the_story() -> None:

@@ -80,9 +80,9 @@ DAMAGES: list[Any] = [
     {"ramp": [True, True, 5, "linear"]},
     {"ramp": [0.0, 1.0, -5, "linear"]},
     {"folded": True},
-    {"blueprint": None},  # a seed in TRAINING must be of some kind
+    {"blueprint": None},  # a seed in TRAINING needs a blueprint
     {"blueprint": "conv_lite"},
-    {"blueprint": "mlp"},  # known, but not on images
+    {"blueprint": "mlp"},  # registered, but not for images
     {"stage": "DORMANT"},  # with a blueprint
     {"layout": "vector"},
     {"layout": None},

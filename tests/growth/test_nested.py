@@ -1,4 +1,4 @@
-"""One tensor within tuples, lists and mappings: found, taken out, put back; and slots that stand behind it."""
+"""Selection and replacement of a tensor in tuples, lists and mappings, and slots attached to it."""
 
 import copy
 from collections import OrderedDict
@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
 
 
 class ModelOutput(OrderedDict):
-    """Keys that are attributes too, as the outputs of many transformers."""
+    """Mapping whose keys are also attributes, like the outputs of many transformers."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -81,7 +81,7 @@ nests = st.recursive(
 
 
 def leaves(output: Any, path: Path = ()) -> dict[Path, Any]:
-    """Every leaf by its way: written apart from what is tested."""
+    """Return every leaf by its path; independent of the tested code."""
     if isinstance(output, dict):
         parts = list(output.items())
     elif isinstance(output, list | tuple):
@@ -92,7 +92,7 @@ def leaves(output: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def types(output: Any) -> Any:
-    """The types of all containers, nested as they are."""
+    """Return the nested types of all containers."""
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     return type(output), [types(part) for part in parts]
 
@@ -116,7 +116,7 @@ def test_putting_a_part_changes_that_part_and_nothing_else(output: Any, data: st
     after = leaves(changed)
     assert list(after) == list(before)
     assert all(after[way] is before[way] for way in before if way != path)
-    assert all(leaf is before[way] for way, leaf in leaves(output).items())  # the first is as it was
+    assert all(leaf is before[way] for way, leaf in leaves(output).items())  # the first is unchanged
     if path:
         assert type(changed) is type(output)
 
@@ -129,7 +129,7 @@ def test_containers_that_are_not_on_the_way_are_shared() -> None:
 
 
 class TakesApart(nn.Module):
-    """An encoder with an output of several parts, kept to look at, and a reader of that output."""
+    """Encoder with an output of several parts, which is stored for inspection, and a layer that reads it."""
 
     def __init__(self, pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_what_a_module_keeps_of_its_output_is_not_changed(
 
 
 class Recurrent(nn.Module):
-    """An LSTM, of which one tensor is read."""
+    """LSTM of whose output one tensor is used."""
 
     def __init__(self, lstm: nn.Module, read: Callable[[Any], Tensor]) -> None:
         super().__init__()

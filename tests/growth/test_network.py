@@ -1,4 +1,4 @@
-"""A seed's whole life, told by the events that the operations return."""
+"""Lifecycle of a seed, checked by the events that the operations return."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def image_slot() -> SeedSlot:
 
 
 def pass_tick(slot: SeedSlot, config: LifecycleConfig, contribution: float | None = 2.0) -> list[str]:
-    """One host epoch; the changes of stage it brings, `TRAINING: placed`."""
+    """Run one host epoch and return its changes of stage, like `TRAINING: placed`."""
     slot.tick()
     events = elapse(slot, evidence_of(slot, contribution), config, horizon=50)
     return [f"{event.after.name}: {event.cause}" for event in events]
@@ -170,7 +170,7 @@ def test_alpha_goes_on_from_what_the_host_has_seen_last_whatever_was_asked_in_be
     slot = image_slot()
     grow(slot, Stage.BLENDING, ramp=THREE_TICKS._replace(ticks=4))
     slot.tick()
-    assert slot.alpha.item() == 0.5  # but the host has seen 1/4
+    assert slot.alpha.item() == 0.5  # but alpha was 1/4 in the last epoch
     for target in asked:
         aim(slot, target, 3, "linear")
     assert (slot.alpha_before, slot.alpha.item(), slot.alpha_velocity) == (0.25, 0.5, 0.25)

@@ -1,4 +1,4 @@
-"""Groups of an optimizer come and go without a trace, and forgetting is a fresh start."""
+"""Parameter groups are added and removed without side effects; a reset equals a new optimizer."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -38,7 +38,7 @@ def linear(seed: int) -> nn.Linear:
 
 
 def learn(optimizer: Optimizer, modules: list[nn.Module], steps: range) -> None:
-    """One optimizer step for each number in `steps`, on a batch that the number names."""
+    """Take one optimizer step for each number in `steps`, on a batch drawn with that RNG seed."""
     for step in steps:
         x = torch.randn(5, 3, generator=seeded(100 + step))
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ def learn(optimizer: Optimizer, modules: list[nn.Module], steps: range) -> None:
 
 
 def traces(optimizer: Optimizer, module: nn.Module) -> Iterator[Tensor]:
-    """Weights and everything the optimizer remembers of them."""
+    """Return weights and their optimizer state."""
     for parameter in module.parameters():
         yield parameter
         yield from (value for _, value in sorted(optimizer.state[parameter].items()) if value is not None)
@@ -129,7 +129,7 @@ def test_a_seed_may_have_its_own_learning_rate() -> None:
 
 
 class Pair(nn.Module):
-    """A module that is part of another."""
+    """Module that contains another module."""
 
     def __init__(self) -> None:
         super().__init__()

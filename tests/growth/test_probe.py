@@ -1,4 +1,4 @@
-"""Gate G0 finds out what can grow where, and says why something cannot."""
+"""Gate G0 determines which blueprints fit which slots, and the reasons against the others."""
 
 from collections.abc import Callable
 
@@ -18,13 +18,13 @@ Register = Callable[[str, Callable[[int], nn.Module]], None]
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
-    """Registers an image blueprint for the length of a test."""
+    """Register an image blueprint for the duration of a test."""
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
 
     def add(name: str, build: Callable[[int], nn.Module]) -> None:
         def seed(channels: int) -> nn.Module:
             module = build(channels)
-            module.start_as_identity = lambda: None  # here a seed may begin as it likes
+            module.start_as_identity = lambda: None  # any initial state is accepted as the identity
             return module
 
         registry.register(name, {"image"}, parameters=lambda c: 0, flops=lambda c, n: 0)(seed)
@@ -33,7 +33,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
 
 
 class Dead(nn.Module):
-    """What the earlier system grew: a zeroed convolution behind which a normalisation stands."""
+    """Seed of the earlier system: a zeroed convolution followed by a normalisation."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Dead(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.conv.weight)
-        nn.init.zeros_(self.norm.weight)  # nothing comes through, forward or backward
+        nn.init.zeros_(self.norm.weight)  # blocks both passes, forward and backward
         nn.init.constant_(self.norm.bias, -1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Dead(nn.Module):
 
 
 class Detour(nn.Module):
-    """A host that reaches only one of its slots, and learns nothing from another."""
+    """Host that reaches only one of its slots and gets no gradient from another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_seed_that_cannot_even_run_in_a_slot_is_found_out(register: Register) 
     register("mirror", lambda c: nn.Conv2d(c, c, 3, padding=1, padding_mode="reflect"))
     reasons = probe_seeds(small_cnn(["block1", "block3.pool"]), ["mirror"], loss_of)
     assert reasons["block1", "mirror"] == []
-    assert reasons["block3.pool", "mirror"] != []  # one pixel has no neighbour to mirror
+    assert reasons["block3.pool", "mirror"] != []  # reflection padding needs more than one pixel
 
 
 def test_slots_that_the_forward_pass_misses_and_other_layouts_are_named() -> None:
@@ -155,7 +155,7 @@ def test_a_host_that_answers_with_zero_at_first_is_no_reason_against_growth() ->
 
 def test_a_gate_that_stays_shut_is_one() -> None:
     class Shut(nn.Module):
-        """Nothing of its second slot reaches the answer, and it cannot learn to let it through."""
+        """Host whose second slot is multiplied by a constant 0, which training cannot change."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What is loaded must be what is meant to be there, to the last shape: torch would broadcast or notice it late."""
+"""Strict checks of loaded state, where torch would broadcast or report a wrong shape late."""
 
 from copy import deepcopy
 from typing import Any
@@ -12,7 +12,7 @@ from esper_lightning.growth.restoring import load_module, load_optimizer
 
 
 def learned(optimizer: type[Optimizer], **options: Any) -> tuple[nn.Module, Optimizer]:
-    """A network and an optimizer that has taken a step."""
+    """Return a network and an optimizer that has taken a step."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     made = optimizer(network.parameters(), lr=0.1, **options)
     network(torch.randn(2, 3, 5, 5)).square().sum().backward()
@@ -27,7 +27,7 @@ def test_momenta_of_another_shape_are_refused(optimizer: type[Optimizer], option
     _, made = learned(optimizer, **options)
     saved = deepcopy(made.state_dict())
     load_optimizer(made, deepcopy(saved))
-    saved["state"][1][name] = torch.ones(1)  # would be broadcast to the four of the bias
+    saved["state"][1][name] = torch.ones(1)  # would be broadcast to the four elements of the bias
 
     with pytest.raises(ValueError, match=rf"the optimizer's {name} is torch\.float32 \[1\], not torch\.float32 \[4\]"):
         load_optimizer(made, saved)

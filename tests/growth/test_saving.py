@@ -1,4 +1,4 @@
-"""Grown networks as folders: saved, loaded, and refused when spoilt."""
+"""Saving and loading of grown networks as folders; damaged folders are refused."""
 
 import json
 from collections.abc import Callable
@@ -53,13 +53,13 @@ def test_a_seed_is_born_into_its_hosts_mode(monkeypatch: pytest.MonkeyPatch) -> 
     germinate(slot_named(network, "block1.pool"), "dropout", FULL, seeded(), birth="random")
     assert all(module.training for module in slot_named(network, "block1.pool").seed.modules())
     copy = small_cnn().eval()
-    rebuild(copy, manifest(network))  # though it could not begin as the identity
+    rebuild(copy, manifest(network))  # although it does not support birth "identity"
     assert not any(module.training for module in slot_named(copy, "block1.pool").seed.modules())
 
 
 def test_a_network_that_was_saved_is_loaded_into_a_fresh_one(tmp_path: Path) -> None:
     network, fresh = grown_cnn(), small_cnn(SLOTS, seed=99)
-    folder = tmp_path / "runs" / "grown"  # made as needed
+    folder = tmp_path / "runs" / "grown"  # created by save
     save(network, folder)
     load(fresh, str(folder))
     assert same(network, fresh, small_batch()[0])
@@ -133,7 +133,7 @@ def test_a_spoilt_folder_is_refused_in_one_line_and_the_network_stays_as_it_was(
 
 
 class Trap:
-    """Would make a file if it were unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -149,7 +149,7 @@ def test_weights_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path)
     check_refused_and_unchanged(lambda network: load(network, tmp_path), message)
     assert not (tmp_path / "sprung").exists()
     torch.load(tmp_path / "weights.pt", weights_only=False)
-    assert (tmp_path / "sprung").exists()  # so the trap was one
+    assert (tmp_path / "sprung").exists()  # shows that unpickling would have created the file
 
 
 def drop(key: str) -> Callable[[list[Any]], Any]:

@@ -1,4 +1,4 @@
-"""Shapley values and interactions against their definitions, and against all orders in which players could join."""
+"""Shapley values and interactions compared with their definitions and with all orders of joining."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def subsets(players: Sequence[str]) -> list[Variant]:
 
 @st.composite
 def games(draw: st.DrawFn, least: int = 0, most: int = 4) -> tuple[Game, list[str]]:
-    """The worth of every combination of a few players: any numbers."""
+    """Draw arbitrary values of all coalitions of a few players."""
     players = players_of(draw(st.integers(least, most)))
     return {joined: draw(worths) for joined in subsets(players)}, players
 
@@ -53,14 +53,14 @@ def random_game(k: int, seed: int = 0) -> tuple[Game, list[str]]:
 
 
 def monotone_game(k: int) -> tuple[Game, list[str]]:
-    """Each player brings something of its own, with falling returns: the worth of a crowd is the root of its sum."""
+    """Return a game with diminishing returns: a coalition's value is the root of the sum of its players' weights."""
     players = players_of(k)
     strength = {player: 1.0 + i for i, player in enumerate(players)}
     return {joined: math.sqrt(sum(strength[p] for p in joined)) for joined in subsets(players)}, players
 
 
 def over_all_orders(worth: Game, players: Sequence[str]) -> dict[str, float]:
-    """What each player adds when it joins, averaged over every order."""
+    """Return each player's marginal value, averaged over every order of joining."""
     orders = list(permutations(players))
     return {
         player: math.fsum(
@@ -73,7 +73,7 @@ def over_all_orders(worth: Game, players: Sequence[str]) -> dict[str, float]:
 
 
 def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: str) -> float:
-    """The pair joins as one player: what it adds then, less what each adds alone, averaged over every order."""
+    """Return the joint marginal value of a pair minus the separate ones, averaged over every order of joining."""
     together = [player for player in players if player != b]
     orders = list(permutations(together))
     total = 0.0

@@ -1,4 +1,4 @@
-"""What a slot does to the host's feature at every stage of its seed's life."""
+"""Effect of a slot on the host's feature at every stage of its seed."""
 
 import pytest
 import torch
@@ -38,12 +38,12 @@ def host_gradients(network: nn.Module) -> dict[str, Tensor]:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The numbers as integers: tells 0 from -0, and lets NaN equal itself."""
+    """Return the bit patterns as integers, which distinguish 0 from -0 and make NaN equal to itself."""
     return x.detach().view(torch.int32)
 
 
 def tripling_slot(stage: Stage, isolate: bool | None, ramp: Ramp = SLOW) -> SeedSlot:
-    """A slot whose seed multiplies by three."""
+    """Return a slot whose seed multiplies by three."""
     slot = SeedSlot("block1", "image", 4, isolate)
     grow(slot, stage, "conv_small", ramp)
     convolution = slot.seed.body[-1]
@@ -121,7 +121,7 @@ def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: Sty
 def gradient_by_hand(
     style: Style, slot: SeedSlot, h: Tensor, arriving: Tensor, alpha: float, isolated: bool
 ) -> Tensor:  # [B, C]
-    """What reaches the feature when a seed s(h) = h·Wᵀ is blended in and `arriving` comes from above."""
+    """Return the gradient of the feature for a blended seed s(h) = h·Wᵀ and the output gradient `arriving`."""
     body = (slot.seed.seed if style == "gate" else slot.seed).body  # W = I + BA
     w = (torch.eye(h.shape[1]).double() + body[1].weight @ body[0].weight).detach()
     s = h @ w.T
@@ -327,7 +327,7 @@ def test_emptying_a_slot_forgets_everything() -> None:
 
 def test_a_host_may_work_in_place_behind_a_slot_with_a_training_seed() -> None:
     slot = SeedSlot("block1", "image", 4)
-    host = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), slot, nn.ReLU(inplace=True))  # as torchvision's ResNets do
+    host = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), slot, nn.ReLU(inplace=True))  # like torchvision's ResNets
     grow(slot, Stage.TRAINING)
     host(feature()).sum().backward()
     assert all(p.grad.any() for p in slot.seed.parameters())

@@ -1,4 +1,4 @@
-"""The transition table, against the one in the manual."""
+"""Transition table of stages, compared with the one in the documentation."""
 
 from itertools import product
 

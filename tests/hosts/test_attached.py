@@ -1,4 +1,4 @@
-"""Networks that nobody wrote for growth, as hosts."""
+"""Networks without built-in slots as hosts."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SHAPE = (3, 16, 16)
 
 
 class Learner(nn.Module):
-    """A network of its own kind: a parameter that no layer knows, and a start that is not torch's."""
+    """A network with a parameter outside of all layers, and an initialisation that differs from torch's."""
 
     def __init__(self, num_classes: int, width: int = 4) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ LEARNER = f"{Learner.__module__}.{Learner.__qualname__}"
 
 
 def attached(network: str = LEARNER, slots: tuple[str, ...] = ("body",), **settings: Any) -> nn.Module:
-    """On the CPU, with weights."""
+    """Build a host on the CPU, with initialised weights."""
     generator = torch.Generator().manual_seed(0)
     return build_on(CPU, lambda: Attached(SHAPE, 5, network, list(slots), **settings), generator)
 
@@ -98,7 +98,7 @@ def test_networks_of_others_grow_in_a_pool(network: str, slots: tuple[str, ...],
 
 
 def make_pool(network: str, slots: tuple[str, ...], executor: str) -> HostPool:
-    """Two hosts on images of 32×32 pixels."""
+    """Return a pool of two hosts on images of 32×32 pixels."""
 
     def host(shape: Any, outputs: int) -> nn.Module:
         return Attached(shape, outputs, network, list(slots))

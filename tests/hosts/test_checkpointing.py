@@ -1,4 +1,4 @@
-"""Hosts that compute their activations again in the backward pass, against hosts that keep them."""
+"""Hosts that recompute activations in the backward pass, compared with hosts that store them."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -58,7 +58,7 @@ def loss_of(network: nn.Module, seed: int = 1) -> Tensor:
 
 
 def trained(network: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Loss of every step, and the gradients of the last."""
+    """Return the loss of every step, and the gradients of the last."""
     network.train()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     losses = []
@@ -126,7 +126,7 @@ def test_a_network_remains_the_owner_of_its_buffers(make: Make, blueprint: str) 
 
 
 def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss_of) -> int:
-    """Bytes that lie in memory between the forward and the backward pass, without the weights."""
+    """Return the bytes stored between the forward and the backward pass, without the weights."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def kept_bytes(network: nn.Module, loss_of: Callable[[nn.Module], Tensor] = loss
 
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = loss_of(network)  # holds all that it saved, so that no address is used twice
+        loss = loss_of(network)  # keep all saved tensors alive, so that no address is reused
     del loss
     return sum(size for address, size in kept.items() if address not in weights)
 
@@ -154,7 +154,7 @@ def test_less_is_kept_until_the_backward_pass(make: Make, blueprint: str) -> Non
 
 
 def runs_of_the_first_block(network: nn.Module) -> list[bool]:
-    """One entry for each time that it begins to run from now on: whether gradients were on."""
+    """Return a list that gets an entry at each run of the module from now on: True if gradients were on."""
     runs: list[bool] = []
     first = network.norms[0] if isinstance(network, CNN) else network.blocks[0]
     first.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
@@ -183,7 +183,7 @@ def test_the_probe_finds_the_same(make: Make, blueprint: str) -> None:
 def test_hosts_of_a_pool_can_compute_activations_again_instead_of_keeping_them(
     make_pool: Callable[..., HostPool],
 ) -> None:
-    """S17: with `checkpoint_activations` a host keeps less for backward and lives the same life, bit for bit."""
+    """S17: with `checkpoint_activations` a host stores less for the backward pass and trains the same, bit for bit."""
     pools = []
     for again in (False, True):
         pool = make_pool(2, host=partial(CNN, base=4, pools=2, checkpoint_activations=again))

@@ -1,4 +1,4 @@
-"""The plain convolutional host."""
+"""The convolutional host."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_the_number_of_parameters_is_pinned(
     input_shape: tuple[int, ...], options: dict[str, Any], parameters: int
 ) -> None:
     assert count_parameters(CNN(input_shape, 10, **options)) == parameters
-    assert count_parameters(CNN(input_shape, 10, **options, slots=[])) == parameters  # slots cost nothing
+    assert count_parameters(CNN(input_shape, 10, **options, slots=[])) == parameters  # slots have no parameters
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_memory_format_changes_nothing_but_rounding(input_shape: tuple[int, 
         network = built(input_shape, channels_last=channels_last).double()
         network(images(4, *input_shape).double()).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in network.named_parameters()})
-        losses.append(network.eval()(images(4, *input_shape).double()))  # by the running statistics
+        losses.append(network.eval()(images(4, *input_shape).double()))  # normalised by the running statistics
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
 

@@ -1,4 +1,4 @@
-"""Slots that are named twice."""
+"""Slots with the same name."""
 
 import pytest
 from torch import nn
@@ -9,7 +9,7 @@ from esper_lightning.hosts import CNN
 
 
 def test_duplicate_slots_are_caught_everywhere_with_one_message() -> None:
-    """F16: a host asked for one slot twice and a network that holds two of one name say the same."""
+    """F16: a host with a slot requested twice and a network with two slots of one name raise the same error."""
     message = "^slot 'block1' is named twice; name each slot once$"
     with pytest.raises(ValueError, match=message):
         CNN((1, 8, 8), 10, slots=["block1", "block2", "block1"])

@@ -37,7 +37,7 @@ def test_the_number_of_parameters_is_pinned(
     input_shape: tuple[int, ...], options: dict[str, Any], parameters: int
 ) -> None:
     assert count_parameters(MLP(input_shape, 10, **options)) == parameters
-    assert count_parameters(MLP(input_shape, 10, **options, slots=[])) == parameters  # slots cost nothing
+    assert count_parameters(MLP(input_shape, 10, **options, slots=[])) == parameters  # slots have no parameters
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ LENGTH, VOCABULARY = 12, 20
 
 
 def built(seed: int = 0, **options: Any) -> GPT:
-    """Four blocks of width 16 with two heads, unless `options` says otherwise."""
+    """Return a host of four blocks of width 16 with two heads, changed by `options`."""
     options = {"width": 16, "blocks": 4, "heads": 2, "context": 16} | options
     generator = torch.Generator().manual_seed(seed)
     return build_on(torch.device("cpu"), lambda: GPT((LENGTH,), VOCABULARY, **options), generator)
@@ -45,7 +45,7 @@ def test_the_number_of_parameters_is_pinned(
 ) -> None:
     with torch.device("meta"):
         assert count_parameters(GPT(input_shape, outputs, **options)) == parameters
-        assert count_parameters(GPT(input_shape, outputs, **options, slots=[])) == parameters  # slots cost nothing
+        assert count_parameters(GPT(input_shape, outputs, **options, slots=[])) == parameters  # no parameters in slots
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_slot_sees_what_its_block_computed() -> None:
 
 
 def reference(network: GPT, x: Tensor) -> Tensor:
-    """The same computation by torch's own encoder layers, made causal by a mask."""
+    """Return the output of torch's own encoder layers with a causal mask, for the same weights."""
     features = network.tokens.weight[x] + network.positions.weight[: x.shape[1]]
     mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=features.dtype)
     for block in network.blocks:
@@ -102,7 +102,7 @@ def reference(network: GPT, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", [1, 7, LENGTH])
 def test_the_outputs_are_those_of_torchs_own_layers(length: int) -> None:
     network = built(heads=4).double()
-    stir(network)  # so that biases and norms count
+    stir(network)  # so that biases and norms matter
     x = tokens()[:, :length]
     torch.testing.assert_close(network(x), reference(network, x), rtol=1e-10, atol=1e-10)
 
@@ -117,7 +117,7 @@ def test_no_output_depends_on_a_later_token() -> None:
     changed[:, 8] = (x[:, 8] + 1) % VOCABULARY
     before, after = network(x), network(changed)
     torch.testing.assert_close(after[:, :8], before[:, :8])
-    assert (after[:, 8:] - before[:, 8:]).abs().amax((0, 2)).min() > 1e-3  # and each later one does
+    assert (after[:, 8:] - before[:, 8:]).abs().amax((0, 2)).min() > 1e-3  # and all later ones do
 
 
 def test_first_weights_are_small_and_smaller_where_they_enter_the_sum() -> None:
@@ -130,7 +130,7 @@ def test_first_weights_are_small_and_smaller_where_they_enter_the_sum() -> None:
     assert others == pytest.approx(dict.fromkeys(others, 0.02), rel=0.06)
     assert not any(p.any() for name, p in network.named_parameters() if name.endswith("bias"))
     loss = F.cross_entropy(network(tokens()).flatten(0, 1), tokens().roll(1, 1).flatten())
-    assert loss.item() == pytest.approx(math.log(VOCABULARY), abs=0.2)  # a fresh host knows nothing
+    assert loss.item() == pytest.approx(math.log(VOCABULARY), abs=0.2)  # a fresh host predicts at chance level
 
 
 def test_empty_slots_change_neither_the_weights_nor_the_outputs() -> None:

@@ -1,4 +1,4 @@
-"""A counterfactual pass over a grown host, against plain passes."""
+"""Check of a counterfactual pass over a grown host against plain passes."""
 
 from copy import deepcopy
 
@@ -10,7 +10,7 @@ from esper_lightning.growth.network import slots_of
 
 
 def check_leave_one_out(network: nn.Module, x: Tensor) -> None:
-    """Every slot must hold a blended seed; all differ, and each variant is a network without that seed."""
+    """Check every variant; every slot must hold a blended seed, and all seeds differ."""
     network = network.double().eval()
     x = x.double() if x.is_floating_point() else x
     names = list(slots_of(network))

@@ -1,6 +1,6 @@
-"""PPO once more, in numpy and float64, step by step and by definition: what the package's tensors are held to.
+"""Independent PPO reference in numpy and float64, step by step and by definition.
 
-It knows the policy's weights by name and imports nothing of the package.
+It reads the policy's weights by name and imports nothing from the package.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ State = tuple[Array, Array]
 
 
 class Policy:
-    """One environment's policy with two heads, the second given the first; any weights, any masks.
+    """Policy of one environment with two heads, the second conditioned on the first; any weights and masks.
 
     Args:
         weights: A state dict.
-        rows, columns: Choices of the heads.
+        rows, columns: Numbers of choices of the heads.
     """
 
     def __init__(self, weights: Mapping[str, Any], rows: int, columns: int) -> None:
@@ -60,7 +60,7 @@ class Policy:
         return odds / odds.sum()
 
     def joint(self, hidden: Array, possible: Array) -> Array:  # [rows, columns]
-        """Probability of every decision; `possible` are flags, the row's first, then the column's for each row."""
+        """Return the probability of every action; `possible` holds the rows' mask, then each row's mask of columns."""
         first = self._table("row", 0, hidden, possible[: self.rows])
         rest = possible[self.rows :].reshape(self.rows, self.columns)
         return first[:, None] * np.stack([self._table("column", r, hidden, rest[r]) for r in range(self.rows)])
@@ -71,7 +71,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def entropies(joint: Array, possible: Array) -> Array:
-    """Of both heads, each over that of an even choice among what is possible, the second averaged over the first."""
+    """Return the entropy of each head relative to that of a uniform choice; the second is averaged over the first."""
 
     def even(probabilities: Array, there: Array) -> float:
         p = probabilities[probabilities > 0.0]
@@ -85,29 +85,29 @@ def entropies(joint: Array, possible: Array) -> Array:
 
 
 class Played(NamedTuple):
-    """One environment's rollout, T steps, on scales of its own."""
+    """Rollout of one environment, T steps, normalised where stated."""
 
-    features: Array  # [T + 1, D] normalised; the last is what follows
+    features: Array  # [T + 1, D] normalised; the last row follows the last step
     privileged: Array  # [T + 1, P]
     possible: Array  # [T, C]
     actions: Array  # [T, 2]
     rewards: Array  # [T]
     terminated: Array  # [T]
     truncated: Array  # [T]
-    final: dict[int, tuple[Array, Array]]  # features and privileged after a step that was cut by the clock
+    final: dict[int, tuple[Array, Array]]  # (features, privileged) after each truncated step
 
 
 class Judged(NamedTuple):
-    """What a policy makes of it."""
+    """Log-probabilities, values and entropies of a policy on a rollout."""
 
     log_probs: Array  # [T]
     values: Array  # [T]
-    beyond: Array  # [T] value of the state that followed, before any reset; 0 after an end
+    beyond: Array  # [T] value of the next state, before any reset; 0 after termination
     entropies: Array  # [T, heads]
 
 
 def judge(policy: Policy, played: Played, state: State) -> Judged:
-    """Goes through the steps one by one."""
+    """Evaluate a policy on a rollout, step by step."""
     rows, values, beyond = [], [], []
     for t, (row, column) in enumerate(played.actions):
         hidden, state = policy.hidden(played.features[t], state)
@@ -128,7 +128,7 @@ def judge(policy: Policy, played: Played, state: State) -> Judged:
 
 
 def advantages(played: Played, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
-    """A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout."""
+    """Return A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout."""
     deltas = played.rewards + gamma * beyond - values
     over = played.terminated | played.truncated
     result = np.zeros(len(deltas))

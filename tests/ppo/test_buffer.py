@@ -33,14 +33,14 @@ def frequency(buffer: RolloutBuffer) -> dict[str, float]:
 
 
 def tensors(buffer: RolloutBuffer) -> list[Tensor]:
-    """All that has been stored so far."""
+    """Return all tensors stored so far."""
     b, n = buffer, buffer.length
     stored = (*b.observation, *b.masks, *b.action, b.log_prob, b.values, b.rewards, b.terminated, b.truncated, b.starts)
     return [t[:n] for t in stored] + list(b.state)
 
 
 def step_of(source: RolloutBuffer, t: int) -> Experience:
-    """One step of what is stored."""
+    """Return one stored step."""
 
     def row(field: Any) -> Any:
         return field[t] if isinstance(field, Tensor) else type(field)(*(part[t] for part in field))
@@ -50,7 +50,7 @@ def step_of(source: RolloutBuffer, t: int) -> Experience:
 
 
 def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
-    """Stores the first `ticks` of `source` once more."""
+    """Store the first `ticks` steps of `source` again."""
     buffer.clear(source.state)
     for t in range(ticks):
         buffer.add(step_of(source, t))
@@ -60,7 +60,7 @@ def refill(buffer: RolloutBuffer, source: RolloutBuffer, ticks: int) -> None:
 def test_a_buffer_that_is_saved_in_mid_rollout_is_the_same_when_loaded(loop: RolloutLoop, ticks: int) -> None:
     buffer, other = empty_buffer(loop), empty_buffer(loop)
     refill(buffer, loop.buffer, ticks)
-    refill(other, loop.buffer, 3)  # it held something else before
+    refill(other, loop.buffer, 3)  # it held other data before
 
     state = buffer.state_dict()
     other.load_state_dict(state)
@@ -124,7 +124,7 @@ def test_the_sequences_of_some_environments_are_those_columns_of_everything(roll
         assert torch.equal(ours, theirs[:, [3, 0]])
     for name in ("log_prob", "values", "starts", "advantages", "targets"):
         assert torch.equal(getattr(some, name), getattr(rollout, name)[:, [3, 0]])
-    # The recurrent state has no axis of time.
+    # The recurrent state has no time axis.
     assert (some.state.hidden.flatten().tolist(), some.state.cell.flatten().tolist()) == ([3.0, 0.0], [13.0, 10.0])
 
 
@@ -134,7 +134,7 @@ def test_op_frequencies_are_shares_of_the_free_decisions(loop: RolloutLoop) -> N
     buffer.action.op.fill_(Op.CULL)
     buffer.action.op[0] = torch.tensor([Op.WAIT, Op.GERMINATE, Op.GERMINATE, Op.FOSSILIZE, Op.WAIT])
     buffer.masks.slot.fill_(True)
-    buffer.masks.slot[1:, :, 1:] = False  # from the second tick on nothing but waiting is possible
+    buffer.masks.slot[1:, :, 1:] = False  # from the second step on only WAIT is possible
     buffer.masks.slot[0, 4, 1:] = False
 
     assert frequency(buffer) == {"WAIT": 0.25, "GERMINATE": 0.5, "CULL": 0.0, "FOSSILIZE": 0.25}
@@ -147,7 +147,7 @@ def test_steps_after_an_end_are_no_decisions_and_are_saved_as_what_they_are(loop
     refill(buffer, loop.buffer, 3)
     buffer.action.op.fill_(Op.GERMINATE)
     buffer.masks.slot.fill_(True)
-    buffer.masks.ended[2, 3:] = True  # two of the environments are over, and wait
+    buffer.masks.ended[2, 3:] = True  # two of the environments have ended
     buffer.masks.slot[2, 3:, 1:] = False
     buffer.action.op[2, 3:] = Op.WAIT
     other.load_state_dict(buffer.state_dict())

@@ -1,4 +1,4 @@
-"""benchmarks/cue.py in miniature; how well a cue is remembered is said by the benchmark itself."""
+"""A small version of benchmarks/cue.py; the benchmark itself measures how well a cue is remembered."""
 
 import csv
 import sys
@@ -15,14 +15,14 @@ from esper_lightning.envs.choices import Choices
 
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
-    """The benchmark takes one."""
+    """Restore the number of threads, which the benchmark sets to 1."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
 class Whoever:
-    """Answers as it is told."""
+    """Policy with fixed answers."""
 
     def __init__(self, answers: Tensor) -> None:  # [N, heads]
         self.answers = answers

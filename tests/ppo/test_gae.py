@@ -21,7 +21,7 @@ class Sample(NamedTuple):
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """A rollout of up to 9 steps and 4 environments that ends here and there, in either way."""
+    """Draw a rollout of up to 9 steps and 4 environments with terminations and truncations."""
     shape = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     ends = draw(st.sampled_from([0.0, 0.2, 0.5]))
@@ -36,7 +36,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 def by_definition(s: Sample, gamma: float, lam: float) -> Tensor:
-    """A_t = sum over l of (gamma·lam)^l · delta_{t+l}, up to the episode's end."""
+    """Return A_t = sum over l of (gamma·lam)^l · delta_{t+l}, up to the end of the episode."""
     steps, envs = s.rewards.shape
     advantages = torch.zeros(steps, envs, dtype=torch.float64)
     for n in range(envs):
@@ -80,9 +80,9 @@ def test_gae_matches_a_hand_computed_rollout() -> None:
 @pytest.mark.parametrize(
     ("terminated", "truncated", "expected"),
     [
-        (True, False, 1.0),  # the last state is worth nothing
+        (True, False, 1.0),  # the last state has value 0
         (False, True, 1.0 + 4.0),  # a time limit keeps its value
-        (True, True, 1.0),  # a terminal state is worth nothing, whatever the clock says
+        (True, True, 1.0),  # a terminal state has value 0, even at a time limit
     ],
 )
 def test_only_a_time_limit_keeps_the_value_of_the_last_state(
@@ -121,7 +121,7 @@ def test_forced_steps_have_no_say_in_the_normalisation() -> None:
 
 
 def test_advantages_that_are_alike_stay_small() -> None:
-    # Deviation 1e-5, taken for the floor of 1e-2.
+    # The deviation is 1e-5, and the floor of 1e-2 is used instead.
     scaled = normalise(torch.tensor([0.5, 0.50002]), torch.ones(2, dtype=torch.bool), floor=1e-2)
 
     torch.testing.assert_close(scaled, torch.tensor([-1e-3, 1e-3]), rtol=1e-2, atol=0)

@@ -88,7 +88,7 @@ def rollout(loop: RolloutLoop) -> Rollout:
 
 
 def forced_everywhere(rollout: Rollout, env: int) -> Rollout:
-    """The same rollout, in which environment `env` could do nothing but wait."""
+    """Return the same rollout with all actions of environment `env` forced."""
     slot = rollout.masks.slot.clone()
     slot[:, env, 1:] = False
     action = type(rollout.action)(*(head.clone() for head in rollout.action))
@@ -166,7 +166,7 @@ def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout
     with torch.no_grad():
         distribution, _, _ = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)
     entropy, share = distribution.entropy()
-    means = (entropy * share)[~rollout.masks.forced].mean(0)  # of the free decisions
+    means = (entropy * share)[~rollout.masks.forced].mean(0)  # over the actions that were not forced
     assert [only[head] for head in distribution.heads] == pytest.approx(means.tolist(), rel=1e-5)
     assert bonus() == pytest.approx(sum(only.values()), rel=1e-5)
     assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only["op"], rel=1e-5)

@@ -17,4 +17,4 @@ def test_a_checkpoint_holds_all_statistics_of_the_normalisers(tmp_path: Path) ->
         assert {part for part, _ in norm.named_buffers()} == {"mean", "var", "count"}
         for part, value in norm.named_buffers():
             assert torch.equal(saved[f"{name}.{part}"], value)
-        assert saved[f"{name}.count"] == 2 * 5  # hosts times ticks
+        assert saved[f"{name}.count"] == 2 * 5  # hosts times environment steps

@@ -100,7 +100,7 @@ def test_a_constant_stream_becomes_0_and_not_noise(constant: float, momentum: fl
         norm.update(torch.full((7, 11), constant))
 
     assert norm(torch.tensor(constant)).item() == pytest.approx(0.0, abs=1e-4)
-    # A first other value is measured on its own scale, not on that of a rounding error.
+    # The first different value is measured on its own scale, and not on that of a rounding error.
     assert norm(torch.tensor(constant + 1.0)).item() == pytest.approx(1.0, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""PPO on what the loop has played: ratio, bootstrap, and ends in mid-rollout."""
+"""PPO on collected rollouts: ratio, bootstrap value, and episodes that end within a rollout."""
 
 from collections.abc import Callable
 from itertools import product
@@ -18,7 +18,7 @@ Play = Callable[[RolloutLoop], None]
 
 
 def cut(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch, where: Tensor) -> None:
-    """Lets episodes end early, as a rollback would, at the ticks and environments `where` [T, N] says."""
+    """Terminate episodes early, like a rollback, at the steps and environments in `where` [T, N] bool."""
     real = loop.pool.step
 
     def step(action: Action) -> StepResult:
@@ -41,7 +41,7 @@ def perturb(policy: Policy) -> None:
 
 
 def returns_of(loop: RolloutLoop) -> Tensor:  # [T, N]
-    """The returns that the critic is asked to learn, on their own scale."""
+    """Return the critic's targets on the scale of the returns."""
     return loop.value_norm.inverse(loop.finish_rollout()[0].targets)
 
 

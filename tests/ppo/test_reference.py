@@ -19,11 +19,11 @@ from tests.ppo.reference import Judged, Played
 
 TICKS, ENVS = 12, 3
 LIMITS = np.array([2, 99, 4])
-"""Games of 5 steps: the first is always cut by the clock, the second never, the third before its answer."""
+"""Step limits for games of 5 steps: always truncated, never truncated, truncated before the answer."""
 
 CONFIG = PPOConfig(gamma=0.9, gae_lambda=0.8, value_clip=0.1, clip=0.1, advantage_floor=1e-9)
 TIGHT = {"rtol": 1e-4, "atol": 2e-5}
-"""What float32 leaves of float64."""
+"""Tolerances for float32 against float64."""
 
 
 def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutLoop:
@@ -31,14 +31,14 @@ def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutLoop:
     torch.manual_seed(0)
     made = Policy(shape_of(env), PolicyConfig(width=8, **policy))
     with torch.no_grad():
-        for parameter in made.parameters():  # not the careful start: anything
+        for parameter in made.parameters():  # arbitrary weights in place of the small initial ones
             parameter.add_(0.3 * torch.randn_like(parameter))
     norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
     return RolloutLoop(env, made, *norms, config, run_seed=3, privileged_norm=RunningMeanStd((CUE,)))
 
 
 def play(loop: RolloutLoop) -> tuple[Rollout, list[Played], list[reference.State]]:
-    """The second rollout of a loop, which begins in the middle of games, as PPO and as the reference are given it."""
+    """Collect a second rollout, which begins within games. Returns it in the forms of PPO and of the reference."""
     loop.begin_rollout()
     for _ in range(TICKS):
         loop.tick()
@@ -111,7 +111,7 @@ KINDS = pytest.mark.parametrize("kind", [{}, {"memory": "none"}, {"asymmetric": 
 def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     kind: dict[str, Any], sequence: int | None
 ) -> None:
-    """Whatever was reset, cut or masked. Values become targets on the scale of the returns so far."""
+    """For any resets, truncations and masks. Targets are on the scale of the returns so far."""
     loop = make_loop(PPOConfig(gamma=0.9, gae_lambda=0.8, advantage_floor=1e-9, sequence=sequence), **kind)
     rollout, played, before = play_with_scale(loop)
     buffer, (mean, deviation) = loop.buffer, played[1]
@@ -129,7 +129,7 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     table, free = columns(raw), ~buffer.masks.forced.numpy()
     expected = (table - table[free].mean()) / table[free].std()
     returns = table + mean + deviation * columns([one.values for one in judgements])
-    if sequence is not None:  # four ticks of each environment, three times over
+    if sequence is not None:  # three sequences of four steps for each environment
         expected, returns = (side_by_side(part, sequence) for part in (expected, returns))
     close(rollout.advantages, expected)
     close(loop.value_norm.inverse(rollout.targets), returns)
@@ -140,7 +140,7 @@ def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
 
 
 def play_with_scale(loop: RolloutLoop) -> tuple[Rollout, tuple[list[Played], tuple[float, float]], list[Any]]:
-    """As `play`, with mean and deviation of the value targets that held while it was played."""
+    """Return `play` with the mean and deviation of value targets that applied during the rollout."""
     scale: list[tuple[float, float]] = []
     update = loop.value_norm.update
 
@@ -166,7 +166,7 @@ def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | 
 
 
 def reference_terms(loop: RolloutLoop, rollout: Rollout, now: list[Judged], entropy: float) -> dict[str, float]:
-    """The terms of PPO by their definition, of a policy that judges differently now."""
+    """Return the PPO terms by definition, for a policy that has changed since the rollout."""
     free = ~rollout.masks.forced.numpy()
     ratio = np.exp(columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy())
     gain = rollout.advantages.double().numpy()
@@ -185,7 +185,7 @@ def reference_terms(loop: RolloutLoop, rollout: Rollout, now: list[Judged], entr
 
 @KINDS
 def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, Any]) -> None:
-    """After the policy has moved, with old and new far enough apart to be clipped; the gradient by differences."""
+    """The policy has moved far enough for clipping; the gradient is checked by finite differences."""
     loop = make_loop(**kind)
     rollout, played, before = play(loop)
     parameters = dict(loop.policy.named_parameters())
@@ -220,7 +220,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, An
 
 
 def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
-    """Against the reference's joint probabilities: exactly 0 where a choice is masked, 1 in sum over the rest."""
+    """Joint probabilities of the reference are exactly 0 where a choice is masked, and sum to 1 over the rest."""
     loop = make_loop()
     rollout, played, before = play(loop)
     policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)

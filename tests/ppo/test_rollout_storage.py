@@ -1,4 +1,4 @@
-"""What a rollout holds, what it is worth, and that it goes on from wherever it was saved."""
+"""Contents of a rollout, its bootstrap values, and resumption from any saved step."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator
@@ -33,12 +33,12 @@ def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play
 
 
 def storage(tensors: Iterable[Tensor]) -> list[int]:
-    """Addresses of the tensors' memory."""
+    """Return the memory addresses of tensors."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    """Says whether these are the same tensors in the same memory."""
+    """Return whether these are the same tensors in the same memory."""
     return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -68,7 +68,7 @@ def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
     """F6: a loop that was elsewhere goes on bit for bit from what another one saved, at every tick: recurrent state,
     rollout in flight and random numbers are in it."""
     loop, resumed = make_loop(2), make_loop(2)
-    resumed.run_seed = 8  # it meets other hosts
+    resumed.run_seed = 8  # other hosts than those of the saved rollout
     loop.begin_rollout()
     for tick in range(loop.pool.config.horizon):
         resumed.begin_rollout()
@@ -117,7 +117,7 @@ def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, p
     """F11: the last return is reward + V(s_T), with V found by one pass over the whole sequence and s_T behind it."""
     loop = make_loop(2, horizon_is_end=False, gamma=1.0, gae_lambda=0.0)
     with torch.no_grad():
-        loop.policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
+        loop.policy.value[-1].weight.mul_(20.0)  # so that values differ between steps
     play_rollout(loop)
     buffer = loop.buffer
     after = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)

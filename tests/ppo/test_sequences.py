@@ -1,4 +1,4 @@
-"""Rollouts cut into shorter sequences: the same steps, from the states that were remembered."""
+"""Rollouts split into shorter sequences: the same steps, from the stored recurrent states."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_a_rollout_that_is_saved_at_any_tick_continues_with_the_same_sequences(t
     play(loop, ticks)
     other.begin_rollout()
     for _ in range(ticks):
-        other.pool.step(loop.pool.space.blank(ENVS, loop.pool.device))  # its environments come to the same moment
+        other.pool.step(loop.pool.space.blank(ENVS, loop.pool.device))  # brings its environments to the same step
     saved = loop.state_dict()
     assert {"beyond", "later"} <= {*saved, *saved["buffer"]}
 

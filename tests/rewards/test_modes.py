@@ -1,4 +1,4 @@
-"""What holds for every mode, whatever a host does; and what each mode pays for."""
+"""Reward modes: properties that hold for every mode in any step, and the terms of each mode."""
 
 from dataclasses import replace
 from typing import get_args
@@ -51,7 +51,7 @@ def test_bounds_of_three_slots() -> None:
 def test_a_seed_that_comes_and_goes_and_changes_nothing_earns_nothing(
     mode: ModeName, advances: list[bool], waits: int, gamma: float, last: bool
 ) -> None:
-    """Compared with waiting for as many ticks, in the discounted sum; also where the episode ends with the cull."""
+    """Compare with waiting for as many ticks, in the discounted sum; also where the episode ends with the cull."""
     config = RewardConfig(mode=mode, gamma=gamma)
     cycle = [("WAIT", slot_tick(EMPTY))] * waits + life(advances)
     there = [tick(slot, op=op, last=last and i == len(cycle) - 1) for i, (op, slot) in enumerate(cycle)]
@@ -68,7 +68,7 @@ def test_a_seed_that_comes_and_goes_and_changes_nothing_earns_nothing(
 def test_a_seed_that_does_harm_earns_nothing_by_being_culled(
     mode: ModeName, measured: list[float], accuracies: list[float]
 ) -> None:
-    """What its cull gives back was taken before."""
+    """A cull pays back at most what was charged before."""
     account = Account(start=accuracies[0])
     total, last = 0.0, 0.0
     for contribution, accuracy in zip(measured, accuracies[1:], strict=False):
@@ -111,7 +111,7 @@ def test_minimal_asks_for_patience() -> None:
     assert reward(tick(slot_tick(young, CULLED), op="CULL"), "minimal") == -0.1
     assert reward(tick(slot_tick(old, CULLED), op="CULL"), "minimal") == 0.0
     assert reward(tick(slot_tick(BLENDING, fading), op="CULL"), "minimal") == -0.1
-    assert reward(tick(slot_tick(fading, fading, CULLED)), "minimal") == 0.0  # once is enough
+    assert reward(tick(slot_tick(fading, fading, CULLED)), "minimal") == 0.0  # the cost is charged once
 
 
 def test_simplified_counts_good_fossils_at_the_end() -> None:
@@ -164,7 +164,7 @@ def test_basic_pays_for_what_the_host_has_gained_with_what_is_kept() -> None:
 
 
 def escrow(slots: list[SlotTick], accuracies: list[float], last: bool = False) -> tuple[float, Account]:
-    """All that is paid for one seed, and its account."""
+    """Return the sum of all that is paid for one seed, and its account."""
     total, account = 0.0, slots[0].account
     for i, (slot, accuracy) in enumerate(zip(slots, accuracies, strict=True)):
         slot = slot._replace(account=account)

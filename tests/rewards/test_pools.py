@@ -1,4 +1,4 @@
-"""Every mode on real hosts: what is paid is what happened, whatever happens."""
+"""Every reward mode on real hosts: the reward is that of the measured events in any case."""
 
 import io
 from collections.abc import Callable
@@ -28,7 +28,7 @@ LEARNS = HostTraining(batches=8)
 
 @pytest.fixture(scope="module")
 def pool_of(make_pool: Callable[..., HostPool]) -> Callable[..., HostPool]:
-    """`pool_of(mode, n_envs, …)`: a small pool that is paid by `mode`."""
+    """Return `pool_of(mode, n_envs, …)`, which makes a small pool rewarded by `mode`."""
 
     def make(mode: ModeName, n_envs: int = 3, **changes: Any) -> HostPool:
         return make_pool(n_envs, reward=RewardConfig(mode=mode), **changes)
@@ -37,7 +37,7 @@ def pool_of(make_pool: Callable[..., HostPool]) -> Callable[..., HostPool]:
 
 
 def loaded(pool: HostPool) -> dict[str, Any]:
-    """Its state, as a checkpoint gives it back."""
+    """Return the pool's state after a round trip through a checkpoint."""
     file = io.BytesIO()
     torch.save(pool.state_dict(), file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -61,7 +61,7 @@ def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, po
 
 @pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "sparse"}))
 def test_the_reward_depends_on_the_state_and_the_action_alone(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
-    """A pool with another past that is given the state is paid the same: nothing else is remembered."""
+    """A pool with another past pays the same rewards once it is given the state: rewards have no other memory."""
     pool, other, wanderer, past = pool_of(mode), pool_of(mode), RandomValid(7), RandomValid(8)
     pool.reset([1, 2, 3])
     other.reset([4, 5, 6])
@@ -89,7 +89,7 @@ def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Call
     pools = [pool_of(mode, training=LEARNS, horizon=len(KEEP)) for mode in ("kept", "objective")]
     for pool in pools:
         pool.reset([1, 2, 3])
-    worth = [[env.validated.committed.accuracy for env in pools[0].envs]]  # nothing is kept yet, so there is no rent
+    worth = [[env.validated.committed.accuracy for env in pools[0].envs]]  # nothing is fossilized, so no rent
     kept, change = [], []
     for rows in KEEP:
         ours, theirs = (pool.step(act(*rows)) for pool in pools)
@@ -118,7 +118,7 @@ def test_shaping_of_an_episode_sums_to_nothing(mode: ModeName, pool_of: Callable
     torch.testing.assert_close(shaping.sum(0), torch.zeros(4, dtype=torch.float64), rtol=0.0, atol=1e-9)
 
 
-KEEP = [  # a seed that is kept, one that is culled, one that is kept too late
+KEEP = [  # one seed is fossilized, one is culled, one is fossilized too late
     [germinate(0, 2), germinate(0, 2), germinate(0, 2)],
     *[[WAIT] * 3] * 5,
     [fossilize(0), cull(0), WAIT],
@@ -211,7 +211,7 @@ def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
     assert paid == pytest.approx(dict.fromkeys(paid, 0.0) | taken_back | {"rollback": -0.75})
     assert step.reward[0].item() == pytest.approx(sum(paid.values()))
     assert all(account.credit == 0.0 for account in pool.envs[0].accounts)
-    # What follows is another trajectory: nothing of the seeds that were alive is paid or taken any more.
+    # A new trajectory begins: for the seeds that were alive nothing is paid or taken back any more.
     after = pool.step(act(WAIT, WAIT))
     assert {name: after.terms[name][0].item() for name in taken_back} == dict.fromkeys(taken_back, 0.0)
 
@@ -220,7 +220,7 @@ def test_what_is_kept_keeps_its_credit_through_a_rollback(pool_of: Callable[...,
     pool = pool_of("escrow", 1, training=LEARNS, horizon=12, governor=CALM)
     pool.reset([1])
     total = sum(pool.step(act(row)).reward.item() for row in (germinate(0, 2), WAIT, WAIT, WAIT, WAIT))
-    with breaking(pool, [0]):  # in the very tick in which it is kept
+    with breaking(pool, [0]):  # in the same tick in which it is fossilized
         total += pool.step(act(fossilize(0))).reward.item() + CALM.penalty
     account = pool.envs[0].accounts[0]
     assert account.credit > 0.0
@@ -264,7 +264,7 @@ def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_o
 
 
 def test_rewards_of_seeds_cost_nothing_where_nobody_is_paid_for_them(make_pool: Callable[..., HostPool]) -> None:
-    """By default nothing is measured that was not measured before there were modes."""
+    """In the default mode only the measurements that the objective needs are taken."""
     pool = make_pool(1, objective=ObjectiveConfig())
     assert not pool.envs[0].bare
     assert pool.envs[0].compute is None

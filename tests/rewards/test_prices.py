@@ -1,4 +1,4 @@
-"""What compute costs, prices that differ between episodes, and that both are seen by whoever pays them."""
+"""Price of compute, prices that differ between episodes, and their observation by the policy."""
 
 from collections.abc import Callable
 

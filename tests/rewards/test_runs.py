@@ -1,4 +1,4 @@
-"""Every mode trains Tamiyo, is plotted term by term, and is explained where users look for it."""
+"""Every reward mode trains the policy, is plotted term by term, and is documented where users look for it."""
 
 from pathlib import Path
 from typing import get_args

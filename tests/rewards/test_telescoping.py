@@ -1,4 +1,4 @@
-"""An episode's rewards sum to J at its end minus J at its start, whatever happened in between."""
+"""The rewards of an episode sum to J at its end minus J at its start, whatever happens in between."""
 
 from copy import deepcopy
 from functools import partial
@@ -27,11 +27,11 @@ CONFIG = EnvConfig(
 )
 
 RENT = 0.2769426
-"""Of one conv_light on 4 channels: 148 parameters on a host of 150, counted as 200, so 0.5·ln 1.74."""
+"""Rent of one conv_light on 4 channels: 148 parameters on a host of 150, counted as 200, so 0.5·ln 1.74."""
 
 WAIT = (Op.WAIT, 0)
 
-EPISODE = [  # (op, slot) of three hosts: nothing happens; one seed is kept and one is late; one seed goes
+EPISODE = [  # (op, slot) of three hosts: only WAIT; one seed fossilized and one too late; one seed culled
     [WAIT, (Op.GERMINATE, 0), (Op.GERMINATE, 0)],
     [WAIT, (Op.GERMINATE, 1), WAIT],
     [WAIT, (Op.FOSSILIZE, 0), WAIT],
@@ -51,7 +51,7 @@ def pool() -> HostPool:
 
 @torch.no_grad()
 def accuracy_by_hand(env: HostEnv, data: Split) -> float:
-    """Of the host with what it has fossilized, and nothing else."""
+    """Return the accuracy of the host with its fossilized seeds only."""
     network = deepcopy(env.network).eval()
     for slot in slots_of(network).values():
         if slot.stage is not Stage.FOSSILIZED:
@@ -60,7 +60,7 @@ def accuracy_by_hand(env: HostEnv, data: Split) -> float:
 
 
 def play(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
-    """One episode: its rewards [T, N], and accuracies [N] at its start and at its end."""
+    """Run one episode; return its rewards [T, N], and accuracies [N] at its start and at its end."""
     pool.reset([1, 2, 3])
     start = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
     rewards = torch.stack([pool.step(act(*choices)).reward.clone() for choices in EPISODE])
@@ -70,7 +70,7 @@ def play(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_rewards_sum_to_what_the_host_has_become_worth(pool: HostPool) -> None:
     rewards, start, end = play(pool)
-    rents = torch.tensor([0.0, RENT, 0.0])  # only what is kept is paid for
+    rents = torch.tensor([0.0, RENT, 0.0])  # rent is charged for fossilized seeds only
     torch.testing.assert_close(rewards.sum(0), end - rents - start, rtol=0.0, atol=1e-5)
     stages = [[slot.stage.name for slot in env.slots] for env in pool.envs]
     assert stages == [["DORMANT", "DORMANT"], ["FOSSILIZED", "PROBATIONARY"], ["BLENDING", "DORMANT"]]
@@ -78,7 +78,7 @@ def test_rewards_sum_to_what_the_host_has_become_worth(pool: HostPool) -> None:
 
 def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> None:
     rewards, _, _ = play(pool)
-    # In the third tick the second host pays; its accuracy moved by the rest, which is a whole number of images.
+    # In the third tick the second host pays rent; its accuracy moved by the rest, a whole number of images.
     images = (rewards[2, 1].item() + RENT) * pool.data.validation.samples
     assert images == pytest.approx(round(images), abs=1e-3)
     others = rewards[:-1, [0, 2]] * pool.data.validation.samples

@@ -1,4 +1,4 @@
-"""Terms of the rewards, against hand-computed numbers, and what holds for all numbers."""
+"""Reward terms against hand-computed numbers, and properties that hold for all numbers."""
 
 import math
 from itertools import pairwise
@@ -36,12 +36,12 @@ def test_the_discounted_sum_of_shaping_telescopes(potentials: list[float], gamma
 
 def test_attribution_by_hand() -> None:
     nothing_wrong = 1.0
-    assert terms.attribution(-3.0, 8.0, nothing_wrong) == -3.0  # it does harm
-    assert terms.attribution(5.0, -1.0, nothing_wrong) == 0.0  # it is needed, but the host has not gained
+    assert terms.attribution(-3.0, 8.0, nothing_wrong) == -3.0  # the seed does harm
+    assert terms.attribution(5.0, -1.0, nothing_wrong) == 0.0  # the host depends on the seed, but has not gained
     assert terms.attribution(9.0, 4.0, nothing_wrong) == 6.0  # √(4·9)
-    assert terms.attribution(4.0, 9.0, nothing_wrong) == 4.0  # no more than depends on it
+    assert terms.attribution(4.0, 9.0, nothing_wrong) == 4.0  # at most the contribution
     assert terms.attribution(4.0, 9.0, -0.2) == pytest.approx(4.0 / (1.0 + math.exp(0.6)))
-    assert terms.attribution(-4.0, 9.0, -0.2) == -4.0  # harm is not excused by harm
+    assert terms.attribution(-4.0, 9.0, -0.2) == -4.0  # a negative contribution is not reduced
 
 
 @given(points, points, st.floats(-100.0, 100.0))
@@ -69,7 +69,7 @@ def test_the_bonus_for_a_fossil_follows_its_contribution(contribution: float, bo
 
 @given(st.floats(0.0, 10.0), st.integers(7, 200))
 def test_the_drip_sums_to_seven_tenths_of_the_bonus(contribution: float, rest: int) -> None:
-    # From 7 ticks on not even the whole bonus meets the limit of 0.1 a tick.
+    # From 7 ticks on not even the whole bonus reaches the limit of 0.1 per tick.
     dripped = sum(terms.drip(contribution, 1.0, rest) for _ in range(rest))
     assert dripped == pytest.approx(0.7 * terms.fossil_bonus(contribution, 1.0))
 

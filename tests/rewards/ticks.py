@@ -1,4 +1,4 @@
-"""Ticks of hosts that never were: for rewards of what a host seldom does, and for arbitrary ones."""
+"""Synthetic environment steps for rewards: steps that hosts seldom take, and arbitrary ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ NEXT = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.
 
 
 def slot_tick(before: Seed, acted: Seed | None = None, after: Seed | None = None, **facts: Any) -> SlotTick:
-    """One slot in a tick in which nothing is measured but what `facts` say."""
+    """Return one slot in a step in which nothing is measured except `facts`."""
     usual = {"account": Account(), "contribution_before": 0.0, "contribution": 0.0, "growth": 0.0, "alpha": 0.0}
     acted = before if acted is None else acted
     return SlotTick(before, acted, acted if after is None else after, **usual | facts)
 
 
 def tick(*slots: SlotTick, **facts: Any) -> Tick:
-    """One host's tick in which nothing changes but what `facts` say."""
+    """Return one host's step in which nothing changes except `facts`."""
     usual = {
         "op": "WAIT", "over": False, "last": False, "diverged": False, "objective_before": 0.5, "objective": 0.5,
         "kept_objective_before": 0.5, "kept_objective": 0.5,
@@ -31,8 +31,8 @@ def tick(*slots: SlotTick, **facts: Any) -> Tick:
 
 
 def life(advances: Sequence[bool], growth: float = 0.3, start: float = 0.5) -> list[tuple[str, SlotTick]]:
-    """Op and slot, tick by tick, of a seed that is germinated, goes to the next stage at the end of the ticks that
-    `advances` names, and is culled; nothing depends on it."""
+    """Return op and slot, tick by tick, of a seed that is germinated, advances at the end of the ticks in `advances`,
+    and is culled; nothing depends on the seed."""
     ticks: list[tuple[str, SlotTick]] = []
     before, acted, op = EMPTY, Seed(Stage.GERMINATED, 0, 0, False), "GERMINATE"
     account = Account(start=start)
@@ -77,4 +77,4 @@ arbitrary_ticks = st.builds(
     chance=st.floats(0.1, 12.0),
     slots=st.lists(slots, max_size=3).map(tuple),
 )
-"""What no host need ever have done."""
+"""Strategy for arbitrary steps, including ones that no host can take."""

@@ -1,4 +1,4 @@
-"""Every legal decision there is, for the factored distribution to be compared with by brute force."""
+"""Enumeration of all legal actions, for brute-force checks of the factored distribution."""
 
 from itertools import product
 
@@ -17,9 +17,9 @@ DEFAULT = ALL | {"op": 4, "style": 1, "target": 1, "speed": 1, "curve": 1}
 
 
 def random_masks(rows: int, seed: int, sizes: Sizes = ALL) -> Masks:
-    """All by chance, but: to wait, to act at once and to grow something is always possible, and at once has no curve.
+    """Return random masks, with waiting, a change at once and one blueprint per slot always possible.
 
-    There is also somewhere to send alpha, and a ramp has a shape.
+    A change at once has no curve. At least one target for alpha is possible, and a ramp has at least one curve.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,7 +48,7 @@ def true(mask: Tensor) -> list[int]:
 
 
 def legal_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
-    """Every different decision; heads that do not matter are 0."""
+    """Return every distinct legal action; heads that do not matter are 0."""
     slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
     slots = {op: true(slot[op]) if op < sizes["op"] else [] for op in Op}
     actions = [WAIT]
@@ -68,18 +68,18 @@ def legal_actions(masks: Masks, row: int, sizes: Sizes = ALL) -> list[Row]:
 
 
 def every_action(sizes: Sizes) -> list[Row]:
-    """Whatever the numbers of the heads can say."""
+    """Return every combination of choices of all heads."""
     return list(product(*(range(sizes[head]) for head in HEADS)))
 
 
 def log_probs(logits: Tables, masks: Masks, row: int, actions: list[Row]) -> Tensor:
-    """Of several actions in one environment."""
+    """Return the log-probabilities of several actions in one environment."""
     n = len(actions)
     tables = {head: table[row].expand(n, *table.shape[1:]) for head, table in logits.items()}
     return FactoredDistribution(tables, Masks(*(m[row].expand(n, *m.shape[1:]) for m in masks))).log_prob(act(*actions))
 
 
 def probabilities(logits: Tables, masks: Masks, row: int, sizes: Sizes = ALL) -> dict[Row, float]:
-    """Of every legal action in one environment."""
+    """Return the probability of every legal action in one environment."""
     actions = legal_actions(masks, row, sizes)
     return dict(zip(actions, log_probs(logits, masks, row, actions).double().exp().tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""An episode under a controller."""
+"""Helper that plays an episode with a controller."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from esper_lightning.tamiyo.controller import Controller
 
 
 def episode(pool: HostPool, controller: Controller) -> Tensor:
-    """Decisions [T, heads, N] on three hosts; the pool raises if one is masked."""
+    """Play an episode on three hosts and return its actions [T, heads, N]; the pool raises if one is masked."""
     pool.reset([1, 2, 3])
     controller.reset(pool)
     taken = []

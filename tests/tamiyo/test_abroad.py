@@ -1,4 +1,4 @@
-"""A policy on hosts of another kind: shown to it as the places and seeds that it knows."""
+"""Transfer of a policy to hosts of another kind."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def home_of(pool: HostPool, **stand_ins: str) -> Home:
 
 
 def host_of_two(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """Slots of other names, one fewer, and of other widths."""
+    """Make a host with other slot names and widths, and one slot fewer, than the training hosts."""
     return CNN(input_shape, outputs, base=3, blocks=2, slots=["block1", "block2.pool"], channels_last=False)
 
 
@@ -80,7 +80,7 @@ def test_elsewhere_only_what_is_possible_is_done(
 ) -> None:
     controller = random_controller(known, make_policy, seed)
 
-    taken = episode(abroad, Abroad(controller, home_of(known, norm="depthwise")))  # the pool refuses what is masked
+    taken = episode(abroad, Abroad(controller, home_of(known, norm="depthwise")))  # the pool refuses masked actions
 
     op, slot, blueprint = taken[:, 0], taken[:, 1], taken[:, 2]
     assert (op == Op.GERMINATE).any()
@@ -106,7 +106,7 @@ def test_seeds_are_seen_as_what_they_stand_in_for(known: HostPool, abroad: HostP
 
 
 def assert_same_shares(seen: torch.Tensor, known: HostPool) -> None:
-    """Of all places in each stage, where the same was done to both pools."""
+    """Assert that the shares of slots in each stage are those of the policy's hosts after the same actions."""
     shares = [name.startswith("share.") for name in known.feature_names]
     assert sum(shares) > 5
     torch.testing.assert_close(seen[:, shares], known.observation.features[:, shares])
@@ -142,7 +142,7 @@ def test_nothing_can_be_done_in_a_place_that_is_not_there(known: HostPool, abroa
 
 
 def test_what_grows_on_hosts_of_another_task_alone_does_not_count(known: HostPool) -> None:
-    """A pool of several tasks names the seeds of all of them."""
+    """A pool of several tasks lists the blueprints of all of them; only those that its own hosts can grow count."""
     task = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
     config = replace(SMALL, actions=ActionConfig(tempos=SMALL.actions.tempos))
     common = Common(["place1", "place2"], ["conv_light", "lora"])

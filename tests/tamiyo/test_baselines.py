@@ -18,7 +18,7 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 
 
 def decisions(pool: HostPool, controller: RandomValid | WaitOnly, episodes: int = 1) -> list[Row]:
-    """Plays whole episodes; the pool raises if an action is not legal."""
+    """Play whole episodes and return the actions; the pool raises if an action is not legal."""
     taken = []
     for episode in range(episodes):
         pool.reset([3 * episode + i for i in range(3)])
@@ -61,7 +61,7 @@ def test_every_episode_goes_on_in_the_stream_of_random_numbers(pool: HostPool) -
 
 
 def test_a_random_op_is_drawn_first_and_evenly(make_pool: Callable[..., HostPool]) -> None:
-    # Three slots could be germinated against one way to wait, and yet both are as likely.
+    # Germination is possible in three slots and waiting in one way only, yet both ops are equally likely.
     fresh, controller = make_pool(50), RandomValid(0)
     ops = Counter(op for _ in range(20) for op in controller.act(fresh).op.tolist())
 

@@ -1,4 +1,4 @@
-"""Actions of any environment: one head or several, against torch's own distributions and by counting."""
+"""Actions of any environment, with one head or several, compared with torch's distributions and with enumeration."""
 
 from itertools import product
 
@@ -27,7 +27,7 @@ def distribution(space: ChoiceSpace, n: int = 6, seed: int = 0) -> tuple[ChoiceD
     possible = torch.rand(n, space.cells, generator=generator) < 0.6
     if space.masked:
         for mask in space.split(possible).values():
-            mask[..., 0] = True  # something always is
+            mask[..., 0] = True  # at least one choice is always possible
     masks = space.free(n, CPU)._replace(possible=possible)
     return ChoiceDistribution(logits, masks, space), masks
 
@@ -47,7 +47,7 @@ def test_probabilities_of_all_decisions_add_up_to_one(space: ChoiceSpace) -> Non
 
 @each_space
 def test_entropy_is_the_joint_one_in_units_of_even_choices(space: ChoiceSpace) -> None:
-    """Head by head, by walking through all decisions with torch's Categorical."""
+    """Head by head, compared with torch's Categorical over an enumeration of all actions."""
     drawn, masks = distribution(space)
     entropy, share = drawn.entropy()
     assert torch.equal(share, torch.ones(6, len(space.sizes)))

@@ -1,4 +1,4 @@
-"""Hill climbing with rent, in a real pool whose measurements are rewritten where a test needs others."""
+"""Hill climbing with rent, in a real pool whose measurements are overwritten where a test needs other values."""
 
 import math
 from collections.abc import Callable
@@ -46,13 +46,14 @@ def decision(rule: HillClimbing, pool: HostPool) -> Row:
 
 
 def on_probation(rule: HillClimbing, pool: HostPool, slot: int = 0) -> None:
-    """Plays until the seed in `slot` is blended in."""
+    """Play until the seed in `slot` is blended in."""
     while pool.envs[0].slots[slot].stage is not Stage.PROBATIONARY:
         pool.step(rule.act(pool))
 
 
 def price_of(pool: HostPool, slot: int, blueprint: str) -> float:
-    """Accuracy points that this seed must contribute on a host that has kept nothing, worked out by hand."""
+    """Return the accuracy points that this seed must contribute on a host without fossilized seeds, computed by
+    hand."""
     place = pool.envs[0].slots[slot]
     return 100 * 0.1 * math.log(1 + get(blueprint, place.layout).parameters(place.width) / 390)
 
@@ -74,7 +75,7 @@ def test_rent_is_that_of_growing_further_not_of_growing_from_scratch(pool: HostP
     pool.step(rule.act(pool))
     on_probation(rule, pool, slot=1)
 
-    # The second seed is dear on a bare host; on one that has grown already the same parameters cost less.
+    # The second seed is expensive on a bare host; after a first growth the same parameters cost less.
     pool.envs[0].records[1].contribution = 0.97 * price_of(pool, 1, "conv_light")
 
     assert decision(rule, pool) == fossilize(1)
@@ -169,7 +170,7 @@ def test_with_the_zero_gradient_rule_living_seeds_of_every_blueprint_are_left_al
 
 
 def tried(rule: HillClimbing, pool: HostPool) -> list[Row]:
-    """Germinations of an episode in which no seed is worth anything."""
+    """Return the germinations of an episode in which no seed has a net gain."""
     found = []
     for _ in range(pool.config.horizon):
         for record in pool.envs[0].records:
@@ -247,7 +248,7 @@ def test_no_mask_is_ever_broken(make_pool: MakePool, changes: dict[str, Any], at
     for _ in range(pool.config.horizon):
         action = rule.act(pool)
         ops |= set(action.op.tolist())
-        pool.step(action)  # which raises if something is masked
+        pool.step(action)  # raises if the action is masked
 
     assert {Op.GERMINATE, Op.CULL} <= ops
     assert (Op.ADVANCE in ops) == bool(changes)

@@ -18,7 +18,7 @@ def pool(make_pool: Callable[..., HostPool]) -> HostPool:
 
 @pytest.fixture(scope="module")
 def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
-    """With preferences, as if it had learned: to keep what may be kept, and else to grow."""
+    """Policy with preferences, as if trained: it fossilizes if possible, and otherwise germinates."""
     made = make_policy(pool)
     with torch.no_grad():
         made.heads.tables["op"].output.bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))

@@ -1,4 +1,4 @@
-"""The factored distribution against brute force over all legal actions."""
+"""Factored action distribution, compared with brute force over all legal actions."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_the_probabilities_of_all_legal_actions_sum_to_1(sizes: Sizes, seed: int
 
 
 def share(logits: Tensor, possible: list[int], choice: int) -> float:
-    """Softmax over the possible, in Python."""
+    """Return the softmax probability among the possible choices, computed in Python."""
     return math.exp(logits[choice]) / sum(math.exp(logits[other]) for other in possible)
 
 
@@ -85,7 +85,7 @@ def test_a_decision_is_as_likely_as_its_choices_one_after_the_other(seed: int) -
 
 def test_an_impossible_action_has_probability_0_exactly() -> None:
     masks = random_masks(3, seed=1)
-    # Logits that would love what is impossible.
+    # Logits that strongly prefer impossible choices.
     logits = random_logits(3, seed=1, spread=50.0)
 
     def said(row: Row) -> Row:
@@ -112,7 +112,7 @@ def test_actions_are_drawn_as_often_as_they_are_likely() -> None:
     expected = probabilities(logits, masks, 0)
     counts = dict.fromkeys(expected, 0)
     for action in drawn:
-        counts[tuple(action)] += 1  # raises if it is not legal
+        counts[tuple(action)] += 1  # raises if the action is not legal
     for action, p in expected.items():
         assert abs(counts[action] / draws - p) <= 5 * math.sqrt(p * (1 - p) / draws), action
 
@@ -135,7 +135,7 @@ def test_by_default_the_four_heads_draw_in_turn_and_the_others_draw_nothing() ->
     generator, by_hand = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
 
     def draw(table: Tensor, possible: Tensor) -> Tensor:
-        chances = table.masked_fill(~possible, -math.inf).softmax(-1).nan_to_num(1.0)  # nowhere to go: anywhere
+        chances = table.masked_fill(~possible, -math.inf).softmax(-1).nan_to_num(1.0)  # uniform if none is possible
         return torch.multinomial(chances, 1, generator=by_hand)[:, 0]
 
     action = FactoredDistribution(logits, masks).sample(generator)
@@ -187,11 +187,11 @@ GIVEN: dict[str, tuple[str, ...]] = dict.fromkeys(HEADS, ("op", "slot")) | {
     "slot": ("op",),
     "curve": ("op", "slot", "speed"),
 }
-"""What a head's choice may depend on."""
+"""Heads on which each head's choice may depend."""
 
 
 def conditional(of: dict[Row, float], head: str) -> list[tuple[float, dict[int, float]]]:
-    """A head's distribution in each situation that calls for it, with how likely the situation is."""
+    """Return a head's distribution in each situation that uses it, with the probability of the situation."""
     situations: dict[tuple[int, ...], dict[int, float]] = {}
     for row, p in of.items():
         action = dict(zip(HEADS, row, strict=True))
@@ -206,7 +206,7 @@ def conditional(of: dict[Row, float], head: str) -> list[tuple[float, dict[int, 
 
 
 def evenness(choices: dict[int, float]) -> float:
-    """Entropy over the greatest that so many choices can have."""
+    """Return the entropy relative to that of a uniform distribution over as many choices."""
     if len(choices) == 1:
         return 0.0
     return -sum(p * math.log(p) for p in choices.values()) / math.log(len(choices))
@@ -227,7 +227,7 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(size
             situations = conditional(of, head)
             free = sum(total for total, choices in situations if len(choices) > 1)
             assert freedom[row, h].item() == pytest.approx(free, abs=1e-5), head
-            if head == "curve":  # at once there is none to choose
+            if head == "curve":  # a change at once has no curve
                 situations = [(total, choices) for total, choices in situations if len(choices) > 1]
             matters = sum(total for total, _ in situations)
             assert share[row, h].item() == pytest.approx(matters, abs=1e-5), head
@@ -271,7 +271,7 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide() -> None:
     assert all(not head.any() for head in action)
     assert distribution.log_prob(action).tolist() == [0.0, 0.0]
     assert not (entropy * share).any()
-    # And no gradient, not even one that is not a number.
+    # There is no gradient either, not even NaN.
     (distribution.log_prob(action).sum() + (entropy * share).sum()).backward()
     assert all(not table.grad.any() for table in logits.values())
 
@@ -281,7 +281,7 @@ def test_a_change_at_once_has_one_curve_and_learns_nothing_of_it(change: Row) ->
     masks = random_masks(1, seed=4)
     masks.slot[:] = True
     masks.target[:] = True
-    masks.speed[:] = torch.arange(SPEEDS) == 0  # at once or not at all
+    masks.speed[:] = torch.arange(SPEEDS) == 0  # a change at once or none at all
     straight = random_logits(1, seed=4)
     bent = straight | {"curve": straight["curve"] + torch.tensor([-20.0, 20.0])}
     straight["curve"].requires_grad_()
@@ -307,7 +307,7 @@ def test_a_head_with_one_choice_is_not_there(head: str) -> None:
 
     assert set(whole) == set(HEADS)
     assert set(without) == set(HEADS) - {head}
-    if head != "speed":  # the others are as they were; a curve depends on the speed
+    if head != "speed":  # the other heads are unchanged; a curve depends on the speed
         assert without == {name: number for name, number in whole.items() if name != head}
 
 
@@ -315,7 +315,7 @@ def test_the_default_policy_has_four_heads() -> None:
     space = ActionConfig().space(["block1", "block2"], ["norm", "conv_light"])
 
     assert list(parameters_by_head(space.sizes)) == ["op", "slot", "blueprint", "tempo"]
-    # What grows where and how fast is always asked, even where there is one answer.
+    # Slot, blueprint and tempo always have a head, even with a single choice.
     one = ActionConfig(tempos={"FAST": 2}).space(["block1"], ["norm"])
     assert list(parameters_by_head(one.sizes)) == ["op", "slot", "blueprint", "tempo"]
 

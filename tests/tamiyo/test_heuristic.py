@@ -1,4 +1,4 @@
-"""The hand-written rule, put before histories that were written by hand too."""
+"""Heuristic baseline on hand-written histories."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,7 +14,7 @@ from tests.conftest import FREE
 from tests.decisions import WAIT, act, fossilize, germinate
 
 FLAT = [0.5] * 9  # validation accuracy of a host on a plateau
-STABLE = [2.0] * 9  # and its loss
+STABLE = [2.0] * 9  # validation loss of a stable host
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def started(pool: HostPool, **settings: Any) -> Heuristic:
 
 
 def tell(pool: HostPool, accuracy: list[float], loss: list[float] | None = None, slot: int = 0, **seed: float) -> None:
-    """Rewrites what has been measured; `contribution` and `ticks` in the stage are of the seed in `slot`."""
+    """Overwrite the measurements; `contribution` and `ticks` (in the stage) belong to the seed in `slot`."""
     state = deepcopy(pool.state_dict())
     env = state["envs"][0]
     env["history"]["accuracy"], env["history"]["loss"] = accuracy, loss or STABLE[: len(accuracy)]
@@ -59,7 +59,7 @@ def take(pool: HostPool, row: tuple[int, ...]) -> None:
 
 
 def grown(rule: Heuristic, pool: HostPool, slot: int = 0) -> tuple[int, ...]:
-    """Lets the rule germinate on a plateau, and lives on until the seed is on probation."""
+    """Let the rule germinate on a plateau, and continue until the seed is on probation."""
     tell(pool, FLAT)
     row = decision(rule, pool)
     assert row[:2] == (Op.GERMINATE, slot)
@@ -177,7 +177,7 @@ def test_a_blueprint_that_was_culled_is_skipped_until_its_penalty_has_faded(pool
     take(pool, decision(rule, pool))
     assert pool.envs[0].slots[0].stage is not Stage.PROBATIONARY
 
-    rule.memories[0].turn = 0  # it is the turn of the same blueprint
+    rule.memories[0].turn = 0  # the same blueprint is next
     tell(pool, FLAT)
     assert decision(rule, pool)[:3] == (Op.GERMINATE, 1, 1), "penalty 2 has halved to 1: still above 0.6"
     rule.memories[0].turn = 0
@@ -186,7 +186,7 @@ def test_a_blueprint_that_was_culled_is_skipped_until_its_penalty_has_faded(pool
 
 def test_whole_episodes_hold_only_legal_actions(make_pool: Callable[..., HostPool]) -> None:
     several = make_pool(3, horizon=16)
-    rule = Heuristic(HeuristicConfig(stable_loss=1.0, plateau_points=100.0, min_age=1))  # eager
+    rule = Heuristic(HeuristicConfig(stable_loss=1.0, plateau_points=100.0, min_age=1))  # germinates early
     ops = set()
     for episode in range(2):
         several.reset([3 * episode + i for i in range(3)])
@@ -194,20 +194,20 @@ def test_whole_episodes_hold_only_legal_actions(make_pool: Callable[..., HostPoo
         for _ in range(several.config.horizon):
             action = rule.act(several)
             ops |= set(action.op.tolist())
-            several.step(action)  # raises if it is not legal
+            several.step(action)  # raises if the action is not legal
 
     assert {Op.WAIT, Op.GERMINATE} <= ops and len(ops) > 2
 
 
 def test_it_advances_seeds_that_do_nothing_by_themselves(make_pool: Callable[..., HostPool]) -> None:
     free = make_pool(2, **FREE | {"horizon": 16})
-    rule = Heuristic(HeuristicConfig(stable_loss=1.0, plateau_points=100.0, min_age=1))  # eager
+    rule = Heuristic(HeuristicConfig(stable_loss=1.0, plateau_points=100.0, min_age=1))  # germinates early
     free.reset([1, 2])
     rule.reset(free)
     ops, stages = set(), set()
     for _ in range(free.config.horizon):
         action = rule.act(free)
-        free.step(action)  # raises if it is not legal
+        free.step(action)  # raises if the action is not legal
         ops |= set(action.op.tolist())
         stages |= {slot.stage for env in free.envs for slot in env.slots}
 

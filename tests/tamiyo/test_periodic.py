@@ -12,7 +12,7 @@ MakePool = Callable[..., HostPool]
 
 
 def rows(pool: HostPool, rule: Periodic) -> list[Row]:
-    """What is done to the first host, tick by tick; the pool raises if something is masked."""
+    """Return the actions on the first host at every tick; the pool raises if one is masked."""
     pool.reset(range(pool.n_envs))
     rule.reset(pool)
     done = []

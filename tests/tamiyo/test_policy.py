@@ -18,7 +18,7 @@ def policy() -> Policy:
     torch.manual_seed(0)
     made = Policy(SHAPE, PolicyConfig(width=WIDTH))
     with torch.no_grad():
-        for parameter in made.parameters():  # not the careful start: anything
+        for parameter in made.parameters():  # arbitrary weights instead of the initial ones
             parameter.add_(0.2 * torch.randn_like(parameter))
     return made
 
@@ -39,7 +39,7 @@ def sequence(seed: int) -> tuple[Observation, Masks, RecurrentState]:
 def in_single_steps(
     policy: Policy, observation: Observation, masks: Masks, state: RecurrentState, starts: Tensor
 ) -> tuple[Tensor, Tensor, RecurrentState]:
-    """Log-probabilities of the ops [T, N, ops], values [T, N] and the last state, tick by tick."""
+    """Return log-probabilities of the ops [T, N, ops], values [T, N] and the last state, computed tick by tick."""
     ops, values = [], []
     for t in range(TICKS):
         now = Observation(*(part[t] for part in observation)), state, Masks(*(part[t] for part in masks)), starts[t]
@@ -114,7 +114,7 @@ def test_a_pass_changes_neither_the_state_it_was_given_nor_the_policy(policy: Po
 def test_environments_do_not_see_each_other(policy: Policy) -> None:
     observation, masks, state = sequence(4)
     starts = torch.zeros(TICKS, ENVS, dtype=torch.bool)
-    starts[3, 0] = True  # a neighbour's reset cuts the sequence, and nothing else
+    starts[3, 0] = True  # a neighbour's reset splits the sequence and has no other effect
     middle = slice(1, 2)
 
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_new_policy_prefers_nothing_and_gives_every_weight_a_gradient() -> Non
 
 
 def test_a_new_memory_lets_go_slowly() -> None:
-    """Where nothing that comes in says otherwise: its gate of forgetting begins at 1, and no other does."""
+    """Without input only the biases of the gates act: that of the forget gate starts at 1, all others at 0."""
     fresh = Policy(SHAPE, PolicyConfig(width=WIDTH))
     observation, masks, state = sequence(7)
     for weight in (fresh.lstm.weight_ih_l0, fresh.lstm.weight_hh_l0):

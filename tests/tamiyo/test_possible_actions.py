@@ -1,4 +1,4 @@
-"""Actions that are possible, and the heads that they teach."""
+"""Possible actions, and the heads that receive a gradient from them."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -52,7 +52,7 @@ def test_impossible_actions_are_never_drawn_and_never_carried_out(
     ],
 )
 def test_only_heads_that_matter_get_a_gradient(make_pool: MakePool, row: Row, reached: list[str]) -> None:
-    """F23: the log-probability of an op reaches the heads that have an effect on it, and no other."""
+    """F23: the log-probability of an op reaches only the heads that have an effect on it."""
     pool = make_pool(1, **FREE)
     masks = pool.masks
     everything = masks._replace(**{name: torch.ones_like(getattr(masks, name)) for name in ("slot", "target", "speed")})

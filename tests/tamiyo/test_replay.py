@@ -1,4 +1,4 @@
-"""Schedules played in a pool, and written down from what others do."""
+"""Schedules that are played in a pool, and recorded from other controllers."""
 
 from collections.abc import Callable
 from itertools import product
@@ -31,7 +31,7 @@ def schedule(*entries: Entry) -> Schedule:
 
 
 def taken(pool: HostPool, controller: FixedSchedule, host: int = 0) -> list[Row]:
-    """What was done to one host, tick by tick; the pool raises if it is not possible."""
+    """Return the actions on one host at every tick; the pool raises if one is not possible."""
     pool.reset([1, 2])
     controller.reset(pool)
     done = []
@@ -55,7 +55,7 @@ def test_entries_are_carried_out_at_their_ticks(pool: HostPool) -> None:
 def test_an_entry_waits_until_it_is_possible(pool: HostPool) -> None:
     plan = schedule(grow(0, "block3"), Entry(1, "FOSSILIZE", "block3"))
 
-    # One tick to learn, one more by the lifecycle's settings, one to blend.
+    # One tick to train, one more by the lifecycle's settings, one to blend.
     assert taken(pool, FixedSchedule(plan)) == [germinate(2), WAIT, WAIT, fossilize(2), WAIT, WAIT]
     assert pool.envs[0].slots[2].stage is Stage.FOSSILIZED
 
@@ -74,7 +74,7 @@ def test_what_is_in_the_way_of_a_later_entry_for_its_slot_is_given_up(pool: Host
         grow(0, "block3"), Entry(1, "CULL", "block3"), Entry(2, "FOSSILIZE", "block3"), grow(2, "block3", "conv_small")
     )
 
-    # After a cull the slot is closed for a tick; then there is nothing to fossilize, but room.
+    # After a cull the slot is closed for a tick; then there is no seed to fossilize, but room for a new one.
     assert taken(pool, FixedSchedule(plan)) == [germinate(2), cull(2), WAIT, germinate(2, 1), WAIT, WAIT]
 
 
@@ -136,14 +136,14 @@ def test_on_hosts_that_are_rolled_back_a_schedule_goes_on(make_pool: Callable[..
     with breaking(pool, [1]):
         pool.step(controller.act(pool))
     while pool.envs[0].tick < pool.config.horizon:
-        pool.step(controller.act(pool))  # which raises if something is masked
+        pool.step(controller.act(pool))  # raises if the action is masked
 
     assert pool.envs[0].slots[2].stage is Stage.FOSSILIZED
     assert pool.envs[1].slots[2].stage is not Stage.FOSSILIZED
 
 
 class Germinates:
-    """The same again and again, where it is allowed."""
+    """Germinates the same seed whenever it is possible."""
 
     def reset(self, pool: HostPool) -> None:
         pass
@@ -198,5 +198,5 @@ def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: Callable[.
     prices = [env.habitat.member.price for env in varied.envs]
     assert set(prices) == {0.0, 0.1, 0.3, 1.0}
     blueprints = [varied.space.blueprint[int(chosen)] for chosen in action.blueprint]
-    # 0.3 is .25 from 0.05 and .2 from 0.5.
+    # 0.3 differs by 0.25 from 0.05 and by 0.2 from 0.5.
     assert blueprints == ["conv_light" if price < 0.2 else "norm" for price in prices]

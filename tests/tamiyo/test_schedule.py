@@ -1,4 +1,4 @@
-"""Schedules and their files."""
+"""Schedules and their JSON files."""
 
 import json
 from collections.abc import Callable

@@ -13,12 +13,12 @@ from esper_lightning.tamiyo.stretches import stretches
 def test_an_lstm_over_stretches_is_one_that_is_reset_step_by_step(
     steps: int, envs: int, resets: float, seed: int
 ) -> None:
-    """In float64, against a loop that knows nothing of packing."""
+    """Compare with a loop over single steps, in float64."""
     torch.manual_seed(seed)
     lstm = nn.LSTM(3, 5).double()
     x, hidden, cell = (torch.randn(*shape).double() for shape in ((steps, envs, 3), (envs, 5), (envs, 5)))
     starts = torch.rand(steps, envs) < resets
-    starts[0] = False  # what comes before the first step is for whoever gives the state
+    starts[0] = False  # the initial state, not a reset, defines the state before the first step
 
     cut = stretches(starts)
     begin = cut.begin_with(hidden)[None], cut.begin_with(cell)[None]

@@ -1,4 +1,4 @@
-"""Data sets that tests write, in the formats of the real ones."""
+"""Data sets that tests write in the formats of the real ones."""
 
 import hashlib
 import pickle
@@ -10,7 +10,7 @@ from torchvision.datasets import CIFAR10
 
 
 def write_cifar10(root: Path, patch: pytest.MonkeyPatch, each: int) -> Path:
-    """Six files of `each` random images below `root`, with the checksums that torchvision then asks for."""
+    """Write six files of `each` random images below `root`, and make torchvision expect their checksums."""
     folder = root / CIFAR10.base_folder
     folder.mkdir()
     random = np.random.default_rng(0)

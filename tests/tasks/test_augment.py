@@ -1,4 +1,4 @@
-"""Varied images against torchvision, one image after the other; and what must hold whatever is drawn."""
+"""Augmented images compared with torchvision, image by image, and properties that hold for all random draws."""
 
 from collections import Counter
 from typing import Any
@@ -20,13 +20,13 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def pictures(count: int, *shape: int) -> Tensor:
-    """Pixels are 1, 2, 3 …: no two in a batch are alike and none is zero."""
+    """Return images with pixels 1, 2, 3 …: all pixels in a batch differ and none is zero."""
     size = (count, *shape)
     return torch.arange(1.0, 1.0 + torch.Size(size).numel()).view(size)
 
 
 def by_torchvision(images: Tensor, choices: Choices, config: AugmentConfig) -> Tensor:
-    """As the papers say, image by image."""
+    """Augment image by image, as defined in the papers."""
     varied = []
     for i, image in enumerate(images):
         _, height, width = image.shape

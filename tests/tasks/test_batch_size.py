@@ -1,4 +1,4 @@
-"""The batch size that runs is the one that is configured."""
+"""The configured batch size is used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +21,12 @@ HOSTS = 2
 
 @pytest.fixture
 def learned_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Samples of each minibatch that hosts, one by one or all at once, learn from in the last tick."""
+    """Return a list of the sizes of all minibatches in the last tick, whether hosts train one by one or stacked."""
     samples: list[int] = []
     measure, step = Task.measure, HostPool.step
 
     def begun(pool: HostPool, action: Action) -> StepResult:
-        samples.clear()  # before the first tick seeds are tried out
+        samples.clear()  # drop calls before the tick, when seeds are tried out
         return step(pool, action)
 
     def watched(task: Task, outputs: Tensor, targets: Tensor) -> Measures:
@@ -40,13 +40,13 @@ def learned_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def minibatches(executor: str, size: int, number: int) -> list[int]:
-    """So many minibatches of `size` samples for each host, as an executor takes them."""
+    """Return the sizes of `number` minibatches of `size` samples for each host, in the form an executor uses."""
     return [HOSTS * size] * number if executor == "fused" else [size] * (HOSTS * number)
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
 def test_the_configured_batch_size_runs(make_pool: MakePool, learned_from: list[int], executor: str) -> None:
-    """F17: hosts on digits learn from as many and as large minibatches as are configured, whoever trains them."""
+    """F17: every executor trains hosts on digits with the configured number and size of minibatches."""
     pool = make_pool(HOSTS, training=HostTraining(batch_size=7, batches=3), executor=executor)
     pool.step(act(WAIT, WAIT))
 
@@ -59,7 +59,7 @@ def test_the_configured_batch_size_runs(make_pool: MakePool, learned_from: list[
 def test_the_configured_batch_size_runs_on_cifar10(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned_from: list[int], executor: str, size: int
 ) -> None:
-    """F17: a run of configs/cifar10.yaml learns from minibatches of its 128 samples, or of the number given instead."""
+    """F17: configs/cifar10.yaml trains with minibatches of its 128 samples, or of the given number."""
     write_cifar10(tmp_path, monkeypatch, each=30)
     built = cli(
         *("--config", str(CONFIGS / "cifar10.yaml"), "--trainer.default_root_dir", str(tmp_path / "runs")),

@@ -1,4 +1,4 @@
-"""Minibatches are taken apart and put together without a sample losing what was drawn for it."""
+"""Minibatches are split and concatenated without separating a sample from its augmentation."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SETTINGS = [AugmentConfig(), AugmentConfig(flip=True), ALL]
 
 
 def tick(config: AugmentConfig, seed: int = 0) -> Batches:
-    """Three minibatches of eight samples."""
+    """Return three minibatches of eight samples."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randperm(40, generator=generator)[:24].view(3, 8)
     return Batches(indices, draw_choices(config, indices.shape, generator))

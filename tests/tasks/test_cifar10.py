@@ -1,4 +1,4 @@
-"""CIFAR-10: the real format, read from a small copy that is made here; the download up to its request."""
+"""CIFAR-10: the real format, read from a small generated copy; the download up to its request."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,12 @@ from esper_lightning.tasks.cifar10 import channel_statistics
 from tests.tasks.stored import write_cifar10
 
 EACH = 12
-"""Images in each of the five files that are learned from, and in the one for test."""
+"""Number of images in each of the five training files, and in the test file."""
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small data set in the real format."""
+    """Write a small data set in the real format."""
     return write_cifar10(tmp_path, monkeypatch, EACH)
 
 

@@ -1,4 +1,4 @@
-"""Any LightningDataModule as a task."""
+"""LightningDataModules as tasks."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SIZES = {"train": 23, "val": 11, "test": 7}
 
 
 class Numbers(LightningDataModule):
-    """Samples that know where they belong; the training data come in a random order."""
+    """Data module whose samples contain their index; the training data come in a random order."""
 
     def setup(self, stage: str) -> None:
         parts = {"fit": ("train", "val"), "test": ("test",)}[stage]
@@ -66,7 +66,7 @@ def test_it_is_the_same_data_again_and_nobody_else_s_random_numbers_are_used() -
 
 
 class Divided(Complete):
-    """Draws its parts from the generators that others use."""
+    """Data module that draws its splits from the global random generators."""
 
     def make(self, part: str) -> TensorDataset:
         self.drawn = (np.random.permutation(100).tolist(), random.random())
@@ -115,7 +115,7 @@ def with_batches(change: Callable[[Tensor, Tensor], Any]) -> LightningDataModule
 
 
 def ragged(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The last batch, which is smaller, has targets of another kind."""
+    """Data module whose last, smaller batch has targets of another type."""
     return (x, y) if len(x) == 5 else (x, y.view(-1, 1).expand(-1, 4))
 
 

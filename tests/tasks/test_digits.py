@@ -1,4 +1,4 @@
-"""Handwritten digits: real images, split once and for all."""
+"""Handwritten digits: real images with a fixed split."""
 
 from collections import Counter
 from itertools import chain
@@ -17,7 +17,7 @@ def data() -> TaskData:
 
 
 def pictures(data: TaskData, split: Split) -> list[bytes]:
-    """Image and digit as they are in the file: grey values 0 to 16, recovered from the standardised ones."""
+    """Return image and digit as in the file: grey values 0 to 16, recovered from the standardised ones."""
     low, high = data.train.inputs.min(), data.train.inputs.max()
     grey = ((split.inputs - low) / (high - low) * 16).round().to(torch.int64).flatten(1)
     return [row.tobytes() for row in torch.cat([grey, split.targets[:, None]], 1).numpy()]
@@ -35,7 +35,7 @@ def test_the_images_are_split_into_three_parts(data: TaskData) -> None:
 def test_no_image_is_in_two_parts_and_none_is_lost(data: TaskData) -> None:
     images, digits = load_digits(return_X_y=True)
     known = np.concatenate([images, digits[:, None]], 1).astype(np.int64)
-    assert len({row.tobytes() for row in known}) == 1797  # no two are alike, so a picture tells its place
+    assert len({row.tobytes() for row in known}) == 1797  # all images differ, so an image determines its index
     parts = [pictures(data, split) for split in data[:3]]
     assert Counter(chain(*parts)) == Counter(row.tobytes() for row in known)
 

@@ -1,4 +1,4 @@
-"""One function measures outputs of images and of sequences, on whatever device they are."""
+"""One function measures the outputs for images and for sequences, on any device."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from esper_lightning.tasks import CIFAR10, Digits, Synthetic, Task
 
 META = torch.device("meta")
-"""A device that has shapes and types alone. Nothing that lies on the processor can be computed with there."""
+"""The meta device, which has shapes and dtypes only; operations that mix it with CPU tensors fail."""
 
 
 def test_one_measure_serves_images_and_sequences() -> None:
@@ -30,7 +30,7 @@ def test_one_measure_serves_images_and_sequences() -> None:
 def test_every_task_measures_on_the_device_of_the_outputs(
     task: Task, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """F15: every task measures on another device than the processor, with nothing that was made elsewhere."""
+    """F15: every task measures on another device than the CPU, without tensors from elsewhere."""
     outputs = torch.zeros(*shape, 3, device=META, dtype=dtype)
     measures = task.measure(outputs, torch.zeros(shape, device=META, dtype=torch.int64))
 

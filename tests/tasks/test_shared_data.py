@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
 
 
 def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
-    """The same tensors in the same memory."""
+    """Return True if the tensors share their memory."""
     return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
 
 
 def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S5: a data set is loaded once, shared by all pools, and kept by no cache once they are gone."""
+    """S5: a data set is loaded once, shared by all pools, and freed with them."""
     loads: list[Digits] = []
     real = Digits.load
 

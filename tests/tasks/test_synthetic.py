@@ -1,4 +1,4 @@
-"""Synthetic: it can be learned, and is the same whenever it is made."""
+"""Synthetic data: learnable, and the same each time they are generated."""
 
 import pytest
 import torch

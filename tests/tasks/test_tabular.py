@@ -1,4 +1,4 @@
-"""Tabular: numbers and words become columns, by what the training rows alone say."""
+"""Tabular data: numbers and words are encoded with statistics of the training rows only."""
 
 import csv
 from pathlib import Path

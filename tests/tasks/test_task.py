@@ -1,4 +1,4 @@
-"""How outputs are judged, against double precision."""
+"""The measure of outputs, compared with double precision."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from esper_lightning.tasks import Digits, Split, TaskData
 
-TASK = Digits()  # measures as every task does unless it says otherwise
+TASK = Digits()  # a task with the default measure
 
 
 def drawn(*shape: int, classes: int = 7, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -18,7 +18,7 @@ def drawn(*shape: int, classes: int = 7, scale: float = 3.0) -> tuple[Tensor, Te
 
 
 def reference(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and share of right answers of each sample, in double precision."""
+    """Return loss and accuracy of each sample in double precision."""
     logs = log_softmax(outputs.numpy().astype(np.float64), axis=-1)
     chosen = np.take_along_axis(logs, targets.numpy()[..., None], axis=-1)[..., 0]
     right = logs.argmax(-1) == targets.numpy()
@@ -38,7 +38,7 @@ def test_measures_agree_with_double_precision(shape: tuple[int, ...], scale: flo
 
 
 def test_a_sequence_counts_its_right_predictions_by_hand() -> None:
-    outputs = torch.tensor([[[9.0, 0.0], [9.0, 0.0]], [[0.0, 9.0], [9.0, 0.0]]])  # says 0 0 and 1 0
+    outputs = torch.tensor([[[9.0, 0.0], [9.0, 0.0]], [[0.0, 9.0], [9.0, 0.0]]])  # predicts 0 0 and 1 0
     measures = TASK.measure(outputs, torch.tensor([[0, 1], [1, 0]]))
     assert measures.correct.tolist() == [0.5, 1.0]
 

@@ -1,4 +1,4 @@
-"""Text: every token is followed by the right one, and no part of the text is seen twice."""
+"""Text: every target is the next token, and the splits do not overlap."""
 
 import sys
 from pathlib import Path

@@ -26,7 +26,7 @@ def test_noise_has_its_deviation_and_wrong_labels_their_share(digits: TaskData) 
     varied = Variant(noise=0.5, label_noise=0.4).apply(digits)
     added = varied.train.inputs - digits.train.inputs
     assert added.std().item() == pytest.approx(0.5, rel=0.02) and added.mean().item() == pytest.approx(0.0, abs=0.01)
-    # A label that is drawn anew is the right one in one of ten.
+    # One of ten random labels is the right one.
     wrong = (varied.train.targets != digits.train.targets).float().mean().item()
     assert wrong == pytest.approx(0.4 * 0.9, abs=0.04)
 
@@ -61,7 +61,7 @@ def test_what_each_transform_does(digits: TaskData) -> None:
     shuffled = Variant(transform="shuffled").apply(digits)
     weights = torch.randn(64, generator=torch.Generator().manual_seed(1))
     order = (shuffled.train.inputs.flatten(1).T[:, None] == digits.train.inputs.flatten(1).T[None]).all(-1).float()
-    order = order / order.sum(1, keepdim=True)  # pixels that are always blank cannot be told apart
+    order = order / order.sum(1, keepdim=True)  # pixels that are always blank cannot be distinguished
     for name in ("validation", "test"):
         ours, plain = (getattr(data, name).inputs.flatten(1) for data in (shuffled, digits))
         torch.testing.assert_close(ours @ weights, plain @ order.T @ weights, msg="another order in another split")

@@ -1,4 +1,4 @@
-"""Small real runs in which something is wrong, and what was said of it."""
+"""Small real runs with a provoked fault, and the anomalies that they report."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ SMALL = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--data.env.horizon=8", "--data.env.training.batches=4"),
     *("--data.n_envs=8", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
 )
-"""Eight hosts, eight ticks of four minibatches: half a second a rollout."""
+"""Settings of a small run: eight hosts, eight ticks of four minibatches; half a second per rollout."""
 
 
 class Found:
-    """What a run said of itself."""
+    """Anomalies that a run reported: printed lines, and levels by name."""
 
     def __init__(self, cli: EsperCLI, root: Path, lines: list[str]) -> None:
         self.cli = cli
@@ -34,11 +34,11 @@ class Found:
         }
 
     def at_least(self, level: int) -> set[str]:
-        """Anomalies that have ever been at `level` (1: warning, 2: critical)."""
+        """Return the anomalies that were ever at `level` (1: warning, 2: critical) or above."""
         return {name for name, levels in self.levels.items() if max(levels) >= level}
 
     def raised(self, name: str) -> str:
-        """The line that an anomaly was first raised with."""
+        """Return the line with which an anomaly was first raised."""
         return next(line for line in self.lines if line.startswith(f"anomaly {name}: "))
 
 
@@ -47,7 +47,7 @@ Run = Callable[..., Found]
 
 @contextmanager
 def listening(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The lines that telemetry says."""
+    """Collect the lines that telemetry prints."""
     lines: list[str] = []
     with patch.context() as inner:
         inner.setattr(telemetry, "say", lines.append)
@@ -55,14 +55,14 @@ def listening(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def run(root: Path, patch: pytest.MonkeyPatch, *args: str) -> Found:
-    """A small run with a folder below `root`."""
+    """Run a small training with its folder below `root`."""
     with listening(patch) as lines:
         built = cli(*SMALL, "--trainer.default_root_dir", str(root), *args)
     return Found(built, root, lines)
 
 
 class Stillborn(nn.Module):
-    """x + relu(norm(conv(x))), all zero as the identity: behind a ReLU of zero no gradient ever comes back."""
+    """x + relu(norm(conv(x))) with all parameters zero: an identity whose ReLU never passes a gradient back."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Stillborn(nn.Module):
 
 @contextmanager
 def dead_blueprints(patch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    """Blueprints of Stillborn, for as long as this lasts."""
+    """Register blueprints of `Stillborn` for the duration of the context."""
     with patch.context() as inner:
         inner.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
         for name in names:
@@ -92,7 +92,7 @@ def dead_blueprints(patch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
 
 @contextmanager
 def open_gate(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """G0 lets everything pass, as if the batch that it tries seeds on had given each a gradient by chance."""
+    """Let every seed pass gate G0, as if its trial batch had happened to give it a gradient."""
     with patch.context() as inner:
         inner.setattr("esper_lightning.growth.probe._reasons", lambda slot, trial: [])
         yield

@@ -1,4 +1,4 @@
-"""Rules for anomalies: the state machine, what is looked at, and the page that explains them."""
+"""Anomaly rules: the state machine, the inputs of the rules, and the page that explains them."""
 
 import math
 import re
@@ -23,7 +23,7 @@ TWICE = Bounds(warning=1.0, critical=2.0, updates=2, clear=3)
 
 
 def levels(values: list[float], rule: Rule = ABOVE, bounds: Bounds = TWICE) -> list[int]:
-    """The level after each of these values."""
+    """Return the level after each of these values."""
     watch, found = Watch(), []
     for value in values:
         watch = step(watch, rule, value, Limits(bounds.warning, bounds.critical), bounds)
@@ -35,14 +35,14 @@ def levels(values: list[float], rule: Rule = ABOVE, bounds: Bounds = TWICE) -> l
     ("values", "expected"),
     [
         ([1.5, 1.5, 1.5], [0, 1, 1]),
-        ([1.5, 0.5, 1.5, 0.5], [0, 0, 0, 0]),  # never twice in a row
+        ([1.5, 0.5, 1.5, 0.5], [0, 0, 0, 0]),  # never out of bounds twice in a row
         ([2.5, 1.5, 2.5, 2.5], [0, 1, 1, 2]),
         ([2.5, 2.5, 0.5, 0.5, 1.5, 0.5, 0.5, 0.5], [0, 2, 2, 2, 1, 1, 1, 0]),
-        ([2.5, 2.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5], [0, 2, 2, 2, 1, 1, 1, 0]),  # it eases, then it is over
+        ([2.5, 2.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5], [0, 2, 2, 2, 1, 1, 1, 0]),  # eases to a warning, then clears
         ([2.5, 2.5, 0.5, 1.5, 0.5, 1.5, 0.5], [0, 2, 2, 2, 2, 1, 1]),
         ([math.nan, math.nan], [0, 2]),
         ([-math.inf, math.inf], [0, 2]),
-        ([1.0, 1.0, 1.0], [0, 0, 0]),  # at its bound it is not out of bounds
+        ([1.0, 1.0, 1.0], [0, 0, 0]),  # a value at its bound is not out of bounds
     ],
 )
 def test_it_takes_updates_in_a_row_to_get_from_one_level_to_the_next(values: list[float], expected: list[int]) -> None:
@@ -222,7 +222,7 @@ def test_no_bound_of_no_updates() -> None:
 
 
 def row(rule: Rule) -> str:
-    """A rule as the page shows it."""
+    """Return a rule as the page shows it."""
     bounds = CONFIG.bounds(rule)
     sign = "> " if rule.side == "above" else "< "
     limits = ["–" if limit is None else f"{sign}{limit:g}" for limit in (bounds.warning, bounds.critical)]

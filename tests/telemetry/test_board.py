@@ -1,4 +1,4 @@
-"""TensorBoard: what the documentation promises is in the files of a real run, once, and finite."""
+"""TensorBoard: everything that the documentation promises is in the files of a real run, once, and finite."""
 
 import math
 import re
@@ -28,10 +28,10 @@ RICH = (
     ),
     "--data.n_envs=6",
 )
-"""A run that has something to show under every tag: steps that are skipped, seeds that are kept in pairs."""
+"""Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
 NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"}
-"""Need a GPU, and several tasks: see test_cli_mixed."""
+"""Tags that need a GPU, or several tasks (see test_cli_mixed)."""
 
 EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
 
@@ -42,7 +42,7 @@ def reader(folder: Path) -> EventAccumulator:
 
 @pytest.fixture(scope="module")
 def rich(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
-    """What a reader finds of a run that shows everything."""
+    """Return what TensorBoard's reader finds in the files of a run that writes every tag."""
     root = tmp_path_factory.mktemp("rich")
     cli(*RICH, "--trainer.default_root_dir", str(root))
     return reader(only_run(root).folder)
@@ -132,7 +132,7 @@ def test_settings_are_shown_as_what_they_are(text: str, value: object) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tick", rest_is_slow([4, 5, 8], {8}))
 def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
-    """In the folder of the whole run, whose later points are void."""
+    """Resume in the folder of the whole run, whose later points are void."""
     every = ("--telemetry.figures_every=1", "--telemetry.raised_ticks=0")
     fit(tmp_path, *with_callback(SaveEveryTick), *every)
     run = only_run(tmp_path)
@@ -209,7 +209,7 @@ def test_the_page_shows_the_guide() -> None:
 
 
 def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> None:
-    """From the middle of a rollout, of which nobody has seen the beginning: no figure of it is invented."""
+    """Resume in the middle of a rollout whose start was not observed: no figure of it is drawn."""
     fit(tmp_path, *with_callback(SaveEveryTick), "--telemetry.level=off", "--trainer.max_epochs=1")
     run = only_run(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Events: what is written can be read back, also after a crash, and a resumed run tells everything once."""
+"""Events: they can be read back, even after a crash, and a resumed run writes each of them once."""
 
 import json
 import math
@@ -99,14 +99,14 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str, message: st
 
 
 def told(root: Path) -> list[Event]:
-    """What a run told, but for what may differ between equal runs: how long it took to write checkpoints."""
+    """Return the events of a run without the seconds that writing checkpoints took, which differ between equal runs."""
     events = read_events(only_run(root).folder / "events.jsonl")
     return [event._replace(seconds=0.0) if hasattr(event, "seconds") else event for event in events]
 
 
 @pytest.mark.parametrize("tick", rest_is_slow([1, 4, 5, 8], {8}))
 def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
-    """From the checkpoint of any tick, with the whole run's file already there: as after `kill -9`."""
+    """Resume from the checkpoint of any tick with the whole run's file in place, as after `kill -9`."""
     fit(tmp_path, *with_callback(SaveEveryTick))
     whole = told(tmp_path)
     checkpoint = only_run(tmp_path).checkpoints / f"tick{tick}.ckpt"

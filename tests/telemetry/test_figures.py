@@ -1,4 +1,4 @@
-"""Figures: the cells show what the numbers say."""
+"""Figures: the cells show the numbers of the trace."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whoever follows what is told of hosts knows where each seed is, where hosts diverge and seeds cull themselves too."""
+"""Events and statistics: they suffice to follow each seed's stage, divergences, and automatic culls."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HOSTS, HORIZON = 6, 16
 
 
 def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
-    """Hosts that seeds are put in and taken out of at random; with a large `lr` they diverge."""
+    """Return hosts in which seeds are germinated and culled at random; with a large `lr` they diverge."""
     task = Digits()
     config = EnvConfig(
         horizon=HORIZON,
@@ -33,7 +33,7 @@ def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
 
 
 def followed(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer, object]]:
-    """Tick by tick, after the observer has taken it in."""
+    """Yield tick by tick, after the observer has processed the step."""
     observer, controller = Observer(pool), RandomValid(3)
     for episode in range(episodes):
         pool.reset(range(episode * HOSTS, (episode + 1) * HOSTS))
@@ -64,7 +64,7 @@ def test_every_seed_that_is_born_is_alive_kept_or_gone(lr: float) -> None:
     for observer, _ in followed(pool):
         alive = sum(slot.stage in LIVE for env in pool.envs for slot in env.slots)
         if pool.envs[0].tick == HORIZON:
-            left += alive  # when the episode ends they are dropped, and nobody has judged them
+            left += alive  # dropped at the end of the episode, without a contribution being judged
             alive = 0
         run = observer.scoreboard.run
         assert run.germinated.sum() == run.fossilized.sum() + run.culled.sum() + alive + left
@@ -83,7 +83,7 @@ def test_a_seed_is_judged_by_what_it_was_culled_for() -> None:
 
 
 def test_stages_last_as_long_as_they_did() -> None:
-    """Nobody but time and the lifecycle decide: a host epoch as GERMINATED, one in TRAINING, two of the ramp."""
+    """Only time and the lifecycle apply: one host epoch GERMINATED, one in TRAINING, two of the ramp."""
     pool = make_pool(training_ticks=1)
     observer = Observer(pool)
     pool.reset(range(HOSTS))

@@ -1,4 +1,4 @@
-"""Each anomaly, provoked in a small real run, is named rightly; healthy runs raise none."""
+"""Anomalies provoked in small real runs are named correctly; healthy runs raise none."""
 
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing
 def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its op head is saturated: waiting is all that it does."""
+    """Saturate the op head of the policy, so that it always waits."""
     begin = RolloutLoop.begin_rollout
 
     def saturated(loop: RolloutLoop) -> None:
@@ -157,7 +157,7 @@ def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pyte
         f"--seed_everything={seed}",
     )
 
-    # A critic of five updates may still be no better than the mean, which is worth a warning.
+    # A critic after five updates may still be no better than the mean, which is worth a warning.
     assert found.at_least(1) <= {"explained_variance"}
     assert not found.at_least(2)
     assert {"kl", "ratio_low", "entropy.op", "entropy.slot", "gradient_health", "memory"} <= set(found.levels)
@@ -169,7 +169,7 @@ def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pyte
 def test_healthy_runs_of_full_length_raise_nothing_critical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """configs/digits.yaml as it is, but for the closing comparison; about a minute each."""
+    """configs/digits.yaml without the closing comparison; about a minute each."""
     with listening(monkeypatch) as lines:
         built = cli(
             *("--config", str(CONFIGS / "digits.yaml"), "--evaluation.hosts=0", f"--seed_everything={seed}"),

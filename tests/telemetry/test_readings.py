@@ -1,4 +1,4 @@
-"""What rules for anomalies look at of hosts and seeds, on small real pools."""
+"""Inputs of the anomaly rules from hosts and seeds, on small real pools."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ SILENT = GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
 
 
 def look(watch: GradientWatch, envs: Sequence[HostEnv], silenced: Collection[str], ill: bool = False) -> None:
-    """Shows the watch a tick in which seeds of some blueprints, and hosts if `ill`, have no gradient."""
+    """Update the tracker with a tick in which seeds of some blueprints, and the hosts if `ill`, have no gradient."""
     with pytest.MonkeyPatch.context() as patch:
         for env in envs:
             if ill:
@@ -30,7 +30,7 @@ def look(watch: GradientWatch, envs: Sequence[HostEnv], silenced: Collection[str
 
 
 def play(loop: RolloutLoop, watch: GradientWatch, silenced: Collection[str] = (), ill: bool = False) -> Counter[str]:
-    """A rollout; returns how many seeds of each blueprint were germinated."""
+    """Run a rollout and return how many seeds of each blueprint were germinated."""
     born: Counter[str] = Counter()
     loop.begin_rollout()
     for _ in range(loop.pool.horizon):

@@ -1,4 +1,4 @@
-"""The scoreboard counts every seed once, and says what it contributed when its fate was decided."""
+"""The scoreboard counts every seed once, with its contribution when it was fossilized or culled."""
 
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -21,7 +21,7 @@ EPISODES, HOSTS, HORIZON = 3, 4, 8
 
 @pytest.fixture(scope="module")
 def played() -> tuple[Scoreboard, dict[tuple[str, str], Counter[str]], dict[tuple[str, str], list[float]]]:
-    """A scoreboard of three episodes at random, and the same told seed by seed."""
+    """Return a scoreboard of three random episodes, and the same statistics counted seed by seed."""
     task = Digits()
     lifecycle = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
     config = EnvConfig(

@@ -1,4 +1,4 @@
-"""How N hosts train and validate."""
+"""Executors: interchangeable ways to train and validate N hosts."""
 
 from esper_lightning.envs.execution.fused import FusedExecutor
 from esper_lightning.envs.execution.loop import LoopExecutor
@@ -14,11 +14,13 @@ EXECUTORS: dict[str, type[LoopExecutor]] = {
 }
 
 ONLY_ON: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
-"""Type of device, for executors that run on one alone."""
+"""Device type required by each executor that supports only one."""
 
 COMPILED = frozenset({"loop", "streams"})
-"""Executors that run compiled hosts: not those with threads, for torch may compile at any call and no other thread may
-run a network meanwhile, and not those with kernels of their own."""
+"""Executors that support compiled hosts.
+
+Threads are excluded because torch may compile at any call, and no other thread may run a network meanwhile; fused is
+excluded because it uses kernels of its own."""
 
 __all__ = [
     "COMPILED",

@@ -1,4 +1,4 @@
-"""The fastest executor for a pool: measured on its own hosts, or known from an earlier run."""
+"""Choice of the fastest executor for a pool: measured on its own hosts, or cached by an earlier run."""
 
 import gc
 import time
@@ -21,41 +21,45 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Task, TaskData
 
 SECONDS = 1.0
-"""For all candidates together, once each has had a turn: enough to tell apart what differs by a tenth, and little next
-to the minutes of a run."""
+"""Seconds of repeated measurement of all candidates together, after each was measured once.
+
+Enough to distinguish speeds that differ by 10 %, and short next to the minutes of a run."""
 
 LONG = 5.0
-"""Seconds of such a turn of all beyond which there is no second one: what is slow only the first time hardly counts."""
+"""Seconds of the first round of all candidates beyond which it is not repeated: start-up cost then hardly counts."""
 
 FIRST, HALF = 4, 0.5
-"""Hosts of a trial, and the share of the best speed that a candidate must reach in it: on heavy hosts one that is far
-slower would take most of the time. With more hosts no executor gets slower by the host."""
+"""Number of hosts in the trial, and the fraction of the best speed that a candidate must reach there.
+
+With heavy hosts a far slower candidate would take most of the time. No executor takes longer per host with more
+hosts."""
 
 BATCHES = 4
-"""Minibatches that are measured, beside a single one: from both follows what a whole epoch takes. To multiply what some
-take would multiply what an executor does once an epoch."""
+"""Number of minibatches in the longer of two timings; the other one has a single minibatch.
+
+The difference extrapolates to a whole epoch without multiplying what an executor does once per epoch."""
 
 GROWN = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
-"""Stages of the seeds on measured hosts: those in which a seed spends its life, in this order."""
+"""Stages of the seeds on measured hosts, in the order of a seed's life."""
 
 
 class Candidate(NamedTuple):
-    """A choice that was tried."""
+    """Measured speed of one choice, or the reason why the hosts cannot be executed that way."""
 
     choice: Choice
-    speed: float  # environment steps per second; 0 if it was refused
-    refused: str | None = None  # why these hosts cannot be executed so
+    speed: float  # environment steps per second; 0 if refused
+    refused: str | None = None  # reason of the refusal
 
 
 class Selection(NamedTuple):
-    """Which choice a pool got."""
+    """Choice for a pool, with the measurements behind it."""
 
     choice: Choice
-    tried: list[Candidate]  # nothing if the choice was remembered
+    tried: list[Candidate]  # empty if the choice was cached
     note: str
 
     def report(self) -> list[RenderableType]:
-        """For people: what was measured, if anything, why candidates were refused, and the note."""
+        """Return console output: a table of the measured speeds if any, reasons of refusals, and the note."""
         if not self.tried:
             return [self.note]
         slowest = min(candidate.speed for candidate in self.tried if candidate.speed)
@@ -73,13 +77,14 @@ class Selection(NamedTuple):
 def select(
     envs: Sequence[HostEnv], growable: Tensor, task: Task, data: TaskData, possible: Sequence[Choice]
 ) -> Selection:
-    """The fastest of `possible` for these environments, which must be reset before they are used for anything else.
+    """Return the fastest choice for these environments, which must be reset before any other use.
 
     Args:
-        envs: All that a pool has.
-        growable: Which blueprint can grow in which slot [K, blueprints].
-        task, data: What their hosts learn.
-        possible: See `candidates`.
+        envs: All environments of a pool.
+        growable: Whether a blueprint can grow in a slot [K, blueprints] bool.
+        task: Task of the hosts.
+        data: Training and validation data of the hosts.
+        available: Choices to compare, see `available_choices`.
     """
     key = describe(envs[0], data, len(envs), possible)
     known, complaint = recall(key, possible)
@@ -93,9 +98,9 @@ def select(
 def measure(
     envs: Sequence[HostEnv], growable: Tensor, task: Task, data: TaskData, possible: Sequence[Choice]
 ) -> list[Candidate]:
-    """Lets each choice train and validate the hosts, while seeds of all kinds grow on them.
+    """Measure how fast each choice trains and validates the hosts with seeds of all kinds and stages.
 
-    Raises ValueError, with the first one's reason, if every choice refuses them.
+    Raises ValueError with the reason of the first choice if no choice can execute the hosts.
     """
     executors: dict[Choice, LoopExecutor] = {}
     speeds: dict[Choice, float] = {}
@@ -104,7 +109,7 @@ def measure(
         with _noting(choice, refused):
             executor = choice.make(task, envs[0].training)
             envs[0].reset(0)
-            executor.validate(envs[:1], data.validation)  # as in a run: it meets a host that is new
+            executor.validate(envs[:1], data.validation)  # as in a run, which first validates a host without seeds
             speed(executor, envs[:1], data)
             executors[choice] = executor
     _germinate(envs, growable.tolist())
@@ -114,7 +119,7 @@ def measure(
                 speeds[choice] = speed(executor, envs[:FIRST], data)
         if not speeds:
             raise ValueError(refused[possible[0]])
-        for choice in _behind(speeds):  # again: it may have been its start that took the time
+        for choice in _behind(speeds):  # a second time, because the first may have included start-up
             speeds[choice] = max(speeds[choice], speed(executors[choice], envs[:FIRST], data))
         fast = {choice: executors[choice] for choice in speeds if choice not in _behind(speeds)}
         speeds |= _compare(fast, envs, data)
@@ -126,13 +131,13 @@ def measure(
 
 
 def _behind(speeds: Mapping[Choice, float]) -> list[Choice]:
-    """Those that a trial rules out."""
+    """Return the choices that the trial rules out as too slow."""
     return [choice for choice, found in speeds.items() if found < HALF * max(speeds.values())]
 
 
 def _compare(executors: Mapping[Choice, LoopExecutor], envs: Sequence[HostEnv], data: TaskData) -> dict[Choice, float]:
-    """The best speed of each; they take turns, so that whatever else the machine does meets all of them."""
-    # Hosts that say how fast all are, where time grows evenly with their number.
+    """Return the best speed of each choice, measured in turns so that other load on the machine affects all alike."""
+    # For these executors time is linear in the number of hosts, and so many hosts suffice.
     enough = {"loop": 8, "threads": 4 * usable_cores(), "streams": 64}
 
     def turn() -> dict[Choice, float]:
@@ -149,7 +154,7 @@ def _compare(executors: Mapping[Choice, LoopExecutor], envs: Sequence[HostEnv], 
 
 @contextmanager
 def _noting(choice: Choice, refused: dict[Choice, str]) -> Iterator[None]:
-    """What an executor cannot do, or has no memory for, is a refusal."""
+    """Record a ValueError or MemoryError of an executor as a refusal."""
     try:
         yield
     except (ValueError, MemoryError) as error:
@@ -158,7 +163,7 @@ def _noting(choice: Choice, refused: dict[Choice, str]) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without Python's search for garbage, which takes longer than a tick: 0.3 s in a process with Lightning."""
+    """Pause Python's garbage collection, which takes longer than an environment step: 0.3 s with Lightning loaded."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -169,12 +174,12 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _germinate(envs: Sequence[HostEnv], growable: Sequence[Sequence[bool]]) -> None:
-    """Seeds of all kinds and stages by turns, in every second slot: the first hosts are like all hosts."""
+    """Germinate seeds of all kinds and stages by turns in every second slot, so that any first hosts are typical."""
     number = 0
     for i, env in enumerate(envs):
         for slot, possible in list(zip(env.slots, growable, strict=True))[i % 2 :: 2]:
             blueprints = [name for name, grows in zip(env.space.blueprint, possible, strict=True) if grows]
-            if not blueprints:  # a place that only hosts of another task have
+            if not blueprints:  # a padded slot: only hosts of another task have it
                 continue
             curve, style = STYLES[env.space.style[number % len(env.space.style)]]
             turn, kind = divmod(number, len(blueprints))
@@ -185,9 +190,9 @@ def _germinate(envs: Sequence[HostEnv], growable: Sequence[Sequence[bool]]) -> N
 
 
 def speed(executor: LoopExecutor, envs: Sequence[HostEnv], data: TaskData) -> float:
-    """Environment steps per second. Raises MemoryError if a host runs out of memory."""
+    """Return environment steps per second. Raises MemoryError if a host runs out of memory."""
     for env in envs:
-        env.failure = None  # another executor's
+        env.failure = None  # may be left from another executor
     training = envs[0].training
     epoch = training.batches or data.train.samples // training.batch_size
     few = min(epoch, BATCHES)
@@ -205,10 +210,10 @@ def speed(executor: LoopExecutor, envs: Sequence[HostEnv], data: TaskData) -> fl
         for env in envs:
             env.training = training
     begin = time.perf_counter()
-    executor.validate(envs, data.validation).cpu()  # after it all kernels are done, those of training too
+    executor.validate(envs, data.validation).cpu()  # waits for all kernels, those of training included
     validation = time.perf_counter() - begin
     for env in envs:
-        if env.failure is not None:  # it did nothing, and that is fast
+        if env.failure is not None:  # a failed host skips its work, so the timing would be too good
             raise MemoryError(env.failure)
     batch = max(some - one, 0.0) / max(few - 1, 1)
     return len(envs) / (some + batch * (epoch - few) + validation)

@@ -1,4 +1,4 @@
-"""Which executors there are to choose from, and which of them is used by a run that goes on."""
+"""Candidate executors for a device, and the executor of a resumed run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from esper_lightning.envs.training import HostTraining
 from esper_lightning.tasks import Task
 
 HOST_BY_HOST = frozenset({"loop", "threads", "streams"})
-"""Executors that compute every host by itself and in the same operations: with the same kernels results are equal."""
+"""Executors that compute each host separately by the same operations: with the same kernels their results are equal."""
 
 
 class Choice(NamedTuple):
-    """How hosts are executed."""
+    """Executor and its use of oneDNN."""
 
     executor: str
     onednn: bool
@@ -24,30 +24,30 @@ class Choice(NamedTuple):
         return self.executor if self.onednn else f"{self.executor} without oneDNN"
 
     def equals(self, other: "Choice") -> bool:
-        """Do both give the same results bit for bit, and not just within a tolerance?"""
+        """Return whether both choices give the same results bit for bit, and not only within a tolerance."""
         alike = self.executor == other.executor or {self.executor, other.executor} <= HOST_BY_HOST
         return alike and self.onednn == other.onednn
 
     def make(self, task: Task, training: HostTraining) -> LoopExecutor:
-        """Such an executor. Raises ValueError if it cannot train so."""
+        """Create the executor. Raises ValueError if it does not support the training settings."""
         return EXECUTORS[self.executor](task, replace(training, onednn=self.onednn))
 
 
 def candidates(device: torch.device, training: HostTraining) -> list[Choice]:
-    """What there is to choose from; the first is the reference."""
-    free = {"cpu": [True, False]}.get(device.type, [True])  # elsewhere oneDNN has nothing to do
+    """Return the choices that a device and the training settings allow; the first is the reference."""
+    free = {"cpu": [True, False]}.get(device.type, [True])  # oneDNN only affects the CPU
     switch = free if training.onednn is None else [training.onednn]
     names = [name for name in EXECUTORS if training.compile is None or name in COMPILED]
     return [Choice(name, on) for name in names if ONLY_ON.get(name) in (None, device.type) for on in switch]
 
 
 def go_on(saved: Choice, chosen: Choice, possible: Sequence[Choice]) -> tuple[Choice, str | None]:
-    """How a run goes on that was executed as `saved`, and what there is to say of it.
+    """Return the choice with which a resumed run continues, and a message if the choice needs one.
 
     Args:
-        saved: Of the run so far.
-        chosen: What would be used without it.
-        possible: What may be used instead.
+        saved: The choice of the run so far.
+        chosen: The choice that a new run would use.
+        available: The choices that this machine and these settings allow.
     """
     if saved == chosen:
         return chosen, None

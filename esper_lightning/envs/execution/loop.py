@@ -1,4 +1,4 @@
-"""The readable reference executor: one environment after the other. N environments, K slots, V = K + 2 variants."""
+"""Reference executor: one environment after another. N environments, K slots, V = K + 2 variants."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,10 @@ from esper_lightning.tasks import Split, Task
 
 @contextmanager
 def convolutions(onednn: bool | None) -> Iterator[None]:
-    """Chooses who runs convolutions on the CPU meanwhile; torch keeps one such switch for the whole process."""
+    """Switch oneDNN convolutions on the CPU on or off within the context; torch has one switch for the whole process.
+
+    None means on.
+    """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = onednn is not False
     try:
@@ -27,17 +30,17 @@ def convolutions(onednn: bool | None) -> Iterator[None]:
 
 
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:
-    """One row per environment as one tensor, on the first one's device."""
+    """Stack one row per environment into one tensor on the device of the first row."""
     home = rows[0].device
     return torch.stack([row.to(home, non_blocking=True) for row in rows])
 
 
 class LoopExecutor:
-    """Trains and validates hosts on data that lies on their device. Numbers stay there: nothing is read back.
+    """Trains and validates hosts on data on their device. Results stay on the device: nothing is read back.
 
     Args:
-        task: Judges outputs.
-        training: How hosts learn.
+        task: Task that computes loss and accuracy from outputs.
+        training: Settings of host training.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -45,12 +48,17 @@ class LoopExecutor:
         self.training = training
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
-        """Raises ValueError, before anything is trained, if hosts like these cannot be: one of each kind is given."""
+        """Check before training that the hosts can be executed. Raises ValueError if not.
+
+        Args:
+            envs: One environment for each kind of host.
+            data: Data for a trial pass.
+        """
 
     def tick(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
-        """One host epoch of every environment and the validation that follows: see `train_epoch` and `validate`."""
+        """Run one host epoch of every environment, then validate: returns what `train_epoch` and `validate` return."""
         hosts = [env.laps for env in envs]
         with clock.measure("train", hosts):
             trained = self.train_epoch(envs, train)
@@ -59,7 +67,7 @@ class LoopExecutor:
         return trained, validated
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        """One host epoch of every environment: a HostEpoch's result each, [N, …]."""
+        """Train every environment for one host epoch. Returns one row of `HostEpoch.result` each, [N, …]."""
         with convolutions(self.training.onednn):
             return stack_rows([self._train(env, data) for env in envs])
 
@@ -73,13 +81,13 @@ class LoopExecutor:
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        """Loss and accuracy [N, 2, V] on `data` of every environment's variants (see HostEnv.variants)."""
+        """Return loss and accuracy [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
         with convolutions(self.training.onednn):
             return stack_rows([self._measure(env, data, env.variants()) for env in envs])
 
     @torch.inference_mode()
     def measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:
-        """Loss and accuracy [2, V] on `data` of one environment with each of these combinations of seeds."""
+        """Return loss and accuracy [2, V] on `data` of one environment with each of these combinations of seeds."""
         with convolutions(self.training.onednn):
             return self._measure(env, data, variants)
 
@@ -93,7 +101,8 @@ class LoopExecutor:
         inputs, targets = data.to(env.device).of(env.habitat.variant)
         env.network.eval()
         env.laps.start()
-        length = 1  # of the batch, over that of the host as it is: what is beyond that is counterfactual work
+        # Size of the batch relative to a pass with all seeds alone: the excess is counterfactual work.
+        length = 1
 
         def watch(now: int) -> None:
             nonlocal length
@@ -107,5 +116,5 @@ class LoopExecutor:
         measures = self.task.measure(outputs, targets)
         means = torch.stack([measures.loss.view(distinct, -1).mean(1), measures.correct.view(distinct, -1).mean(1)])
         watch(distinct)
-        # Slice by slice: an index that is a list would be copied to the device, and waited for.
+        # Slices, because an index list would be copied to the device synchronously.
         return torch.stack([means[:, place] for place in places], 1)

@@ -1,4 +1,4 @@
-"""The fastest executor for a machine, a kind of host and a number of hosts, from one run to the next."""
+"""Cache file of the fastest executor for a machine, a kind of host and a number of hosts."""
 
 import hashlib
 import json
@@ -21,20 +21,20 @@ from esper_lightning.growth.saving import replace_file
 from esper_lightning.tasks import TaskData
 
 FORMAT = 1
-"""Number of the file's form; another one is replaced."""
+"""Version of the file format; a file of another version is replaced."""
 
 NO_MATTER = ("lr", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
-"""Settings of HostTraining on which the speed does not depend, or which are part of the candidates."""
+"""Fields of `HostTraining` that do not affect speed, or that belong to the candidates."""
 
 
 def cache_file() -> Path:
-    """Where it is written: `XDG_CACHE_HOME` is the custom for things that can be found out again."""
+    """Return the path of the cache file, below `XDG_CACHE_HOME` (default: `~/.cache`)."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "esper-lightning" / "executors.json"
 
 
 def describe(env: HostEnv, data: TaskData, n_envs: int, possible: Sequence[Choice]) -> str:
-    """All that the speed of `n_envs` fresh environments like `env` depends on: the key of what is remembered."""
+    """Return the cache key: everything that the speed of `n_envs` new environments like `env` depends on."""
     machine = f"{_processor()}, {usable_cores()} cores, {torch.get_num_threads()} per operator"
     device = {"cuda": torch.cuda.get_device_name}.get(env.device.type, str)(env.device)
     software = f"torch {version('torch')} on {device}"
@@ -57,7 +57,7 @@ def _kind(env: HostEnv, data: TaskData) -> list[Any]:
 
 
 def _layer(name: str, module: nn.Module) -> tuple[str, str, list[Any], list[Any]]:
-    """A module's settings, whatever they are called, and the shapes of what it holds itself."""
+    """Return name, type, plain attributes, and shapes of the own parameters and buffers of a module."""
     plain = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str | tuple)}
     held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     shapes = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in held]
@@ -65,7 +65,7 @@ def _layer(name: str, module: nn.Module) -> tuple[str, str, list[Any], list[Any]
 
 
 def recall(key: str, possible: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """What is remembered for `key`, and what is wrong with the file if something is."""
+    """Return the choice cached for `key` (None: no entry), and a note if the file is damaged (empty: it is not)."""
     entries, complaint = _read(cache_file())
     if key not in entries:
         return None, complaint
@@ -75,7 +75,10 @@ def recall(key: str, possible: Sequence[Choice]) -> tuple[Choice | None, str]:
 
 
 def remember(key: str, choice: Choice, speeds: Mapping[str, float]) -> str:
-    """Writes it down, with the environment steps per second of all candidates for whoever looks; says where."""
+    """Write the choice to the cache file, with all measured speeds in environment steps per second.
+
+    Returns a note that names the file, or the reason why it could not be written.
+    """
     path = cache_file()
     entry = {"fastest": str(choice), "environment steps per second": {name: round(v, 1) for name, v in speeds.items()}}
     content = {"format": FORMAT, "measured": _read(path)[0] | {key: entry}}
@@ -88,7 +91,7 @@ def remember(key: str, choice: Choice, speeds: Mapping[str, float]) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """What is remembered, by key, and what is wrong with the file."""
+    """Return the cached entries by key, and a note if the file is damaged (empty: it is not)."""
     if not path.exists():
         return {}, ""
     try:

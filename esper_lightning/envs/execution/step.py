@@ -1,4 +1,4 @@
-"""A host epoch, minibatch by minibatch: what every executor does that trains hosts one by one."""
+"""One host epoch, minibatch by minibatch: shared by all executors that train hosts one by one."""
 
 import torch
 from torch import Tensor
@@ -10,19 +10,19 @@ from esper_lightning.tasks import Batches, Split, Task, fetch
 
 
 def nothing_learned(env: HostEnv) -> Tensor:  # a row as `pack_training` makes it
-    """In place of a HostEpoch's result, where there was none."""
+    """Return a row of NaN in place of `HostEpoch.result` for a host that did not train."""
     like = next(env.network.parameters())
-    skipped_steps = like.new_zeros(())  # none was taken
+    skipped_steps = like.new_zeros(())
     unknown = like.new_full((1 + len(env.slots), len(NO_GRADIENT)), torch.nan)
     return pack_training(like.new_full((2,), torch.nan), skipped_steps, unknown)
 
 
 class HostEpoch:
-    """One pass of host training in progress. Its numbers stay on the host's device: nothing is read back.
+    """One epoch of host training in progress. Its results stay on the host's device: nothing is read back.
 
     Args:
-        env: Whose host learns.
-        task: Judges outputs.
+        env: Environment of the host to train.
+        task: Task that computes loss and accuracy from outputs.
         data: Training data, on the host's device.
     """
 
@@ -37,7 +37,7 @@ class HostEpoch:
         env.laps.lap(data=1.0)
         dtype = next(env.network.parameters()).dtype
         self.totals = torch.zeros(2, device=env.device, dtype=dtype)  # loss, accuracy
-        self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # for gradients out of range
+        self.skipped_steps = torch.zeros((), device=env.device, dtype=dtype)  # steps with non-finite gradients
         env.network.train()
         if env.scaler.is_enabled():
             env.training.begin_momenta(env.optimizer)
@@ -46,7 +46,7 @@ class HostEpoch:
         return len(self.batches.indices) // self.parts
 
     def step(self, i: int) -> None:
-        """Learns from the i-th minibatch; the last one leaves its gradients' statistics."""
+        """Train on the i-th minibatch. The last one also stores the gradient statistics."""
         env = self.env
         env.laps.start()
         env.optimizer.zero_grad()
@@ -81,5 +81,5 @@ class HostEpoch:
             self.totals += torch.stack([loss, measures.correct.mean() / self.parts])
 
     def result(self) -> Tensor:  # a row as `pack_training` makes it
-        """TrainingStats of the epoch, on the host's device."""
+        """Return the packed `TrainingStats` of the epoch, on the host's device."""
         return pack_training(self.totals / len(self), self.skipped_steps, self.gradients)

@@ -1,4 +1,4 @@
-"""Hosts on CUDA streams: one per environment, batches outside and environments inside, and nobody waits."""
+"""Streams executor: one CUDA stream per environment. Batches are the outer loop, environments the inner one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from esper_lightning.tasks import Split, Task
 
 
 def other_devices(executor: str, device: torch.device) -> list[torch.device]:
-    """Where hosts live beside `device`: with streams on every GPU that is visible, else nowhere."""
+    """Return the devices for hosts in addition to `device`: with streams every other visible GPU, else none."""
     gpus = torch.cuda.device_count() if executor == "streams" else 0
     if gpus < 2:
         return []
@@ -26,13 +26,13 @@ def other_devices(executor: str, device: torch.device) -> list[torch.device]:
 
 
 class StreamsExecutor(LoopExecutor):
-    """As LoopExecutor, with the work of every environment queued in a CUDA stream of its own: kernels of several hosts
-    run at the same time. Environments may be on several GPUs.
+    """`LoopExecutor` with one CUDA stream per environment, so that kernels of several hosts run at the same time.
 
-    Why this is right although nobody waits: from one event to another, what belongs to a host is touched in its own
-    stream alone. At first the environments' streams wait for what the current streams hold: resets, new seeds, alpha.
-    In the end the current streams wait for them. The data are shared, and only read. That makes memory safe, too: torch
-    keeps a freed block for the stream that it was made for, and what other streams did with it lies beyond an event.
+    Environments may be on several GPUs. The CPU never waits, and there are no races: between two events all tensors of
+    a host are touched in its own stream only. First the environments' streams wait for the work in the current streams:
+    resets, new seeds, alpha. At the end the current streams wait for the environments' streams. The data are shared and
+    only read. The same order makes memory reuse safe: torch gives a freed block back to the stream that allocated it,
+    and uses of the block in other streams lie behind an event.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -42,7 +42,7 @@ class StreamsExecutor(LoopExecutor):
     def tick(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
-        """As ever, but one host is validated while others still train."""
+        """Train and validate every environment; one host is validated while others still train."""
         measured: list[Tensor] = []
         with clock.measure("train", [env.laps for env in envs]):
             trained = self._train_all(envs, train, lambda env: measured.append(self._validate(env, validation)))
@@ -60,18 +60,18 @@ class StreamsExecutor(LoopExecutor):
         return self._bring_home(envs, rows)
 
     def _train_all(self, envs: Sequence[HostEnv], data: Split, behind: Callable[[HostEnv], None]) -> list[Tensor]:
-        """An epoch's result of every environment, to be brought home; what `behind` does comes behind its epoch."""
+        """Return one row per environment, each still in its own stream; `after_epoch` is queued behind each epoch."""
         epochs: dict[HostEnv, HostEpoch] = {}
         with self._apart(envs):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)), alone(env):
                     epochs[env] = HostEpoch(env, self.task, data.to(env.device))
-            last = envs[0].training.steps(data.samples) - 1  # of all of them: they have the same data and settings
+            last = envs[0].training.steps(data.samples) - 1  # the same for all: data and settings are shared
             for i in range(last):
                 for env, epoch in epochs.items():
-                    # One context from fetching the batch to adding up its loss. Backward runs on the stream of its
-                    # forward, and so do the nodes that add up gradients: every forward makes them anew, on its own
-                    # stream, wherever the parameters were made.
+                    # One context from fetching the batch to summing its loss. The backward pass runs on the stream of
+                    # the forward pass. So do the nodes that accumulate gradients: each forward pass creates new ones on
+                    # its own stream, whatever stream created the parameters.
                     with torch.cuda.stream(self._stream(env)), alone(env):
                         if env.failure is None:
                             epoch.step(i)
@@ -92,30 +92,29 @@ class StreamsExecutor(LoopExecutor):
         return self._measure(env, data, env.variants())
 
     def _stream(self, env: HostEnv) -> torch.cuda.Stream:
-        # Made once. Torch has 32 for each GPU and hands them out in turn: beyond that, hosts share one and take turns.
+        # Created once per host. Torch cycles through 32 streams per GPU: with more hosts, several share a stream.
         if env not in self._streams:
             self._streams[env] = torch.cuda.Stream(env.device)
         return self._streams[env]
 
     @contextmanager
     def _apart(self, envs: Sequence[HostEnv]) -> Iterator[None]:
-        """What is queued in the environments' streams meanwhile comes after all that the current streams hold now, and
-        before all that they get afterwards."""
+        """Order the environments' streams: after all work already in the current streams, before all later work."""
         devices = dict.fromkeys(env.device for env in envs)
         before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         for env in envs:
             self._stream(env).wait_event(before[env.device])
         try:
             yield
-        finally:  # after an error, too: whoever takes it finds the hosts at rest
+        finally:  # after an error too, so that an error handler finds the streams ordered
             for env in envs:
                 done = self._stream(env).record_event()
-                # The first environment's device is where all results are put together.
+                # All results are stacked on the first environment's device.
                 for device in dict.fromkeys((env.device, envs[0].device)):
                     torch.cuda.current_stream(device).wait_event(done)
 
     def _bring_home(self, envs: Sequence[HostEnv], rows: Sequence[Tensor]) -> Tensor:
-        """Rows from the environments' streams as one tensor of the current stream."""
+        """Stack rows from the environments' streams into one tensor of the current stream."""
         for env, row in zip(envs, rows, strict=True):
             row.record_stream(torch.cuda.current_stream(env.device))
         return stack_rows(rows)

@@ -1,4 +1,4 @@
-"""Hosts on several processor cores: a worker thread per core, single-threaded operators, equal results."""
+"""Threads executor: one worker thread per processor core, single-threaded operators, same results as the loop."""
 
 import os
 import time
@@ -17,21 +17,22 @@ from esper_lightning.tasks import Split, Task
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may run on; where the system does not tell, all there are."""
+    """Return the number of processor cores that this process may use; all cores where the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Costs:
-    """What one kind of work, training or validation, takes per environment."""
+    """Estimated processor seconds per environment for one kind of work: training or validation."""
 
     def __init__(self) -> None:
         self._seconds_per_part: WeakKeyDictionary[HostEnv, float] = WeakKeyDictionary()
 
     def expected(self, env: HostEnv) -> float:
-        """As last time while its topology stays; else in proportion to the host and its seeds, a part each."""
+        """Return the expected cost: the last one, scaled by the number of modules (the host and each of its seeds)."""
         return _parts(env) * self._seconds_per_part.get(env, 1.0)
 
     def record(self, env: HostEnv, seconds: float) -> None:
+        """Store the measured cost of one environment."""
         self._seconds_per_part[env] = seconds / _parts(env)
 
 
@@ -40,19 +41,20 @@ def _parts(env: HostEnv) -> int:
 
 
 def _begin_worker() -> None:
-    # One thread per operator: operators on tiny hosts are too small to split, and the cores are taken by hosts.
+    # One thread per operator: operators on tiny hosts are too small to split, and other hosts use the other cores.
     torch.set_num_threads(1)
-    torch.get_num_threads()  # makes it hold: a thread's number is what was set last, anywhere, before it first asks
+    # Fixes the number for this thread: until its first query a thread takes the number set last in any thread.
+    torch.get_num_threads()
 
 
 class ThreadsExecutor(LoopExecutor):
-    """As LoopExecutor, with the environments dealt out to worker threads: whoever is free takes the next.
+    """`LoopExecutor` with worker threads: each free worker takes the next environment.
 
-    The costliest come first, so that no worker begins a long one when the others are done: by the costs of 48 hosts of
-    the digits task with other seeds each, an epoch is 1 % (2 cores) to 14 % (16 cores) shorter than in random order.
-    Python itself runs one thread at a time, but torch's kernels and the backward pass let the others run. Environments
-    share nothing that is written, so neither the number of workers nor their order changes any result. The threads end
-    with the executor.
+    The costliest environments come first, so that no worker starts a long one when the others are done: with the costs
+    of 48 hosts of the digits task that all have different seeds, an epoch is 1 % (2 cores) to 14 % (16 cores) shorter
+    than in random order. Python runs one thread at a time, but torch releases its lock in kernels and in the backward
+    pass. Environments share no written state, so neither the number of workers nor their order affects results. The
+    threads end with the executor.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -66,22 +68,22 @@ class ThreadsExecutor(LoopExecutor):
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         def work(env: HostEnv) -> Tensor:
-            with torch.inference_mode():  # holds for one thread
+            with torch.inference_mode():  # local to a thread
                 return self._measure(env, data, env.variants())
 
         return self._deal_out(work, envs, self.validation_costs)
 
     def _deal_out(self, work: Callable[[HostEnv], Tensor], envs: Sequence[HostEnv], costs: Costs) -> Tensor:
-        """The rows of `work`, in the order of `envs`."""
+        """Run `work` on all environments in the worker threads. Returns its rows in the order of `envs`."""
 
         def timed(i: int) -> tuple[Tensor, float]:
-            begin = time.thread_time()  # of this worker alone: waiting for the others is no cost
+            begin = time.thread_time()  # excludes the time spent waiting for other workers
             return work(envs[i]), time.thread_time() - begin
 
         order = sorted(range(len(envs)), key=lambda i: costs.expected(envs[i]), reverse=True)
         with ExitStack() as afterwards:
             afterwards.enter_context(convolutions(self.training.onednn))
-            # Threads that others begin later shall have as many per operator as if there were no workers.
+            # Threads started elsewhere later must get as many threads per operator as without these workers.
             afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             done = dict(zip(order, self.workers.map(timed, order), strict=True))
         for i, (_, seconds) in done.items():

@@ -1,4 +1,4 @@
-"""Where a tick's time goes: by the processor's clock, or on CUDA by events in the streams that do the work."""
+"""Time per phase of an environment step, by the processor's clock, or on CUDA by events in the working streams."""
 
 import time
 from collections import Counter
@@ -12,27 +12,29 @@ Phase = Literal[
     "data", "train", "validate", "counterfactual", "policy", "update", "governor", "bookkeeping", "telemetry"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""`data` is drawing, fetching and varying minibatches, which `train` does not hold; `counterfactual` is the part of the
-validation pass that answers for combinations of seeds beside the host as it is, and `validate` the rest of it."""
+"""Names of all phases.
+
+`data` is drawing, fetching and augmenting minibatches, and is not part of `train`. `counterfactual` is the share of the
+validation pass spent on combinations of seeds other than all seeds, and `validate` the rest of the pass."""
 
 
 class Timer(Protocol):
-    """Marks moments, and says later how far apart they were."""
+    """Source of time marks: marks are taken now and read later."""
 
     name: str
 
     def mark(self) -> Any:
-        """This moment; where a device works by itself, the moment when it gets here."""
+        """Return a mark of the present moment; on an asynchronous device, of the moment when its queue gets here."""
 
     def passed(self, mark: Any) -> bool:
-        """Has the moment come? Nobody waits for it."""
+        """Return whether the device has reached the mark, without waiting."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one moment to another; both have passed."""
+        """Return the seconds between two marks, both of which the device has reached."""
 
 
 class ProcessorTimer:
-    """The processor's clock."""
+    """Timer that reads the processor's clock."""
 
     name = "perf_counter"
 
@@ -47,7 +49,7 @@ class ProcessorTimer:
 
 
 class EventTimer:
-    """Events in whatever stream is current on a GPU: calls return before their kernels run, and no clock would see it.
+    """Timer that records events in the current stream of a GPU, since calls return before their kernels run.
 
     Args:
         device: The GPU.
@@ -71,23 +73,23 @@ class EventTimer:
 
 
 def make_timer(device: torch.device) -> Timer:
-    """For work on `device`."""
+    """Return the timer for work on `device`."""
     return EventTimer(device) if device.type == "cuda" else ProcessorTimer()
 
 
 class Lap(NamedTuple):
-    """A stretch of work on one host."""
+    """An interval of work on one host."""
 
-    begin: Any
-    end: Any
-    shares: dict[str, float]  # by phase; they add up to 1
+    begin: Any  # mark of the timer
+    end: Any  # mark of the timer
+    shares: dict[str, float]  # fraction of the interval by phase; the fractions sum to 1
 
 
 class Laps:
-    """What the work on one host consists of, lap by lap; written by whoever works on the host, in its thread or stream.
+    """Intervals of work on one host, recorded in the thread or stream that does the work.
 
     Args:
-        timer: On the host's device.
+        timer: Timer of the host's device.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -95,17 +97,17 @@ class Laps:
         self.done: list[Lap] = []
 
     def start(self) -> None:
-        """What follows is work on this host; what went before, since the last lap, was not."""
+        """Begin an interval; the time since the last one was not work on this host."""
         self.last = self.timer.mark()
 
     def lap(self, **shares: float) -> None:
-        """The time since `start` or the last lap belongs to these phases, in these shares."""
+        """End the interval, attribute it to phases in these shares, and begin the next interval."""
         now = self.timer.mark()
         self.done.append(Lap(self.last, now, shares))
         self.last = now
 
     def take(self) -> list[Lap]:
-        """The laps since the last call."""
+        """Return the intervals since the last call, and forget them."""
         taken, self.done = self.done, []
         return taken
 
@@ -118,41 +120,42 @@ class _Stretch(NamedTuple):
 
 
 class Gauge(Protocol):
-    """Says how much memory a phase takes."""
+    """Measures the peak memory of a phase."""
 
     def begin(self) -> None:
-        """A phase begins."""
+        """Begin a phase."""
 
     def end(self) -> float | None:
-        """It is over, with so many MiB. None: nobody knows."""
+        """End the phase. Returns its peak memory in MiB, or None if unknown."""
 
 
 class PhaseClock:
-    """Adds up seconds per phase, and remembers the most memory that each took.
+    """Sums seconds and records the peak memory of each phase.
 
     Args:
-        timer: Where the pool's observations live; its name says which clock it is.
+        timer: Timer of the device of the pool's observations.
 
     Attributes:
-        gauge: Of memory, for whoever asks. None: nobody does; on a GPU it counts the peak anew with each phase.
+        memory_probe: Measures memory; on a GPU it resets the peak counter with each phase. None: memory is not
+            measured.
     """
 
     def __init__(self, timer: Timer) -> None:
         self.timer = timer
         self.gauge: Gauge | None = None
-        self.memory: dict[str, float] = {}  # MiB by phase, since `take_memory`
+        self.memory: dict[str, float] = {}  # peak MiB by phase since the last `take_memory`
         self.seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
         self._pending: list[_Stretch] = []
 
     @contextmanager
     def measure(self, phase: Phase, hosts: Sequence[Laps] = ()) -> Iterator[None]:
-        """The time meanwhile is `phase`'s; if `hosts` are worked on, it is divided among phases as their laps say.
+        """Attribute the time within the context to `phase`, or to the phases of the intervals of `host_timers`.
 
-        Divided, not added up: where hosts are worked on at the same time, in threads or streams, the seconds of all
-        together are more than have gone by.
+        The elapsed time is divided in proportion to the intervals. Their sum would exceed it where threads or streams
+        work on several hosts at the same time.
         """
         for laps in hosts:
-            laps.take()  # somebody else's time
+            laps.take()  # drops intervals from before this context
         if self.gauge is not None:
             self.gauge.begin()
         begin = self.timer.mark()
@@ -164,7 +167,7 @@ class PhaseClock:
         self.settle()
 
     def settle(self) -> None:
-        """Adds up what has passed, and waits for nothing: what a GPU still works on is left for the next time."""
+        """Sum the measurements that are complete, without waiting: unfinished GPU work is left for the next call."""
         pending, self._pending = self._pending, []
         for stretch in pending:
             if self.timer.passed(stretch.end):
@@ -183,12 +186,12 @@ class PhaseClock:
         self.seconds.update({phase: part * seconds for phase, part in parts.items()})
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call; on CUDA, as far as the GPU has come."""
+        """Return seconds per phase since the last call; on CUDA, of the work that the GPU has finished."""
         self.settle()
         taken, self.seconds = dict(self.seconds), Counter(dict.fromkeys(PHASES, 0.0))
         return taken
 
     def take_memory(self) -> dict[str, float]:
-        """MiB per phase, the most since the last call; of the phases that there were."""
+        """Return the peak memory in MiB since the last call, for each phase that has run."""
         taken, self.memory = self.memory, {}
         return taken

@@ -1,4 +1,4 @@
-"""What the tests of executor auto choose from, and what takes the place of measuring."""
+"""Choices for the tests of executor auto, and a replacement for measuring speeds."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ LOOP, PLAIN_LOOP, THREADS, PLAIN_THREADS = (Choice(name, on) for name in ("loop"
 
 
 class Stopwatch:
-    """Takes the place of measuring: says what it is told, and counts how often it is asked."""
+    """Replaces `measure_speed`: returns given speeds and records the calls."""
 
     def __init__(self, **speeds: float) -> None:
         self.speeds = speeds
@@ -28,7 +28,7 @@ class Stopwatch:
 
 
 def said(pool: HostPool) -> str:
-    """What is printed of a selection."""
+    """Return the printed report of a pool's selection."""
     console = Console(width=200)
     with console.capture() as captured:
         for part in pool.selection.report():

@@ -1,4 +1,4 @@
-"""Of executor auto: a memory of choices for the tests alone, and a stopwatch in place of measuring."""
+"""Fixtures for executor auto: a separate cache file, and fixed speeds in place of measured ones."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.envs.execution.choices import Stopwatch
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where choices are remembered: not in the folder of whoever runs the tests. And a second is long."""
+    """Path of a cache file that is not in the user's folder; repeated measurement takes no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(auto, "SECONDS", 0.0)
     two = {name: EXECUTORS[name] for name in ("loop", "threads")}
@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    """Threads without oneDNN are fastest."""
+    """Fixed speeds with which threads without oneDNN are fastest."""
     watch = Stopwatch(loop=2.0, plain_loop=3.0, threads=4.0, plain_threads=5.0)
     monkeypatch.setattr(auto, "speed", watch)
     return watch

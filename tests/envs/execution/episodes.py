@@ -1,4 +1,4 @@
-"""An episode under random decisions, to compare executors by."""
+"""Episodes of random actions, by which executors are compared."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from esper_lightning.tamiyo.baselines import RandomValid
 
 
 def episode(pool: HostPool, stages: set[Stage] | None = None) -> list[Tensor]:
-    """All that can be known of it; stages that were reached are added to `stages`."""
+    """Play an episode and return all its results and the final weights; add the reached stages to `stages`."""
     wanderer = RandomValid(3)
     seen = [pool.reset(range(pool.n_envs)).features.clone()]
     for _ in range(pool.config.horizon):

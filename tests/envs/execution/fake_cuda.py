@@ -1,4 +1,4 @@
-"""CUDA's streams and events without CUDA: work runs at once, and vector clocks know what would have waited for what."""
+"""Fake CUDA streams and events: work runs at once, and vector clocks record the order that events would enforce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Moment = dict["Stream", int]
-"""For each stream, how much of its work is known to be done."""
+"""Number of pieces of work known to be done, by stream (a vector clock)."""
 
 
 class Stream:
@@ -28,7 +28,7 @@ class Stream:
         self.log: list[Any] = []
 
     def work(self) -> int:
-        """One more piece of work; its number."""
+        """Add one piece of work and return its number."""
         self.known[self] += 1
         return self.known[self]
 
@@ -44,7 +44,7 @@ class Stream:
 
 
 class Event:
-    """What its stream knew to be done when it was recorded."""
+    """Event that holds its stream's vector clock at the time of recording."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -55,7 +55,7 @@ class Event:
 
 
 class FakeCuda:
-    """Takes the place of `torch.cuda` where streams and events are concerned."""
+    """Replacement of the streams and events of `torch.cuda`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         Stream.made = 0
@@ -73,7 +73,7 @@ class FakeCuda:
             return self.entered[-1]
         if device not in self.default:
             self.default[device] = Stream(device)
-            Stream.made -= 1  # it is there from the start
+            Stream.made -= 1  # the default stream exists from the start
         return self.default[device]
 
     @contextmanager
@@ -85,33 +85,35 @@ class FakeCuda:
             self.entered.pop()
 
     def working(self, device: torch.device) -> Stream:
-        """Where an operation goes now."""
+        """Return the stream of the next operation on a device."""
         return self.entered[-1] if self.entered else self.current(device)
 
 
 class Block:
-    """One tensor's memory."""
+    """Memory of one tensor, and its uses."""
 
     def __init__(self, storage: torch.UntypedStorage, maker: Stream) -> None:
         self.weak = StorageWeakRef(storage)
         self.maker = maker
-        self.written: tuple[Stream, int] | None = None  # last
-        self.used: dict[Stream, int] = {}  # last by each stream
+        self.written: tuple[Stream, int] | None = None  # last write
+        self.used: dict[Stream, int] = {}  # last use by each stream
 
     def earlier(self, changed: bool) -> list[tuple[Stream, int]]:
-        """What must be done before it is changed, or else read."""
+        """Return the uses that must precede a change of the memory, or a read of it."""
         return list(self.used.items()) if changed else [self.written] if self.written else []
 
 
 class Races(TorchDispatchMode):
-    """Finds operations on the same memory that nothing puts in order, those of backward passes included; and memory
-    that torch would give to its stream again while another one still works on it."""
+    """Finds unordered operations on the same memory, backward passes included, and memory reused too early.
+
+    Memory is reused too early if torch gives it back to its stream while another stream still uses it.
+    """
 
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
         super().__init__()
         self.cuda, self.device = cuda, device
         self.blocks: dict[int, Block] = {}  # by address
-        self.shared: dict[Stream, set[Block]] = {}  # by the stream that they were made for: used by others, too
+        self.shared: dict[Stream, set[Block]] = {}  # by allocating stream: blocks that other streams use too
         self.operations = 0
         self.found: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""executor auto: the fastest choice, measured without a trace."""
+"""Executor auto: the fastest choice is found, and measuring leaves no trace in the pool."""
 
 import gc
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_what_runs_elsewhere_is_no_candidate() -> None:
 
 
 class Sleepy(LoopExecutor):
-    """Takes 0.5 s once an epoch, 0.25 s for every minibatch and 1.5 s for a validation, by a clock of its own."""
+    """Executor that takes 0.5 s per epoch, 0.25 s per minibatch and 1.5 s per validation, by a fake clock."""
 
     now = 0.0
 
@@ -90,12 +90,12 @@ def test_what_a_whole_tick_takes_follows_from_a_few_minibatches(
 def test_candidates_take_turns_until_a_second_is_over(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, turn: float, turns: int
 ) -> None:
-    """The first turn of all does not count: five times 0.3 s are the first to pass 0.3 s + 1 s."""
+    """The first round does not count towards the limit of 1 s: 5 rounds of 0.3 s first exceed 0.3 s + 1 s."""
     now, asked = 0.0, []
 
     def slower_and_slower(executor: LoopExecutor, envs: list[HostEnv], *_: object) -> float:
         nonlocal now
-        now += turn / 2 * (len(envs) > 4)  # a trial takes no time
+        now += turn / 2 * (len(envs) > 4)  # the trial takes no time
         asked.append(executor)
         return 10.0 / len(asked)
 
@@ -136,7 +136,7 @@ def test_a_candidate_that_is_far_behind_at_first_is_not_measured_again(
     stopwatch.speeds |= {"plain_loop": 1.0}
     pool = make_pool(2, executor="auto")
 
-    assert stopwatch.asked[8:] == ["loop", "plain_loop", "threads", "plain_threads"]  # the first two once more in vain
+    assert stopwatch.asked[8:] == ["loop", "plain_loop", "threads", "plain_threads"]  # both loops in vain
     assert [candidate.speed for candidate in pool.selection.tried] == [2.0, 1.0, 4.0, 5.0]
 
 
@@ -153,14 +153,14 @@ def test_measuring_leaves_no_trace(make_pool: MakePool) -> None:
 
 
 class Stubborn(LoopExecutor):
-    """Takes no host at all."""
+    """Executor that refuses every host when it is created."""
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         raise ValueError("a Conv2d cannot be stacked; use env.executor loop")
 
 
 class Late(LoopExecutor):
-    """Notices only when it sees them."""
+    """Executor that refuses hosts only when it trains them."""
 
     def train_epoch(self, envs: list[HostEnv], data: Split) -> torch.Tensor:
         raise ValueError("a seed of kind norm cannot be stacked; use env.executor loop")

@@ -1,4 +1,4 @@
-"""executor auto: a choice is remembered for hosts of its kind, in a file that may be foreign, broken or read-only."""
+"""Executor auto: a choice is cached for hosts of its kind, in a file that may be foreign, broken or read-only."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def wider(input_shape: tuple[int, ...], outputs: int) -> CNN:
 
 
 def other_layout(input_shape: tuple[int, ...], outputs: int) -> CNN:
-    """The same weights in the same places, computed in another memory format."""
+    """Host with the same weights, computed in another memory format."""
     slots = ["block1.pool", "block2.pool", "block3"]
     return CNN(input_shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False)
 

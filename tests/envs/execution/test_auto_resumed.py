@@ -1,4 +1,4 @@
-"""executor auto: a run that goes on keeps the executor that it had, and says so."""
+"""Executor auto: a resumed run keeps its executor and prints it."""
 
 from dataclasses import replace
 from pathlib import Path

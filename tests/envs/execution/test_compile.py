@@ -1,4 +1,4 @@
-"""Compiled hosts: they learn what they always did, seeds and more hosts compile nothing anew, and failure is heard."""
+"""Compiled hosts: same results, no recompilation for seeds or more hosts, and compiler errors are reported."""
 
 import gc
 import importlib
@@ -39,7 +39,7 @@ Graph = torch.fx.GraphModule
 SEEDS = ActionConfig(blueprints=["mlp_small", "lora"], tempos={"FAST": 2})
 
 TRACED = CompileConfig(backend="aot_eager")
-"""All of torch.compile but for the compiler: forward and backward are traced, and the graphs run as they are."""
+"""Backend of torch.compile that traces forward and backward, and runs the graphs without compiling them."""
 
 
 ODD = CompileConfig(backend="eager", dynamic=False, fallback=True)
@@ -50,7 +50,7 @@ def training_with(compile: CompileConfig | None, **settings: Any) -> HostTrainin
 
 
 class Counting:
-    """A compiler that runs graphs as they are, and counts."""
+    """Compiler that runs graphs unchanged and counts its calls."""
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -76,7 +76,7 @@ def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 def grown_episode(pool: HostPool) -> list[Tensor]:
-    """Seeds through all of their life on the first host, none on the second."""
+    """Play an episode with seeds in all stages on the first host, and none on the second."""
     pool.reset([3, 4])
     seen = []
     for row in (germinate(0, 1), germinate(1, 2, tempo=1), WAIT, fossilize(0), WAIT, WAIT):
@@ -155,7 +155,7 @@ def test_parts_that_differ_do_not_use_up_each_others_share_of_compilations() -> 
     count = Counting()
     network = nn.ModuleList(
         nn.Linear(width, width) for width in range(2, 22)
-    )  # torch gives up after 8 for one function
+    )  # torch stops compiling a function after 8 times
     compile_parts(network, CompileConfig(backend=count))
     for layer in network:
         layer(torch.randn(4, layer.in_features))
@@ -290,12 +290,12 @@ def test_a_host_without_parts_is_refused() -> None:
 
 
 def is_compiled(value: object) -> bool:
-    """Says whether something came out of torch.compile."""
+    """Return whether a function or module was compiled by torch.compile."""
     return "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})
 
 
 def compiled(pool: HostPool) -> list[bool]:
-    """Says of every part of every host whether it is compiled."""
+    """Return for every module of every host whether it is compiled."""
     return ["forward" in vars(part) for env in pool.envs for part in parts(env.network)]
 
 
@@ -322,5 +322,5 @@ def test_no_module_compiles_anything_when_it_is_imported() -> None:
 
     assert is_compiled(compiled) and len(modules) > 80
     values = [(name, value) for module in modules for name, value in vars(module).items()]
-    # With two underscores, torch itself has put there what it has compiled meanwhile.
+    # Torch itself adds names with two underscores for functions that it has compiled.
     assert [name for name, value in values if is_compiled(value) and not name.startswith("__")] == []

@@ -1,4 +1,4 @@
-"""What executors return of a tick, and what they ask for on the way."""
+"""Results of an executor in one environment step, and the attribute accesses on the way."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ MakePool = Callable[..., HostPool]
 
 
 class Questions(TorchFunctionMode):
-    """Counts by name the attributes that tensors are asked for, by the project and by torch itself."""
+    """Counts accesses to tensor attributes by name, by the project and by torch itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The reference executor against what anybody would write by hand."""
+"""The reference executor, against plain training and validation loops."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +16,7 @@ from tests.decisions import WAIT, act, fossilize, germinate
 
 
 def grown_pool(make_pool: Callable[..., HostPool]) -> HostPool:
-    """One environment with a fossil, a probationary seed and a seed that still blends."""
+    """Return one environment with a fossilized, a probationary and a blending seed."""
     pool = make_pool(1, horizon=20)
     pool.reset([4])
     for row in [germinate(0, 1), germinate(2, 2), WAIT, fossilize(0)]:
@@ -61,7 +61,7 @@ def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool:
     loss, accuracy = pool.executor.validate([env], pool.data.validation)[0]
 
     slots = [slot.name for slot in env.slots]
-    left_out = [[], *([name] for name in slots), slots[1:]]  # the last: what is fossilized alone
+    left_out = [[], *([name] for name in slots), slots[1:]]  # the last: fossilized seeds only
     for variant, names in enumerate(left_out):
         network = deepcopy(env.network).eval()
         for name in names:
@@ -75,7 +75,7 @@ def test_a_validation_is_that_of_the_network_with_its_seeds_taken_out(make_pool:
 def test_a_contribution_is_accuracy_with_minus_accuracy_without(make_pool: Callable[..., HostPool]) -> None:
     pool, wait = grown_pool(make_pool), WaitOnly()
     for _ in range(2):
-        pool.step(wait.act(pool))  # until no ramp moves any more
+        pool.step(wait.act(pool))  # until all ramps are complete
     env, (inputs, targets) = pool.envs[0], pool.data.validation
 
     def points(without: str | None = None) -> float:

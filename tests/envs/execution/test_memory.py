@@ -1,4 +1,4 @@
-"""Rollout after rollout of growth and culling holds no more than the first one."""
+"""Memory does not grow over rollouts with germination and culling."""
 
 import gc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ HERE = [name for name in EXECUTORS if ONLY_ON.get(name) in (None, "cpu")]
 
 
 def tensors_alive() -> tuple[int, int]:
-    """How many, and the bytes of their memory."""
+    """Return the number of live tensors and the bytes of their memory."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -46,6 +46,6 @@ def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[
 
     assert grown > 10
     assert len(seeds) == 0, "culled seeds and those of earlier episodes are gone"
-    # What executors know of the last hosts varies a little; a tensor kept of every seed would be a tenth more.
+    # State of the executors varies a little; a leak of one tensor per seed would add 10 %.
     for first, last in zip(held[0], held[-1], strict=True):
         assert last <= 1.03 * first, held

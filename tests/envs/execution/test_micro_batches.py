@@ -1,4 +1,4 @@
-"""A minibatch that goes through the host in parts teaches what the whole one teaches."""
+"""A minibatch split into micro-batches gives the same training step as the whole minibatch."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -20,12 +20,12 @@ SEEDS = ActionConfig(blueprints=["mlp_small", "lora"], tempos={"FAST": 2})
 
 
 def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """Without BatchNorm: every sample for itself."""
+    """Return an MLP without BatchNorm, so that samples do not affect each other."""
     return MLP(input_shape, outputs, width=12, layers=2)
 
 
 def blended_pool(make_pool: MakePool, parts: int, limit: float | None = 0.5, optimizer: str = "adam") -> HostPool:
-    """A host with a seed that blends and one that only learns."""
+    """Return a pool of one host with a blending and a training seed."""
     training = HostTraining(batches=3, micro_batches=parts, max_grad_norm=limit, optimizer=optimizer)
     pool = make_pool(1, host=mlp, actions=SEEDS, training=training)
     pool.reset([4])

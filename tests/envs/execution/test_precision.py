@@ -1,4 +1,4 @@
-"""Hosts in half precision: what is computed in it, what is not, and that a skipped step is skipped by all."""
+"""Hosts in half precision: which parts use it, and that host and seeds skip a step together."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -39,7 +39,7 @@ MATRIX = [
 
 
 class Overflow:
-    """Makes gradients infinite: those of the host, or those of the seed in its first slot, while `on`."""
+    """Makes the gradients of the host, or of the seed in its first slot, infinite while `on`."""
 
     def __init__(self, pool: HostPool, host: int = 0, of_seed: bool = False) -> None:
         self.on = True
@@ -52,7 +52,7 @@ class Overflow:
 
 
 def frozen(pool: HostPool, host: int) -> list[Tensor]:
-    """Weights and optimizer state of a host and its seeds."""
+    """Return copies of the weights and optimizer state of a host and its seeds."""
     env = pool.envs[host]
     states = [env.optimizer.state[p] for group in env.optimizer.param_groups for p in group["params"]]
     tensors = [*env.network.parameters(), *(value for state in states for value in state.values())]
@@ -60,7 +60,7 @@ def frozen(pool: HostPool, host: int) -> list[Tensor]:
 
 
 def one_step_pool(make_pool: MakePool, n_envs: int = 1, **settings: object) -> HostPool:
-    """A minibatch a tick, in fp16; the first host has a seed that learns and one that blends."""
+    """Return a pool in fp16 with one minibatch per step, and a training and a blending seed on the first host."""
     pool = make_pool(n_envs, horizon=20, training=HostTraining(precision="fp16", batches=1, **settings))
     pool.reset(range(n_envs))
     idle = [WAIT] * (n_envs - 1)
@@ -88,7 +88,7 @@ def test_all_layers_of_host_and_seeds_compute_in_it(make_pool: MakePool, precisi
         layer.register_forward_hook(partial(watch, name=name))
     pool.step(act(WAIT))
 
-    assert len(layers) == 3 + 1 + 1  # with the seed's
+    assert len(layers) == 3 + 1 + 1  # including the seed's
     assert seen == {(name, mode, HALVES[precision]) for name in layers for mode in (True, False)}
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
@@ -123,7 +123,7 @@ def test_a_host_learns(make_pool: MakePool, precision: str) -> None:
 def learn(
     host: nn.Module, learning: nn.Module, layout: Layout, precision: str, seeds: Iterable[int]
 ) -> Iterator[tuple[float, set[nn.Parameter]]]:
-    """A step of `learning` for each batch: the loss, and which parameters have a gradient."""
+    """Take a step for each batch. Returns the losses, and which parameters have a gradient."""
     training = HostTraining(precision=precision)
     optimizer, scaler = training.make_optimizer(learning), training.make_scaler(CPU)
     for seed in seeds:
@@ -149,7 +149,7 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
     for stage in LIFE:
         host, slot = newborn(layout, blueprint, style, "identity", stage)
         reached = set().union(*(found for _, found in learn(host, host, layout, precision, seeds=range(2))))
-        # A gate learns only when it is used: see test_every_seed.
+        # A gate is trained only when it is used: see test_every_seed.
         part = slot.seed.seed if style == "gate" and stage in STRAIGHT_THROUGH else slot.seed
         assert set(part.parameters()) <= reached, stage
 
@@ -195,7 +195,7 @@ def test_a_momentum_whose_first_step_was_skipped_begins_at_zero(make_pool: MakeP
     overflow, env = Overflow(pool), pool.envs[0]
     parameters = env.optimizer.param_groups[0]["params"]
     litter = [torch.full_like(p, 7.0) for _ in range(20) for p in parameters]
-    del litter  # it lies where new tensors will be made
+    del litter  # its memory is reused by new tensors
     pool.step(act(WAIT))
 
     assert not any(env.optimizer.state[p]["momentum_buffer"].any() for p in parameters)
@@ -228,7 +228,7 @@ def test_a_run_goes_on_bit_for_bit_from_every_tick(make_pool: MakePool) -> None:
         other.step(action)
 
         assert differences(pool.state_dict(), other.state_dict()) == []
-        overflow.on = tick == 0  # what follows begins with another scale
+        overflow.on = tick == 0  # the following steps begin with another scale
         if overflow.on:
             pool.executor.train_epoch(pool.envs, pool.data.train)
     assert pool.envs[0].scaler.get_scale() < pool.envs[1].scaler.get_scale()

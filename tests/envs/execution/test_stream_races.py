@@ -1,4 +1,4 @@
-"""CUDA streams: no work races, nobody waits without need. In full on a GPU, their logic anywhere."""
+"""CUDA streams: no races and no needless waiting. Complete on a GPU; the logic is tested on any machine."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ GPU = torch.device("cuda", 0)
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs where there is a GPU."""
+    """Mark for tests that need a GPU."""
     return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
 
 
@@ -39,13 +39,13 @@ def gpu_pool(n_envs: int, executor: str = "streams", **changes: Any) -> HostPool
 
 
 def on_streams(pool: HostPool) -> HostPool:
-    """Lets a pool on the processor train its hosts on streams that only seem to be there."""
+    """Let a pool on the CPU train its hosts on fake streams."""
     pool.executor = StreamsExecutor(pool.task, pool.config.training)
     return pool
 
 
 def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
-    """Plays one random episode and returns all that is measured of it."""
+    """Play one random episode and return all its measurements."""
     wanderer = RandomValid(seed)
     pool.reset([seed + i for i in range(pool.n_envs)])
     seen = [part for _ in range(pool.config.horizon) for part in pool.step(wanderer.act(pool)).metrics]
@@ -54,7 +54,7 @@ def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
 
 @contextmanager
 def reproducible_kernels() -> Iterator[None]:
-    """Makes cuDNN's kernels reproducible; cuBLAS's are, because torch gives it a workspace for every stream."""
+    """Make cuDNN kernels reproducible; cuBLAS kernels are, because torch gives it a workspace for every stream."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
@@ -64,7 +64,7 @@ def reproducible_kernels() -> Iterator[None]:
 
 
 def watch(fake: FakeCuda, patch: pytest.MonkeyPatch, pool: HostPool) -> list[tuple[int, str, Stream]]:
-    """Notes environment, work and stream of all that executors do from now on."""
+    """Record environment, kind of work and stream of all further work of executors."""
     notes: list[tuple[int, str, Stream]] = []
     begin, step, measure = HostEpoch.__init__, HostEpoch.step, StreamsExecutor._measure
 
@@ -153,7 +153,7 @@ def test_one_context_covers_a_batch_from_the_data_to_the_sums(
 
 
 class Work(TorchDispatchMode):
-    """Notes by stream the operations that a device would be given, those of backward passes included."""
+    """Records by stream the operations for a device, backward passes included."""
 
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Streams without a GPU: results, errors, who lives on which device. What waits for what: test_stream_races.py."""
+"""Streams without a GPU: results, errors and devices of hosts. Order of events: test_stream_races.py."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ from tests.runs import tiny_host
 MakePool = Callable[..., HostPool]
 
 SECOND = torch.device("cpu", 0)
-"""The processor under another name: to a pool it is another device."""
+"""The CPU under another name, which a pool treats as another device."""
 
 
 def on_streams(pool: HostPool) -> HostPool:
-    """The same pool, whose hosts are trained on streams that only seem to be there."""
+    """Return the same pool with its hosts trained on fake streams."""
     pool.executor = StreamsExecutor(pool.task, pool.config.training)
     return pool
 
@@ -85,7 +85,7 @@ def test_environments_are_dealt_out_to_devices_in_turn() -> None:
     pool = two_devices(5)
 
     assert [env.device for env in pool.envs] == [CPU, SECOND, CPU, SECOND, CPU]
-    assert [env.generator.device for env in pool.envs] == [CPU] * 5  # torch knows one processor
+    assert [env.generator.device for env in pool.envs] == [CPU] * 5  # torch has only one CPU device
 
 
 def test_each_device_has_one_copy_of_the_data() -> None:
@@ -94,7 +94,7 @@ def test_each_device_has_one_copy_of_the_data() -> None:
 
     assert first.inputs is data.train.inputs
     assert torch.equal(first.inputs, second.inputs) and first.inputs.data_ptr() != second.inputs.data_ptr()
-    again = data.spread([CPU, SECOND])  # as a second pool does
+    again = data.spread([CPU, SECOND])  # as for a second pool
     assert all(again.test.to(device).inputs is data.test.to(device).inputs for device in (CPU, SECOND))
 
 

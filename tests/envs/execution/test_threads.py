@@ -1,4 +1,4 @@
-"""Several workers train the hosts exactly as the loop does."""
+"""Worker threads train the hosts exactly as the loop does."""
 
 import gc
 import random
@@ -22,7 +22,7 @@ MakePool = Callable[..., HostPool]
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the machine have so many."""
+    """Set the number of processor cores that the executor finds."""
 
     def have(number: int) -> None:
         monkeypatch.setattr("esper_lightning.envs.execution.threads.usable_cores", lambda: number)
@@ -128,7 +128,7 @@ def test_workers_end_with_their_pool(make_pool: MakePool, cores: Callable[[int],
 
 def test_workers_leave_torchs_number_of_threads_as_it_was(make_pool: MakePool, cores: Callable[[int], None]) -> None:
     def threads_per_operator() -> list[int]:
-        """Of this thread, and of one that begins now."""
+        """Return the threads per operator of this thread and of a new one."""
         found = [torch.get_num_threads()]
         newcomer = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         newcomer.start()

@@ -1,4 +1,4 @@
-"""Where time goes, by timers that only seem to pass."""
+"""Time per phase, measured with fake timers."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MakePool = Callable[..., HostPool]
 
 
 class Counting:
-    """A second passes at every mark; `arrived` is how far the device has come."""
+    """Timer that advances by 1 s at every mark; `arrived` is the time that the device has reached."""
 
     name = "counting"
 
@@ -42,7 +42,7 @@ class Counting:
 
 
 def spent(clock: PhaseClock) -> dict[str, float]:
-    """Phases that took any time."""
+    """Return the seconds of all phases that took any time."""
     return {phase: seconds for phase, seconds in clock.take().items() if seconds}
 
 
@@ -96,7 +96,7 @@ def test_on_a_gpu_each_phase_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPat
 
 
 def test_time_with_several_hosts_is_divided_as_their_laps_say() -> None:
-    """Three hosts worked for 30 seconds of ten that went by: two at a time, say, and one of them with others' time."""
+    """3 hosts record 30 s of work within 10 s of elapsed time."""
     timer, own = Counting(), [Counting() for _ in range(2)]
     clock, hosts = PhaseClock(timer), [Laps(each) for each in own]
     hosts[0].start()
@@ -160,7 +160,7 @@ def test_the_clock_is_named_after_what_it_reads(make_pool: MakePool) -> None:
 
 
 def laps_of(pool: HostPool, work: Callable[[], object]) -> dict[str, float]:
-    """Seconds by phase that the first environment's laps say, a second from mark to mark."""
+    """Return seconds by phase of the first environment's intervals, with 1 s between marks."""
     laps = pool.envs[0].laps
     laps.take()
     laps.timer = Counting()
@@ -184,7 +184,7 @@ def test_what_is_beyond_the_host_as_it_is_counts_as_counterfactual(make_pool: Ma
     grown = laps_of(pool, lambda: pool.executor.validate(pool.envs, pool.data.validation))
 
     assert alone == {"validate": 2.0, "counterfactual": 0.0}  # from the beginning to the end, nothing in between
-    # Five combinations: all seeds, without each in turn, and none. Behind the first slot there are two, then four.
+    # 5 combinations: all seeds, without each in turn, and none. Behind the first slot there are 2, then 4.
     lengths = [1, 1, 2, 4, 5]
     assert grown["validate"] == pytest.approx(sum(1 / length for length in lengths))
     assert grown["counterfactual"] == pytest.approx(sum(1 - 1 / length for length in lengths))
@@ -202,7 +202,7 @@ def test_fetching_a_minibatch_is_no_training(make_pool: MakePool, monkeypatch: p
     monkeypatch.setattr(step, "fetch", slowly)
     slow = laps_of(pool, lambda: pool.executor.train_epoch(pool.envs, train))
 
-    assert plain["data"] == 1 + 2 * 2  # drawing, and every part of every batch
+    assert plain["data"] == 1 + 2 * 2  # drawing, and fetching each micro-batch
     assert slow == {"data": plain["data"] + 40.0, "train": plain["train"]}
 
 

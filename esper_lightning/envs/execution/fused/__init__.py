@@ -1,4 +1,4 @@
-"""N hosts as one network."""
+"""Fused executor: N hosts run as one network of stacked layers."""
 
 from esper_lightning.envs.execution.fused.executor import FusedExecutor
 

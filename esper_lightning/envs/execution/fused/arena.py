@@ -1,6 +1,6 @@
-"""The weights of N hosts and all their seeds in one piece of memory, so that one kernel serves all of them.
+"""Flat storage: the weights of N hosts and all their seeds in one tensor, so that one kernel updates all of them.
 
-A *program* is a host or a bank of seeds; its *owners* are the hosts or seeds that it computes. P numbers of one owner.
+A *stacked module* computes all hosts, or all seeds of one kind in one slot; its *owners* are these hosts or seeds.
 """
 
 import math
@@ -16,30 +16,30 @@ from esper_lightning.envs.execution.fused.layers import Stacked, stacked_layers
 
 
 class Program:
-    """Stacked layers, and how to find the same layers in a single host or seed."""
+    """A module of stacked layers, and the paths of these layers in a single host or seed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.layers = stacked_layers(module)
 
     def find(self, owner: nn.Module) -> list[nn.Module]:
-        """The layers of one host or seed, in the order of `layers`."""
+        """Return the layers of one host or seed, in the order of `layers`."""
         return [attrgetter(path)(owner) if path else owner for path in self.layers]
 
     def release(self) -> None:
-        """Lets go of all weights and running statistics."""
+        """Drop all weights and running statistics."""
         for layer in self.layers.values():
             layer.release()
 
 
 class Staffed(NamedTuple):
-    """A program and, for each of its owners in the coming epoch, the owner's layers."""
+    """A stacked module with its owners in the coming epoch."""
 
     program: Program
-    owners: Sequence[Sequence[nn.Module]]
+    owners: Sequence[Sequence[nn.Module]]  # [owners][layers]
 
     def parameters(self) -> list[tuple[nn.Parameter, ...]]:  # [tensor][owner]
-        """In the order in which an arena holds them."""
+        """Return the owners' parameters in the order of `FlatParameters`."""
         return [
             tuple(getattr(single, name) for single in singles)
             for layer, singles in self._by_layer()
@@ -47,14 +47,14 @@ class Staffed(NamedTuple):
         ]
 
     def gather_buffers(self) -> None:
-        """Takes the owners' running statistics in."""
+        """Copy the owners' running statistics into the stacked layers."""
         for layer, singles in self._by_layer():
             for name in layer.buffer_names:
                 layer.register_buffer(name, torch.stack([getattr(single, name) for single in singles]))
 
     @torch.no_grad()
     def scatter_buffers(self) -> None:
-        """Gives them back."""
+        """Copy running statistics back from the stacked layers to the owners."""
         for layer, singles in self._by_layer():
             for name in layer.buffer_names:
                 for single, value in zip(singles, getattr(layer, name).unbind(), strict=True):
@@ -65,26 +65,26 @@ class Staffed(NamedTuple):
 
 
 class Arena:
-    """Weights and gradients of everything that trains: tensor by tensor of each program, owner by owner of each tensor.
+    """Weights and gradients of all hosts and seeds, flat: by stacked module, then by tensor, then by owner.
 
     Args:
-        staff: The hosts' program first, then the banks'.
+        assignments: The stacked host with its owners first, then the stacked seeds.
 
     Attributes:
-        values: All weights, one after the other.
-        grads: Their gradients; only where there is something to learn.
+        values: All weights, [numbers].
+        grads: Gradients of all weights, [numbers]; exists only after `bind` with `requires_grad`.
     """
 
     @torch.no_grad()
     def __init__(self, staff: Sequence[Staffed]) -> None:
         self.staff = staff
-        # [program][tensor][owner]
+        # [stacked module][tensor][owner]
         parameters = [staffed.parameters() for staffed in staff]
         self.shapes = [[(len(same), *same[0].shape) for same in tensors] for tensors in parameters]
         self.parameters = [p for tensors in parameters for same in tensors for p in same]
         self.sizes = [p.numel() for p in self.parameters]
         firsts = accumulate((len(owners) for _, owners in staff), initial=0)
-        # The optimizer's group of each parameter: hosts first, then seed after seed.
+        # Index of each parameter's optimizer group: all hosts first, then all seeds.
         self.groups = [
             first + i for first, tensors in zip(firsts, parameters, strict=False) for same in tensors
             for i in range(len(same))
@@ -93,22 +93,26 @@ class Arena:
 
     @staticmethod
     def gather(tensors: Sequence[Tensor]) -> Tensor:
-        """The numbers of a tensor for each parameter, in the arena's order."""
+        """Concatenate one tensor per parameter, given in the order of `parameters`, to [numbers]."""
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
-        """The inverse of `gather`."""
+        """Copy flat numbers into one tensor per parameter: the inverse of `gather`."""
         parts = chain.from_iterable(tensor.unbind() for tensor in chain.from_iterable(self.views(numbers)))
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
-    def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [program][tensor] [owners, …]
-        """By programs and tensors."""
+    def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [stacked module][tensor] [owners, …]
+        """Return views of flat numbers, one for each tensor of each stacked module."""
         flat = iter(numbers.split([math.prod(shape) for shapes in self.shapes for shape in shapes]))
         return [[next(flat).view(shape) for shape in shapes] for shapes in self.shapes]
 
     def give(self, learn: bool) -> None:
-        """Hands weights and running statistics to the stacked layers. To learn: what backward finds goes to `grads`."""
+        """Bind weights and running statistics to the stacked layers.
+
+        Args:
+            requires_grad: Allocate `grads`, into which the backward pass accumulates.
+        """
         leaves = []
         for staffed, values in zip(self.staff, self.views(self.values), strict=True):
             staffed.gather_buffers()
@@ -123,7 +127,7 @@ class Arena:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Writes weights and running statistics back to hosts and seeds."""
+        """Write weights and running statistics back to hosts and seeds."""
         self.scatter(self.values, self.parameters)
         for staffed in self.staff:
             staffed.scatter_buffers()

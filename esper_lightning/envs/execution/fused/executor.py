@@ -1,4 +1,4 @@
-"""The fused executor: one set of kernels trains and validates all hosts."""
+"""Fused executor: the same kernels train and validate all hosts at once. N hosts, K slots, V combinations of seeds."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,14 +20,14 @@ from esper_lightning.growth.optimizer import HOST_GROUP, group_of
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
 MAX_NUMBERS = 2**22
-"""Numbers of stacked input that a validation pass takes at a time: more leaves the caches, and fills the memory."""
+"""Most input elements of one stacked validation pass: more exceed the caches and fill the memory."""
 
 
 class FusedExecutor(LoopExecutor):
-    """As LoopExecutor, with N hosts stacked to one network, or to one for each kind of host.
+    """`LoopExecutor` with the hosts of each kind stacked into one network.
 
-    Between epochs weights, optimizer state and loss scales live in the environments, as with every other executor; an
-    epoch begins with collecting them and ends with handing them back.
+    Between epochs weights, optimizer state and loss scales are in the environments, as with every other executor. An
+    epoch begins by collecting them and ends by writing them back.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -77,7 +77,7 @@ class FusedExecutor(LoopExecutor):
         laps.start()
 
         def watch(entries: int) -> None:
-            base = len(envs) / entries  # what there would be without combinations of seeds
+            base = len(envs) / entries  # share of the work that one entry per host would take
             laps.lap(validate=base, counterfactual=1.0 - base)
 
         stack.views.watch = watch
@@ -99,7 +99,7 @@ class FusedExecutor(LoopExecutor):
 
 
 def by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]) -> Tensor:
-    """The rows of `work`, which takes hosts of one kind alone, in the order of `envs`."""
+    """Run `work` on the hosts of each kind. Returns its rows in the order of `envs`."""
     kinds: dict[str, list[int]] = {}
     for i, env in enumerate(envs):
         kinds.setdefault(env.kind, []).append(i)
@@ -111,7 +111,7 @@ def by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]
 
 
 class FusedEpoch:
-    """One pass of training of N hosts in progress."""
+    """One epoch of training of N stacked hosts in progress."""
 
     def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, data: Split) -> None:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
@@ -122,27 +122,27 @@ class FusedEpoch:
         seeds = [Group(host, envs[host], group_of(slot)) for members in stack.grown for host, slot in members]
         self.optimizer = StackedOptimizer(self.arena, hosts + seeds)
         self.scaler = StackedScaler(envs) if envs[0].scaler.is_enabled() else None
-        # The first host's: for the time that all of them take together.
+        # The first host's timer records the time of all hosts together.
         self.laps = envs[0].laps
         self.laps.start()
         failing = {(i, group_of(slot.name)) for i, env in enumerate(envs) for slot in env.failing}
         idle = [(group.host, group.name) in failing for group in hosts + seeds]
-        # Numbers that get no gradient. None: all do, nearly always.
+        # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
         self.idle = self.optimizer.spread(upload(idle, self.arena.values.device)) if failing else None
         self.parts = self.training.micro_batches
         self.batches = Batches.concatenate([env.draw_batches(data.samples).in_parts(self.parts) for env in envs])
         self.laps.lap(data=1.0)
-        # In the hosts' own precision, at least float32.
+        # In the hosts' precision, but at least float32.
         dtype = torch.promote_types(self.arena.values.dtype, torch.float32)
         self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
         self.skipped_steps = torch.zeros_like(self.totals[0])
 
     def __len__(self) -> int:
-        """Minibatches."""
+        """Return the number of minibatches."""
         return len(self.batches.indices) // self.parts
 
     def step(self, i: int) -> None:
-        """All hosts learn from their i-th minibatches; the last one leaves the gradients' statistics."""
+        """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
         self.laps.start()
         self.arena.grads.zero_()
         for part in range(i * self.parts, (i + 1) * self.parts):
@@ -173,7 +173,7 @@ class FusedEpoch:
             self.totals += torch.stack([losses, correct])
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
-        """Hands everything back to the environments. Returns what HostEpoch.result does, for all hosts."""
+        """Write all state back to the environments. Returns the row of `HostEpoch.result` for each host."""
         self.arena.take_back()
         self.optimizer.take_back()
         if self.scaler is not None:
@@ -182,7 +182,7 @@ class FusedEpoch:
         return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 
     def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
-        """As GrowingNetwork.gradient_tensors, for all hosts."""
+        """Return what `GrowingNetwork.gradient_tensors` returns, for all hosts."""
         device = self.arena.values.device
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(self.stack.slots), 1)
         places = {name: k for k, name in enumerate(self.stack.slots, 1)}

@@ -1,7 +1,7 @@
-"""Layers of many hosts at once: the weights of V hosts are stacked, and one kernel serves them all.
+"""Stacked layers: the weights of V hosts are stacked, and one kernel computes all of them.
 
-Module code of hosts and seeds runs unchanged on stacked features (see `members`); only the layers that own weights are
-exchanged for these. Weights are plain tensors [rows, …], given from outside.
+The code of hosts and seeds runs unchanged on stacked features; only the layers that own weights are replaced by these.
+Weights are plain tensors [rows, …], bound from outside. V stack entries, B samples, C and D channels of one host.
 """
 
 from abc import abstractmethod
@@ -20,24 +20,27 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import Positions, TokenEmbedding
 
 FEW = 4
-"""Up to so many hosts a 1×1 convolution is faster as a batched matrix product than in groups: 50 to 150 instead of 100
-to 260 µs, forward and backward, on small features of 4 to 16 channels (CPU)."""
+"""Most hosts for which a 1×1 convolution is faster as a batched matrix product than as a grouped convolution.
+
+50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16 channels (CPU)."""
 
 
 class Stacked(nn.Module):
-    """A layer of many hosts.
+    """One layer of many hosts.
 
     Args:
         layer: The layer of one host.
-        members: Whose weights are used.
+        stack_index: The stack's selection of weight rows.
 
     Attributes:
-        given: The layer's own parameters by name, with one more axis in front: a row for each host. Its buffers are
-            buffers here too, so that whoever looks for buffers finds them. Between epochs there are neither.
+        bound: The layer's own parameters by name, with one more axis in front, [rows, …]. Buffers are registered as
+            buffers, so that a search for buffers finds them. Between epochs there are neither.
+
+    Raises ValueError if the layer's settings are not supported.
     """
 
     expects: ClassVar[dict[str, object]] = {}
-    """Settings of the layer that must have these values."""
+    """Values that the layer's attributes must have."""
 
     def __init__(self, layer: nn.Module, members: Members) -> None:
         super().__init__()
@@ -50,24 +53,24 @@ class Stacked(nn.Module):
         self.release()
 
     def release(self) -> None:
-        """Lets go of all weights and buffers."""
+        """Drop all weights and buffers."""
         self.given: dict[str, Tensor] = {}
         for name in self.buffer_names:
             self.register_buffer(name, None)
 
     def rows(self, name: str) -> Tensor | None:  # [V, …]
-        """A tensor of each of the present members; None if the layer has none of this name."""
+        """Return a parameter or buffer of each stack entry; None if the layer has none of this name."""
         value = self.given.get(name, self._buffers.get(name))
         return None if value is None else self.members.pick(value)
 
     def flat(self, name: str) -> Tensor | None:  # [V·C, …]
-        """The same, one behind the other along the first axis of a single one."""
+        """Return the same as `per_entry`, concatenated along the first axis of a single host's tensor."""
         value = self.rows(name)
         return None if value is None else value.flatten(0, 1)
 
 
 class StackedConv2d(Stacked):
-    """[B, V·C, H, W] -> [B, V·D, H', W']: groups of channels are convolved by themselves."""
+    """Convolution as one grouped convolution, [B, V·C, H, W] -> [B, V·D, H', W']."""
 
     expects: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
 
@@ -87,7 +90,7 @@ class StackedConv2d(Stacked):
 
 
 class StackedBatchNorm2d(Stacked):
-    """[B, V·C, H, W], same out: statistics over stacked channels are those of each host."""
+    """BatchNorm over stacked channels, whose statistics are those of each host, [B, V·C, H, W] -> same shape."""
 
     expects: ClassVar[dict[str, object]] = {"track_running_stats": True}
 
@@ -106,7 +109,7 @@ class StackedBatchNorm2d(Stacked):
 
 
 class StackedGroupNorm(Stacked):
-    """[B, V·C, H, W], same out: V times as many groups."""
+    """GroupNorm with V times as many groups, [B, V·C, H, W] -> same shape."""
 
     def __init__(self, layer: nn.GroupNorm, members: Members) -> None:
         super().__init__(layer, members)
@@ -117,7 +120,7 @@ class StackedGroupNorm(Stacked):
 
 
 class _RowWise(Stacked):
-    """Acts on the last axis alone, of size `features`, of features [V·B, …, C], or of [B, V·C] that an image left."""
+    """Layer on the last axis of size `features`: of [V·B, …, C], or of [B, V·C] flattened from an image."""
 
     features: int
 
@@ -130,11 +133,11 @@ class _RowWise(Stacked):
 
     @abstractmethod
     def act(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
-        """On rows of each entry."""
+        """Transform the rows of each entry with the entry's weights."""
 
 
 class StackedLinear(_RowWise):
-    """[V·B, …, C] -> [V·B, …, D], or [B, V·C] -> [B, V·D]."""
+    """Linear layer, [V·B, …, C] -> [V·B, …, D], or [B, V·C] -> [B, V·D]."""
 
     def __init__(self, layer: nn.Linear, members: Members) -> None:
         super().__init__(layer, members)
@@ -151,7 +154,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, ro
 
 
 class StackedLayerNorm(_RowWise):
-    """[V·B, …, C] or [B, V·C], same out."""
+    """LayerNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
 
     def __init__(self, layer: nn.LayerNorm, members: Members) -> None:
         super().__init__(layer, members)
@@ -168,7 +171,7 @@ class StackedLayerNorm(_RowWise):
 
 
 class StackedEmbedding(Stacked):
-    """[V·B, …] int64 -> [V·B, …, C]: the tables lie one behind the other."""
+    """Embedding in one table that concatenates the tables of all entries, [V·B, …] int64 -> [V·B, …, C]."""
 
     expects: ClassVar[dict[str, object]] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
 
@@ -178,20 +181,21 @@ class StackedEmbedding(Stacked):
 
     def forward(self, x: Tensor) -> Tensor:
         count = self.members.count
-        first = torch.arange(0, count * self.size, self.size, device=x.device)  # row of each entry's first word
+        first = torch.arange(0, count * self.size, self.size, device=x.device)  # first row of each entry's table
         return F.embedding((x.reshape(count, -1) + first[:, None]).view(x.shape), self.flat("weight"))
 
 
 class StackedTokenEmbedding(StackedEmbedding):
-    """The same; its `logits` are [V·B, T, C] -> [V·B, T, words]."""
+    """Token embedding with tied output logits. T tokens."""
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:  # [V·B, T, C] -> [V·B, T, vocabulary]
+        """Return the logits of the next token."""
         rows = x.reshape(self.members.count, -1, x.shape[-1])
         return _linear(rows, self.rows("weight"), None).view(*x.shape[:-1], -1)
 
 
 class StackedPositions(Stacked):
-    """[V·B, T, C], same out."""
+    """Learned positions, added to a sequence of T tokens, [V·B, T, C] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.unflatten(0, (self.members.count, -1))
@@ -199,7 +203,7 @@ class StackedPositions(Stacked):
 
 
 class StackedNorm(Stacked):
-    """Any stacked feature, same out."""
+    """Normalisation with a learned strength per host, any stacked feature -> same shape."""
 
     def __init__(self, layer: Norm, members: Members) -> None:
         super().__init__(layer, members)
@@ -210,7 +214,7 @@ class StackedNorm(Stacked):
 
 
 class StackedSampleGate(nn.Module):
-    """[B, V·C, H, W] -> [B, V·C, 1, 1]; [V·B, …, C] -> [V·B, 1, …]."""
+    """Gate per sample, [B, V·C, H, W] -> [B, V·C, 1, 1]; other features [V·B, …, C] -> [V·B, 1, …]."""
 
     def __init__(self, gate: SampleGate, members: Members) -> None:
         super().__init__()
@@ -235,13 +239,13 @@ STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Norm: StackedNorm,
     SampleGate: StackedSampleGate,
 }
-"""By exact type: a subclass may compute something else."""
+"""Stacked layer for each layer type. The exact type counts, because a subclass may compute something else."""
 
 
 def stacked(module: nn.Module, members: Members) -> nn.Module:
-    """`module`, changed in place (or replaced), with all layers that own weights exchanged.
+    """Replace all layers that own weights by stacked layers. Returns `module`, changed in place, or its replacement.
 
-    Raises ValueError naming what cannot be stacked.
+    Raises ValueError with the type of the first layer that cannot be stacked.
     """
     if (kind := STACKED.get(type(module))) is not None:
         return kind(module, members)
@@ -256,5 +260,5 @@ def stacked(module: nn.Module, members: Members) -> nn.Module:
 
 
 def stacked_layers(module: nn.Module) -> dict[str, Stacked]:
-    """The layers that want weights, by their path, which is that of the layer in a single host."""
+    """Return the stacked layers by path, which is also the path of the layer in a single host or seed."""
     return {path: layer for path, layer in module.named_modules() if isinstance(layer, Stacked)}

@@ -1,7 +1,7 @@
-"""How features of many hosts lie in one tensor. V entries in the stack, B samples, C channels of one host.
+"""Layout of the features of many hosts in one tensor. V stack entries, B samples, C channels of one host.
 
-Image features are stacked along their channels, [B, V·C, H, W]: then torch's own grouped convolutions, normalisations
-and pools serve V hosts at once. All others are stacked along their first axis, [V·B, …].
+Image features are stacked along their channels, [B, V·C, H, W], so that torch's grouped convolutions, normalisations
+and pools compute V hosts at once. All others are stacked along their first axis, [V·B, …].
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from esper_lightning.envs.transfer import upload
 
 
 class Members:
-    """Whose weights the entries of a stack are computed with.
+    """Rows of the stacked weights that the entries of a stacked feature are computed with.
 
     Attributes:
-        count: Entries V in the features now.
-        index: Row [V] of the stacked weights for each entry; None: each row once, in order.
+        count: Number of entries V in the present features.
+        rows: Row of the stacked weights for each entry, [V] int64. None: each row once, in order.
     """
 
     def __init__(self) -> None:
@@ -25,55 +25,56 @@ class Members:
         self.index: Tensor | None = None
 
     def all(self, count: int) -> None:
-        """One entry for each row of the weights."""
+        """Select each of the `count` rows once, in order."""
         self.count, self.index = count, None
 
     def some(self, index: Tensor) -> None:
-        """These rows, in this order, any of them several times."""
+        """Select these rows, in this order; a row may occur several times."""
         self.count, self.index = len(index), index
 
     def pick(self, weight: Tensor) -> Tensor:  # [rows, …] -> [V, …]
+        """Return the selected rows of a stacked weight."""
         return weight if self.index is None else weight.index_select(0, self.index)
 
 
 def is_image(x: Tensor) -> bool:
-    """Stacked along its channels."""
+    """Return whether a feature is an image, and so stacked along its channels."""
     return x.ndim == 4
 
 
 def spread(values: Tensor, x: Tensor) -> Tensor:  # [V] and a stacked feature -> broadcasts against it
-    """One number per entry."""
+    """Reshape one number per entry so that it broadcasts against the stacked feature `x`."""
     if is_image(x):
         return values.repeat_interleave(x.shape[1] // len(values))[None, :, None, None]
     return values.repeat_interleave(x.shape[0] // len(values)).view(-1, *[1] * (x.ndim - 1))
 
 
 def stack_inputs(x: Tensor, count: int) -> Tensor:  # [V·B, …], entry by entry -> a stacked feature
-    """What goes into a stack of hosts."""
+    """Bring the inputs of `count` entries into the layout of stacked features."""
     if not is_image(x):
         return x
-    # Channels last in memory, whatever the single host prefers: convolutions over many groups, normalisation and pools
-    # are then 1.3 to 8 times as fast (CPU, 16 hosts of 4 to 16 channels).
+    # Channels last in memory, whatever the single host prefers: grouped convolutions, normalisation and pools are then
+    # 1.3 to 8 times as fast (CPU, 16 hosts of 4 to 16 channels).
     return x.unflatten(0, (count, -1)).permute(1, 3, 4, 0, 2).contiguous().flatten(3).permute(0, 3, 1, 2)
 
 
 def columns_to_rows(x: Tensor, count: int) -> Tensor:  # [B, V·C] -> [V·B, C]
-    """What an image leaves behind, as other features are stacked."""
+    """Bring a flattened image feature, stacked along its columns, into the layout of other features."""
     return x.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def rows_to_columns(x: Tensor, count: int) -> Tensor:  # [V·B, C] -> [B, V·C]
-    """The inverse."""
+    """Invert `columns_to_rows`."""
     return x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
 
 
 def unstack_outputs(x: Tensor, count: int, samples: int) -> Tensor:  # -> [V·B, …], entry by entry
-    """What comes out of a stack of hosts: outputs computed from an image are still stacked along their second axis."""
+    """Bring outputs into the layout [V·B, …]: those computed from images are still stacked along their second axis."""
     return columns_to_rows(x, count) if x.shape[0] == samples and count > 1 else x
 
 
 def _opened(x: Tensor, count: int) -> tuple[Tensor, int]:
-    """A view with an axis of its own for the entries, and that axis."""
+    """Return a view of a stacked feature with a separate axis for the entries, and the index of that axis."""
     if is_image(x):
         return x.permute(0, 2, 3, 1).unflatten(3, (count, -1)), 3
     return x.unflatten(0, (count, -1)), 0
@@ -84,20 +85,20 @@ def _closed(x: Tensor, axis: int) -> Tensor:
 
 
 def select(x: Tensor, count: int, entries: Tensor) -> Tensor:
-    """Some entries of a stacked feature of `count`, as a stacked feature."""
+    """Return some entries of a stacked feature of `count` entries, as a stacked feature."""
     opened, axis = _opened(x, count)
     return _closed(opened.index_select(axis, entries), axis)
 
 
 def divide(x: Tensor, sizes: Sequence[int], entries: Tensor | None = None) -> list[Tensor]:
-    """A stacked feature as several: each gets the next so many of its entries, or of those that `entries` names."""
+    """Split a stacked feature into parts of `sizes` entries, after selecting `entries` if given."""
     opened, axis = _opened(x, sum(sizes))
     opened = opened if entries is None else opened.index_select(axis, entries)
     return [_closed(part, axis) for part in opened.split(sizes, axis)]
 
 
 def unite(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None = None) -> Tensor:
-    """Several stacked features as one: with all their entries, or those that `entries` names."""
+    """Merge stacked features of `sizes` entries into one, and select `entries` of it if given."""
     opened = [_opened(part, size) for part, size in zip(parts, sizes, strict=True)]
     axis = opened[0][1]
     whole = torch.cat([part for part, _ in opened], axis)
@@ -105,11 +106,11 @@ def unite(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None 
 
 
 class Deal:
-    """How the entries of a stacked feature are dealt out to parts, each entry to one.
+    """Partition of the entries of a stacked feature.
 
     Args:
-        parts: The entries of each part.
-        device: Of the features.
+        parts: Indices of the entries in each part; every entry is in exactly one.
+        device: Device of the features.
     """
 
     def __init__(self, parts: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -119,9 +120,9 @@ class Deal:
         self.back = upload(sorted(range(len(order)), key=order.__getitem__), device)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """The parts, as stacked features."""
+        """Return the parts of a stacked feature, as stacked features."""
         return divide(x, self.sizes, self.order)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse."""
+        """Merge the parts into one stacked feature: the inverse of `split`."""
         return unite(parts, self.sizes, self.back)

@@ -1,6 +1,6 @@
-"""One optimizer step for all hosts and seeds: the update rules of torch.optim over an arena. G groups: hosts or seeds.
+"""One optimizer step for all hosts and seeds: the update rules of torch.optim on flat weights. G groups: hosts, seeds.
 
-Learning rates, weight decay and step counts are each group's own. Between epochs the state lives in the environments'
+Each group has its own learning rate, weight decay and step count. Between epochs the state is in the environments'
 optimizers, where checkpoints, germination and rollbacks find it.
 """
 
@@ -17,14 +17,14 @@ from esper_lightning.envs.transfer import upload
 from esper_lightning.growth.optimizer import find_group
 
 CLIP_EPS = 1e-6
-"""Added to a norm before something is divided by it, as torch.nn.utils.clip_grad_norm_ does."""
+"""Constant added to a gradient norm before division, as in `torch.nn.utils.clip_grad_norm_`."""
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What torch.optim calls the running means of each rule."""
+"""State keys of the running means of each optimizer in torch.optim."""
 
 
 class Group(NamedTuple):
-    """A parameter group of one environment's optimizer: its host, or one of its seeds."""
+    """A parameter group of one environment's optimizer: its host or one of its seeds."""
 
     host: int
     env: HostEnv
@@ -32,14 +32,14 @@ class Group(NamedTuple):
 
 
 class StackedOptimizer:
-    """Steps for the coming epoch.
+    """Optimizer of all hosts and seeds in the coming epoch: Adam, AdamW or SGD.
 
     Args:
-        arena: Weights and gradients.
-        groups: Hosts first, then seed after seed, as the arena counts them.
+        weights: Flat weights and gradients.
+        groups: All hosts first, then all seeds, in the order of `FlatParameters.groups`.
 
     Attributes:
-        hosts: Whose each group is, [G].
+        host_of_group: Host index of each group, [G] int64.
     """
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class StackedOptimizer:
         self.counts_steps = self.kind != "sgd"
         device, dtype = arena.values.device, arena.values.dtype
         owner = np.repeat(np.asarray(arena.groups, np.int32), arena.sizes)
-        self.owner = upload(owner, device)  # the group of each number
+        self.owner = upload(owner, device)  # [numbers] int32: group of each weight
         options = [find_group(group.env.optimizer, group.name) for group in groups]
         self.rates = upload([o["lr"] for o in options], device, dtype)
         self.decays = upload([o["weight_decay"] for o in options], device, dtype)
@@ -61,7 +61,7 @@ class StackedOptimizer:
         self._collect(groups)
 
     def _collect(self, groups: Sequence[Group]) -> None:
-        """Takes in the state that the environments' optimizers hold."""
+        """Collect the state from the environments' optimizers."""
         arena = self.arena
         rows = zip(arena.groups, arena.parameters, strict=True)
         self.states = [groups[i].env.optimizer.state[p] for i, p in rows]
@@ -74,7 +74,7 @@ class StackedOptimizer:
             self.steps = torch.stack([one_of_each[i]["step"] for i in range(len(groups))])  # [G]
 
     def _begin(self, state: dict[str, Tensor], p: nn.Parameter) -> None:
-        """What torch.optim would make at a parameter's first step."""
+        """Create the state that torch.optim would create at a parameter's first step."""
         for name in self.names:
             if name not in state:
                 state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -82,18 +82,22 @@ class StackedOptimizer:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     def spread(self, coefficients: Tensor) -> Tensor:  # [G] -> [numbers]
-        """One coefficient per group."""
+        """Repeat one coefficient per group for each weight of the group."""
         return coefficients.index_select(0, self.owner)
 
     def sums(self, numbers: Tensor) -> Tensor:  # [numbers] -> [G]
-        """Over each group."""
+        """Return the sum over the weights of each group."""
         programs = self.arena.views(numbers)
         rows = [torch.stack([t.reshape(len(t), -1).sum(1) for t in tensors]) for tensors in programs]
         return torch.cat([row.sum(0) for row in rows])
 
     @torch.no_grad()
     def step(self, healthy: Tensor | None = None) -> None:
-        """Clips and updates. `healthy` [N] bool: hosts that take the step, seeds and all; None: every one."""
+        """Clip the gradients of each group and update the weights.
+
+        Args:
+            healthy: Hosts that take the step together with their seeds, [N] bool. None: all hosts.
+        """
         changing = [self.arena.values, *self.moments, *([self.steps] if self.counts_steps else [])]
         kept = [tensor.clone() for tensor in changing] if healthy is not None else []
         if self.limit is not None:
@@ -122,11 +126,11 @@ class StackedOptimizer:
         values -= self.spread(self.rates) * grads
 
     def _adam(self, values: Tensor, grads: Tensor) -> None:
-        """https://arxiv.org/abs/1412.6980"""
+        """Update by Adam (https://arxiv.org/abs/1412.6980)."""
         first, second = self.moments
         beta1, beta2 = self.options["betas"]
         self.steps += 1
-        # In float64: beta2 to the power of a step lies too near 1 for less.
+        # In float64, because powers of beta2 are too close to 1 for float32.
         bias1, bias2 = (1.0 - beta ** self.steps.double() for beta in (beta1, beta2))
         first.lerp_(grads, 1.0 - beta1)
         second.mul_(beta2).addcmul_(grads, grads, value=1.0 - beta2)
@@ -135,11 +139,11 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Writes the state back to the environments' optimizers."""
+        """Write the state back to the environments' optimizers."""
         for name, numbers in zip(self.names, self.moments, strict=True):
             self.arena.scatter(numbers, [state[name] for state in self.states])
         if self.counts_steps:
-            # A number of its own for each parameter, as torch.optim counts them one by one; but all by one kernel.
+            # A separate tensor for each parameter, as in torch.optim, but all created by one kernel.
             every = self.steps.index_select(0, self.group_of_parameter).unbind()
             for state, step in zip(self.states, every, strict=True):
                 state["step"] = step

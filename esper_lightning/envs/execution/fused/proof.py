@@ -1,4 +1,4 @@
-"""Does a stack compute what its hosts compute? Shown on the host at hand before anything is trained."""
+"""Check before training that a stack computes the same as its hosts by themselves, on the host at hand."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -21,48 +21,53 @@ from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
 
 HOSTS, SAMPLES = 3, 4
-"""In the stack, and for each of them: different numbers, so that hosts and samples cannot be taken for each other; and
-three hosts, of which the first and the last have seeds of one kind, so that their order changes on the way to them."""
+"""Numbers of hosts in the stack and of samples per host.
+
+They differ, so that a mix-up of the two axes shows. With three hosts the first and the last have seeds of one kind, so
+that the stack has to reorder the hosts."""
 
 TOLERANCE, LOOSE = 1e-7, 1e-2
-"""Largest difference of a tensor's numbers relative to the largest of them. In float64 rounding stays far below and a
-wrong number far above; the loose one is for hosts and seeds that do not run in float64."""
+"""Largest allowed difference within a tensor, relative to its largest absolute value.
+
+In float64 rounding errors stay far below and wrong results far above. The loose tolerance is for hosts and seeds that
+do not run in float64."""
 
 CANCELLED = 1e-3
-"""A tensor whose numbers are so small beside those of others may hold what cancels out: nothing but rounding."""
+"""Fraction of the largest value of all tensors below which a tensor may hold only rounding errors."""
 
 NOISE = 0.1
-"""Added to weights and inputs: no two hosts are equal then, no weight is zero, and no two pixels are equal, for there
-rounding would decide which of them a max-pool takes, and so where its gradient goes."""
+"""Scale of the noise added to weights and inputs, so that hosts differ, no weight is zero and no two pixels are equal.
+
+With equal pixels rounding would decide which of them a max-pool selects, and so where its gradient goes."""
 
 ALPHA = 0.5
-"""Of the seeds: both the host's part and the seed's part count."""
+"""Alpha of the blended seeds, at which both the host's and the seed's part of the output count."""
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""How a host's own code, or torch below it, may fail at the shapes of a stack."""
+"""Errors that the host's code, or torch, may raise for stacked shapes."""
 
 Finding = tuple[str, Sequence[Tensor], Sequence[Tensor]]
-"""What was computed; by the stack; by the hosts."""
+"""Name of a result, its tensors from the stack, and its tensors from the separate hosts."""
 
 
 class Trial(NamedTuple):
-    """Hosts and data to compare on."""
+    """Hosts and inputs for the comparison."""
 
     hosts: list[nn.Module]
-    inputs: Tensor  # [HOSTS·SAMPLES, …], host by host
-    growable: set[tuple[str, str]]  # slots and blueprints
+    inputs: Tensor  # [N_HOSTS·N_SAMPLES, …], host by host
+    growable: set[tuple[str, str]]  # pairs (slot, blueprint) that can grow
     generator: torch.Generator
     tolerance: float
 
 
 def check_stack(env: HostEnv, inputs: Tensor) -> None:
-    """Compares a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
+    """Compare a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
 
     Args:
-        env: Whose host it is; it is not touched.
-        inputs: Some of its data.
+        env: Environment of the host, which is not changed.
+        inputs: Some inputs of the host.
 
-    Raises ValueError if the host cannot be stacked: a layer is unknown, or the results differ.
+    Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
     """
     gpus = [env.device] if env.device.type == "cuda" else []
     try:
@@ -92,12 +97,12 @@ def _check(env: HostEnv, inputs: Tensor) -> None:
 
 
 def _best_trial(env: HostEnv, inputs: Tensor) -> Trial:
-    """In float64 if all that can grow runs in it."""
+    """Return a trial in float64 if all growable seeds run in it, else in the host's precision."""
     slots = slots_of(env.network).values()
     fitting = {(slot.name, name) for slot in slots for name in env.space.blueprint if name in names(slot.layout)}
     try:
         exact = _trial(env, inputs, torch.float64, TOLERANCE)
-    except RuntimeError:  # it asks for its own precision
+    except RuntimeError:  # the host requires its own precision
         exact = None
     if exact is not None and exact.growable == fitting:
         return exact
@@ -121,7 +126,7 @@ def _trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -
 
 @torch.no_grad()
 def _stir(network: nn.Module, generator: torch.Generator) -> None:
-    """Moves all weights, and running statistics: upwards, for variances must stay positive."""
+    """Add noise to all weights, and positive noise to running statistics, because variances must stay positive."""
     for weight in network.parameters():
         weight += NOISE * torch.randn(weight.shape, generator=generator, device=weight.device)
     for number in network.buffers():
@@ -130,7 +135,10 @@ def _stir(network: nn.Module, generator: torch.Generator) -> None:
 
 
 def _kinds(env: HostEnv) -> Iterator[tuple[list[str], Style]]:
-    """No blueprint; then all of them, in turn another one first; and each style."""
+    """Yield blueprints and style of each comparison: no blueprint, then every rotation of all blueprints.
+
+    The first rotation comes with every style, the others with the first style.
+    """
     blueprints = list(env.space.blueprint)
     styles = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
     yield [], styles[0]
@@ -140,8 +148,11 @@ def _kinds(env: HostEnv) -> Iterator[tuple[list[str], Style]]:
 
 
 def _grow(trial: Trial, blueprints: Sequence[str], style: Style) -> None:
-    """Every second slot of one host and every slot of the others get a seed, the first two that can grow by turns; one
-    of them only learns, and all others are blended."""
+    """Germinate seeds in every second slot of the first host and in every slot of the others.
+
+    They alternate between the first two blueprints that can grow. One seed trains straight-through, all others are
+    blended.
+    """
     for i, host in enumerate(trial.hosts):
         slots = slots_of(host).values()
         for k, slot in enumerate(slots):
@@ -157,7 +168,7 @@ def _grow(trial: Trial, blueprints: Sequence[str], style: Style) -> None:
 
 
 def _check_weights(host: nn.Module) -> None:
-    """Raises ValueError for what stacked weights cannot be: those of two layers, or kept as they are."""
+    """Raise ValueError if a weight cannot be stacked: shared by two layers, or not trainable."""
     first: dict[nn.Parameter, str] = {}
     for name, weight in host.named_parameters(remove_duplicate=False):
         if first.setdefault(weight, name) != name:
@@ -167,7 +178,7 @@ def _check_weights(host: nn.Module) -> None:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of torch's own generators."""
+    """Return the state of torch's global random generators."""
     states = [torch.get_rng_state()]
     return torch.cat([*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states)
 
@@ -197,7 +208,7 @@ def _compare(stack: HostStack, trial: Trial) -> Iterator[Finding]:
 
 
 def _statistics(arena: Arena) -> list[Tensor]:
-    """Running statistics that the stack holds."""
+    """Return the running statistics held by the stacked layers."""
     layers = chain.from_iterable(program.layers.values() for program, _ in arena.staff)
     return [getattr(layer, name) for layer in layers for name in layer.buffer_names]
 
@@ -209,16 +220,16 @@ def _compare_evaluation(stack: HostStack, hosts: Sequence[nn.Module], inputs: Te
     for host, places in zip(hosts, stack.views.places(), strict=True):
         parts, own_places = forward_variants(host.eval(), variants, inputs)
         yield "outputs in evaluation", [entries[places]], [parts.unflatten(0, (-1, len(inputs)))[own_places]]
-        # Validation data may be taken in pieces.
+        # Validation data may be processed in pieces, so samples must not affect each other.
         yield "outputs for a sample by itself", [host(inputs[:1])], [host(inputs)[:1]]
 
 
 def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest of any tensor, relative to its largest number."""
+    """Return the largest difference in any tensor, relative to the tensor's largest absolute value."""
     if any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
         return float("inf")
     sizes = [b.abs().max().item() for b in theirs]
     floor = CANCELLED * max(sizes, default=0.0)
     pairs = zip(ours, theirs, sizes, strict=True)
     differences = [(a - b).abs().max().item() / (max(size, floor) or 1.0) for a, b, size in pairs]
-    return torch.tensor(differences or [0.0]).max().item()  # not a number, if one is
+    return torch.tensor(differences or [0.0]).max().item()  # NaN if any difference is NaN

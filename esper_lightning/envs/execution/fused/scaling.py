@@ -1,4 +1,4 @@
-"""Loss scaling of N hosts at once, with the rule and the state of each host's own torch.amp.GradScaler."""
+"""Loss scaling of N hosts at once, with the update rule and state of each host's own `torch.amp.GradScaler`."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,17 @@ from esper_lightning.envs.transfer import download, upload
 
 
 class StackedScaler:
-    """Scales for the coming epoch.
+    """Loss scales of N hosts in the coming epoch.
 
-    The hosts' scalers give and take their growth counters as Python numbers only: an epoch begins with reading and ends
-    with writing them, and on CUDA both wait for the device.
+    A `GradScaler` exposes its growth counter as a Python number only. It is read when an epoch begins and written when
+    it ends; on CUDA both wait for the device.
 
     Args:
         envs: N environments whose scalers are enabled.
+
+    Attributes:
+        scales: Loss scale of each host, [N].
+        good_steps: Steps of each host since its last skipped step or increase of the scale, [N].
     """
 
     def __init__(self, envs: Sequence[HostEnv]) -> None:
@@ -29,7 +33,7 @@ class StackedScaler:
 
     @torch.no_grad()
     def unscale(self, optimizer: StackedOptimizer) -> Tensor:  # [N] bool
-        """Divides the gradients by the scales. Returns the hosts whose gradients, seeds' included, are all finite."""
+        """Divide the gradients by the scales. Returns which hosts have finite gradients only, seeds included."""
         bad = torch.zeros_like(self.scales)
         grads = optimizer.arena.grads
         grads /= optimizer.spread(self.scales[optimizer.hosts])
@@ -37,7 +41,7 @@ class StackedScaler:
         return bad == 0
 
     def update(self, healthy: Tensor) -> None:
-        """Lowers the scale of hosts that skipped the step, and raises it after enough steps that were not skipped."""
+        """Lower the scale of hosts that skipped the step, and raise it after enough steps without a skip."""
         rule = self.states[0]
         good = torch.where(healthy, self.good + 1.0, 0.0)
         due = good == rule["growth_interval"]
@@ -47,7 +51,7 @@ class StackedScaler:
         self.good = torch.where(due, 0.0, good)
 
     def take_back(self) -> None:
-        """Writes the state back to the environments' scalers."""
+        """Write the state back to the environments' scalers."""
         numbers = download(torch.stack([self.scales, self.good], 1)).tolist()
         for env, state, (scale, good) in zip(self.envs, self.states, numbers, strict=True):
             env.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(good)})

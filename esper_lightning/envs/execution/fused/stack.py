@@ -1,4 +1,4 @@
-"""N hosts as one network: the host's own code on stacked features, with the present weights of all hosts and seeds."""
+"""N hosts as one network: the host's own code on stacked features, with the weights of all hosts and seeds."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,10 +19,10 @@ from esper_lightning.growth.slot import SeedSlot
 
 
 class HostStack:
-    """Many hosts of one architecture.
+    """Stack of many hosts of one architecture.
 
     Args:
-        host: One of them; what grows on it does not matter.
+        host: One of the hosts; its seeds are ignored.
 
     Raises ValueError if a layer cannot be stacked.
     """
@@ -35,7 +35,7 @@ class HostStack:
             network = deepcopy(host)
         known = attachments(network)
         if known:
-            detach_slots(network)  # from layers that are about to be exchanged
+            detach_slots(network)  # from layers that are about to be replaced
         self.network = stacked(network, self.members).eval()
         attach_known(self.network, known)
         self.program = Program(self.network)
@@ -45,19 +45,19 @@ class HostStack:
             slot.seed, slot.folded = slot.branch.seeds, None
         self.programs: dict[Bank, Program] = {}
         self.staff: list[Staffed] = []
-        self.known: list[nn.Module] = []  # hosts; of each of them the layers and the slots
+        self.known: list[nn.Module] = []  # the hosts of the last `load`; below the layers and slots of each
         self.layers: list[list[nn.Module]] = []
         self.found: list[dict[str, SeedSlot]] = []
 
     def load(self, hosts: Sequence[nn.Module]) -> Arena:
-        """Takes in the weights of N hosts and their seeds, and who has grown what; learning goes on in the arena."""
+        """Assign N hosts with their seeds. Returns their flat weights, on which training continues."""
         self.release()
         if len(self.known) != len(hosts) or any(a is not b for a, b in zip(hosts, self.known, strict=True)):
             self.known, self.found = list(hosts), [slots_of(host) for host in hosts]
             self.layers = [self.program.find(host) for host in hosts]
         self.count = len(hosts)
         self.staff = [Staffed(self.program, self.layers)]
-        self.grown: list[list[tuple[int, str]]] = []  # for each bank, its members: host and slot
+        self.grown: list[list[tuple[int, str]]] = []  # (host index, slot name) of each seed, by stacked seeds
         for name, slot in self.slots.items():
             slot.fill([slots[name] for slots in self.found])
             for bank in slot.banks:
@@ -69,7 +69,7 @@ class HostStack:
         return Arena(self.staff)
 
     def release(self) -> None:
-        """Lets go of all weights, and of seeds: what is not there keeps no memory."""
+        """Drop all weights and assignments, and so their memory."""
         for program, _ in self.staff:
             program.release()
         for slot in self.slots.values():
@@ -78,7 +78,7 @@ class HostStack:
         self.staff = []
 
     def train(self, inputs: Tensor) -> Tensor:  # [N·B, …], host by host -> [N·B, …]
-        """One pass in training mode."""
+        """Run the N hosts in training mode, each on its own minibatch."""
         self._mode(True)
         self.members.all(self.count)
         return self._run(inputs, self.count)
@@ -86,12 +86,12 @@ class HostStack:
     def evaluate(
         self, inputs: Tensor, variants: Sequence[Sequence[Variant]], own: Sequence[int] | None = None
     ) -> Tensor:  # [B, …] -> [G·B, …]
-        """One pass of the same inputs through every host with each of its combinations of seeds: see `views`.
+        """Run the same inputs through every host with each of its combinations of seeds; see `StackEntries`.
 
         Args:
-            inputs: Those of all hosts; or [M, B, …], several variants of them.
-            variants: V combinations for each host.
-            own: The inputs' variant that each host sees.
+            inputs: Inputs shared by all hosts; or [M, B, …], M variants of them.
+            variants: Combinations of seeds, [N][V].
+            data_variants: Variant of the inputs for each host, [N]; None if there is only one.
         """
         self._mode(False)
         off_trunk = {name: slot.blended for name, slot in self.slots.items() if not self.found[0][name].trunk}
@@ -106,7 +106,7 @@ class HostStack:
         return self._run(inputs.index_select(0, seen).flatten(0, 1), self.views.count)
 
     def _mode(self, training: bool) -> None:
-        """Only where it changes: there are many modules."""
+        """Set the training mode of the modules where it changes, because a call visits many modules."""
         for program, _ in self.staff:
             if program.module.training != training:
                 program.module.train(training)

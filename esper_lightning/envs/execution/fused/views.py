@@ -1,4 +1,4 @@
-"""Which combinations of seeds are evaluated side by side, for many hosts in one pass."""
+"""Combinations of seeds evaluated side by side, for many hosts in one pass. N hosts, V combinations of each."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -6,24 +6,24 @@ from esper_lightning.growth.counterfactual import Variant
 
 
 class Views:
-    """The entries of a stack in evaluation: each stands for one host, with one or several combinations of its seeds.
+    """Stack entries of an evaluation pass: each stands for one host with one or more combinations of its seeds.
 
-    As in `growth.counterfactual`, an entry is divided at the first slot where its combinations differ; but each host
-    has combinations of its own.
+    As in `forward_variants`, an entry is divided at the first slot where its combinations differ, but each host has its
+    own combinations.
     """
 
     def __init__(self) -> None:
         self.variants: Sequence[Sequence[Variant]] = []
         self.entries: list[tuple[int, list[int]]] = []
-        self.watch: Callable[[int], None] | None = None  # told how many entries there were, when they become more
+        self.watch: Callable[[int], None] | None = None  # called with the number of entries before it grows
 
     def begin(self, variants: Sequence[Sequence[Variant]], off_trunk: Mapping[str, Collection[int]]) -> None:
-        """A new pass over N hosts.
+        """Begin a pass over N hosts.
 
         Args:
-            variants: V combinations for each host.
-            off_trunk: Slots that a shortcut leads around, with the hosts whose seed there is blended: for them the
-                batch is divided at the input.
+            variants: Combinations of seeds, [N][V].
+            off_trunk: Slots bypassed by a shortcut, with the indices of the hosts whose seed there is blended. Entries
+                of these hosts are divided at the input.
         """
         self.variants = variants
         self.entries = [(host, list(range(len(own)))) for host, own in enumerate(variants)]
@@ -32,21 +32,23 @@ class Views:
 
     @property
     def count(self) -> int:
+        """Number of entries."""
         return len(self.entries)
 
     @property
     def hosts(self) -> list[int]:
-        """The host of each entry."""
+        """Host index of each entry."""
         return [host for host, _ in self.entries]
 
     def split(self, slot: str, groups: Sequence[Collection[int]]) -> tuple[list[int], list[int]]:
-        """Divides the entries whose combinations differ in `slot`, and sorts them by whose seeds take part.
+        """Divide the entries whose combinations differ in `slot`, and order the entries by group.
 
         Args:
-            groups: Of hosts whose seeds are blended there; each host is in one, or in none.
+            slot: Name of the slot.
+            groups: Indices of the hosts with a blended seed there, by kind of seed; a host is in at most one group.
 
-        Returns for each entry there is then the entry it came from; and how many entries there are in which a host's
-        seed takes part, group by group, and in which none does: in this order they lie.
+        Returns for each new entry the index of the entry it came from, and the number of entries of each group. An
+        entry belongs to its host's group if the seed takes part, and otherwise to one more group at the end.
         """
         parts = self._parts(slot, groups)
         entries = [entry for part in parts for entry in part]
@@ -56,13 +58,20 @@ class Views:
         return [source for source, _, _ in entries], [len(part) for part in parts]
 
     def sort(self, slot: str, groups: Sequence[Collection[int]]) -> tuple[list[int], list[int]]:
-        """The same where entries were divided at the input, and where they have to stay as they lie: another way that
-        leads around the slot has them so."""
+        """Return what `split_at` returns, but leave the entries as they are.
+
+        For slots off the trunk, whose entries were divided at the input: the shortcut around the slot needs them in the
+        present order.
+        """
         parts = self._parts(slot, groups)
         return [source for part in parts for source, _, _ in part], [len(part) for part in parts]
 
     def _parts(self, slot: str, groups: Sequence[Collection[int]]) -> list[list[tuple[int, int, list[int]]]]:
-        """By groups, those without a seed last: of each entry where it came from, its host and its combinations."""
+        """Return the new entries of each group, those without the seed last.
+
+        An entry is (index of the entry it came from, host index, indices of its combinations). Host 0 with the
+        combinations [0, 1], of which only 0 uses the seed, gives [[(0, 0, [0])], [(0, 0, [1])]].
+        """
         group_of = {host: number for number, hosts in enumerate(groups) for host in hosts}
         parts: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(len(groups) + 1)]
         for source, (host, members) in enumerate(self.entries):
@@ -75,7 +84,7 @@ class Views:
         return parts
 
     def places(self) -> list[list[int]]:  # [N][V]
-        """The entry of each combination of each host."""
+        """Return the index of the entry that holds each combination of each host."""
         own: list[dict[int, int]] = [{} for _ in self.variants]
         for entry, (host, members) in enumerate(self.entries):
             own[host].update(dict.fromkeys(members, entry))

@@ -1,4 +1,4 @@
-"""Pools in float64, to compare executors to the last digits."""
+"""Pools in float64, by which executors are compared within rounding errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from esper_lightning.tasks import Digits, Split, Task, TaskData
 LIVELY = EnvConfig(
     horizon=20,
     training=HostTraining(batches=2, batch_size=16),
-    # Within twenty ticks seeds reach every stage, and slots are grown in again and again.
+    # Within 20 environment steps seeds reach every stage, and slots germinate repeatedly.
     lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
     actions=ActionConfig(tempos={"FAST": 2}, styles=["linear_add", "cosine_multiply", "linear_gate"]),
 )
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Shuffled(nn.Module):
-    """A host with a shortcut around one slot, and layers that no host of ours has."""
+    """Host with a shortcut around one slot, and with layers that no built-in host has."""
 
     def __init__(self, input_shape: Sequence[int], outputs: int) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "mlp": partial(MLP, width=16),
     "residual": Shuffled,
 }
-"""By name."""
+"""Host constructors by name."""
 
 
 class Words(Task):
-    """Sequences in which every token is a function of the one before, so that there is something to learn."""
+    """Task of token sequences in which every token is a function of the previous one."""
 
     def load(self) -> TaskData:
         generator = torch.Generator().manual_seed(0)
@@ -74,10 +74,10 @@ class Words(Task):
 
 
 class DigitsIn(Digits):
-    """A few digits, as numbers of the default type, with some noise.
+    """Small digits task in torch's default dtype, with noise added to the images.
 
-    Without it neighbouring pixels are often equal, and so are features: then rounding decides where the gradient of a
-    max-pool goes, and what a seed before the pool learns.
+    Without noise neighbouring pixels and features are often equal, and rounding decides where the gradient of a
+    max-pool goes.
     """
 
     def load(self) -> TaskData:
@@ -94,7 +94,7 @@ class DigitsIn(Digits):
 
 @contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
-    """Networks are made so meanwhile."""
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -104,7 +104,7 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.float64, **changes: Any) -> HostPool:
-    """A pool of one of HOSTS; `changes` are made to LIVELY."""
+    """Make a pool of one of HOSTS with the config LIVELY and `changes` to it."""
     task = Words() if host == "gpt" else DigitsIn()
     with precision(dtype):
         config = replace(LIVELY, executor=executor, **changes)
@@ -112,7 +112,7 @@ def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.f
 
 
 class Seen:
-    """What there was to see of an episode."""
+    """Recorded results of an episode."""
 
     def __init__(self) -> None:
         self.numbers: list[Tensor] = []
@@ -121,7 +121,7 @@ class Seen:
 
 
 def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, reset: bool = True) -> Seen:
-    """An episode of random decisions: the same for pools in which the same is possible."""
+    """Play an episode of random actions, the same for pools with equal masks, and return its record."""
     seen, wanderer = Seen(), RandomValid(5)
     dtype = next(pool.envs[0].network.parameters()).dtype
     with precision(dtype):
@@ -136,7 +136,7 @@ def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, re
 
 
 def distance(ours: HostPool, theirs: HostPool) -> float:
-    """The largest difference of any weight or running statistic, relative to the host's largest weight."""
+    """Return the largest difference of any weight or running statistic, relative to the host's largest weight."""
     worst = 0.0
     for one, other in zip(ours.envs, theirs.envs, strict=True):
         assert one.network.state_dict().keys() == other.network.state_dict().keys(), "the same has grown"

@@ -1,4 +1,4 @@
-"""Many hosts as one network do what each does by itself."""
+"""Hosts stacked into one network give the same results as separate hosts."""
 
 from dataclasses import replace
 
@@ -11,11 +11,12 @@ from tests.envs.execution.fused.hosts import HOSTS, LIVELY, Seen, distance, make
 from tests.tiers import rest_is_slow
 
 EXACT = 1e-9
-"""In float64, relative."""
+"""Relative tolerance in float64."""
 
 FLOAT32 = 1e-2
-"""Of losses and weights in float32, relative, after six ticks: rounding differs, and training makes more of it. If the
-loop's own weights are moved by 1e-7, the losses of GPT are off by 1e-4 after six ticks, and by 1e-1 after fifteen."""
+"""Relative tolerance of losses and weights in float32 after 6 environment steps, because training amplifies rounding.
+
+A shift of the loop's own weights by 1e-7 changes the losses of GPT by 1e-4 after 6 steps, and by 1e-1 after 15."""
 
 
 def assert_same(ours: Seen, theirs: Seen, tolerance: float) -> None:
@@ -76,7 +77,7 @@ def test_a_trajectory_depends_neither_on_neighbours_nor_on_their_number(host: st
     grown = ((among.envs[2], 0), (alone.envs[0], 0), (among.envs[0], 1), (among.envs[4], 0))
     for env, slot in grown:
         env.growing.germinate(env.slots[slot].name, env.space.blueprint[slot + 1])
-    among.envs[3].optimizer.param_groups[0]["lr"] = 1e3  # one that goes wrong
+    among.envs[3].optimizer.param_groups[0]["lr"] = 1e3  # a host that diverges
     for pool in (alone, among):
         pool.carry_on(4)
 
@@ -165,7 +166,7 @@ def test_one_host_of_the_stack_can_be_taken_back_without_the_others() -> None:
     back.carry_on(2)
     straight.carry_on(2)
 
-    # The tick is another, and so are the seeds' stages; the hosts that were left alone are as they would have been.
+    # The step count differs, and so do the stages of the seeds; the other hosts are unchanged.
     for i in (0, 2):
         for a, b in zip(back.envs[i].network.parameters(), straight.envs[i].network.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)

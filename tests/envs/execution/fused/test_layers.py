@@ -1,4 +1,4 @@
-"""Each stacked layer, against as many layers by themselves."""
+"""Each stacked layer, against the same number of separate layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,16 +26,16 @@ from tests.growth.grown import CPU, seeded, stir
 SAMPLES = 3
 
 IMAGE, SEQUENCE, VECTOR = (4, 5, 5), (6, 4), (4,)
-"""One sample of four channels."""
+"""Shapes of one sample with 4 channels."""
 
 WORDS = (6,)
-"""One sample of indices."""
+"""Shape of one sample of indices."""
 
 Make = Callable[[], nn.Module]
 
 
 class Gated(nn.Module):
-    """A gate is read where it meets its feature."""
+    """Module that multiplies a feature by its gate, so that gates are tested in use."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gated(nn.Module):
 
 
 def and_linear(make: Make) -> nn.Module:
-    """Where there are no weights, those of a layer behind show the gradient."""
+    """Append a linear layer, whose weights show the gradient of a layer without weights."""
     return nn.Sequential(make(), nn.Linear(4, 2) if make.func is nn.LayerNorm else nn.Conv2d(4, 2, 1))
 
 
@@ -85,7 +85,7 @@ close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 class Pair:
-    """The same layers in a stack and by themselves, with weights of their own and features to try them on."""
+    """The same layers stacked and separate, each with its own weights, and input features."""
 
     def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
         self.layers = [build_on(CPU, make, seeded(i)).double() for i in range(count)]
@@ -105,7 +105,7 @@ class Pair:
             self.x = torch.randn(rows, generator=seeded(7), dtype=torch.float64, requires_grad=True)
 
     def ours(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
-        """By the stack; `columns`: from features as an image leaves them."""
+        """Return the stack's outputs; with `columns`, inputs are laid out like flattened images."""
         count = len(self.entries)
         x = rows_to_columns(self.x, count) if columns else stack_inputs(self.x, count)
         y = self.stack(x)

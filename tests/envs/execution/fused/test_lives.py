@@ -1,4 +1,4 @@
-"""Rarer things that happen to hosts and seeds, in a stack and in the loop alike."""
+"""Rare events of hosts and seeds have the same effect in a stack as in the loop."""
 
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,7 @@ def test_whoever_runs_convolutions(onednn: bool) -> None:
 
 
 def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time, for less memory, must not count."""
+    """The recomputation of activations must not update running statistics."""
 
     def normed(channels: int) -> nn.Module:
         return Residual(nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 1))
@@ -102,7 +102,7 @@ def test_some_of_the_hosts_by_turns_and_another_number_of_them() -> None:
 
 
 def test_a_stack_may_take_over_when_much_has_grown() -> None:
-    """It meets hosts and seeds for the first time where nothing learns."""
+    """The stack first meets these hosts and seeds in a validation pass."""
     turns, loop = make("loop", "cnn", 3), make("loop", "cnn", 3)
     for pool in (turns, loop):
         play(pool, 8)

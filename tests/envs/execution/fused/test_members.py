@@ -1,4 +1,4 @@
-"""Features of many hosts in one tensor, against the same features host by host."""
+"""Stacked features of many hosts, against the same features host by host."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from esper_lightning.envs.execution.fused.members import (
 from tests.growth.grown import CPU, seeded
 
 SHAPES = {"image": (3, 4, 2), "sequence": (4, 3), "vector": (3,)}
-"""Of one sample: [C, H, W], [T, C], [C]."""
+"""Shapes of one sample: [C, H, W], [T, C], [C]."""
 
 layouts = pytest.mark.parametrize("layout", SHAPES)
 
@@ -35,12 +35,12 @@ def features(layout: str, count: int, samples: int) -> Tensor:  # [V·B, …], e
 
 
 def entries(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """What belongs to each, from a stacked feature."""
+    """Return the part of each entry of a stacked feature."""
     return (x if x.ndim != 4 else unstack_outputs(x, count, len(x))).chunk(count)
 
 
 def assert_same_gradients(x: Tensor, ours: Tensor, theirs: Tensor) -> None:
-    """Of any function of them: numbers that all count differently."""
+    """Check that gradients are equal for a weighted sum of the outputs with different weights."""
     assert ours.shape == theirs.shape
     weights = torch.arange(float(theirs.numel()), dtype=theirs.dtype).view(theirs.shape)
     gradients = [torch.autograd.grad((out * weights).sum(), x, retain_graph=True)[0] for out in (ours, theirs)]
@@ -89,7 +89,7 @@ def test_every_part_gets_its_own_entries_and_all_find_their_way_back(
     x = features(layout, count, samples)
     own, deal = x.chunk(count), Deal(parts, CPU)
     dealt = deal.split(stack_inputs(x, count))
-    # Each part does something else.
+    # Each part has a different function.
     changed = [part * (i + 2) for i, part in enumerate(dealt)]
     factor = {entry: i + 2 for i, part in enumerate(parts) for entry in part}
 

@@ -1,4 +1,4 @@
-"""Nothing of an epoch is left when it is over."""
+"""No memory of an epoch is held after its end."""
 
 import gc
 from typing import Any
@@ -26,7 +26,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def owned(pool: HostPool) -> list[Tensor]:
-    """Weights, buffers and optimizer state of the environments."""
+    """Return weights, buffers and optimizer state of the environments."""
     states = [state for env in pool.envs for state in env.optimizer.state.values()]
     modules = [tensor for env in pool.envs for tensor in env.network.state_dict(keep_vars=True).values()]
     return [*modules, *(value for state in states for value in state.values())]
@@ -49,7 +49,7 @@ def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() ->
     assert not any(layer.given or any(b is not None for b in layer.buffers()) for layer in layers)
     assert alive(Arena, FusedEpoch, StackedOptimizer) == []
     own = {id(tensor) for tensor in owned(pool)}
-    kept = [env.guard.snapshot.view()["growing"]["generator"] for env in pool.envs]  # the Governor's, one piece each
+    kept = [env.guard.snapshot.view()["growing"]["generator"] for env in pool.envs]  # in snapshots
     snapshots = {part.untyped_storage().data_ptr() for part in kept}
     found = [t for t in alive(torch.Tensor) if id(t) not in own | unrelated]
     rest = [t for t in found if t.untyped_storage().data_ptr() not in snapshots]
@@ -57,7 +57,7 @@ def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() ->
 
 
 def test_what_a_host_owns_lies_by_itself() -> None:
-    """A snapshot of one must not keep the others' numbers alive; step counts are few."""
+    """A snapshot of one host must not keep the memory of others alive; step counts are small enough to share."""
     pool = make("fused", "cnn", 4)
     pool.reset(range(4))
     pool.carry_on(1)

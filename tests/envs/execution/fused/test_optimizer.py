@@ -1,4 +1,4 @@
-"""One step for all hosts and seeds, against torch's own optimizer of each."""
+"""One stacked step for all hosts and seeds, against a separate torch optimizer for each."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ RULES: list[dict[str, Any]] = [
 
 
 def grown_pool(**training: Any) -> HostPool:
-    """Three hosts, two of them with a seed; every group has its own learning rate and decay."""
+    """Return a pool of 3 hosts, 2 of them with a seed; every group has its own learning rate and weight decay."""
     pool = make("loop", "mlp", 3, training=replace(LIVELY.training, **training))
     pool.reset(range(3))
     for env, blueprint in zip(pool.envs, ("norm", "lora"), strict=False):
@@ -40,12 +40,12 @@ def grow(env: Any, slot: str, blueprint: str) -> None:
 
 
 def gradient(weight: nn.Parameter, i: int, step: int) -> torch.Tensor:
-    """The same for both."""
+    """Return the gradient given to both optimizers."""
     return (step + 1) * torch.randn(weight.shape, generator=seeded(100 * step + i), dtype=weight.dtype)
 
 
 def learn_stacked(pool: HostPool, steps: range) -> None:
-    """An epoch of so many steps."""
+    """Take this number of stacked steps in one epoch."""
     stack = HostStack(pool.envs[0].network)
     arena = stack.load([env.network for env in pool.envs])
     arena.give(learn=True)
@@ -77,7 +77,7 @@ def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit:
     stacked, alone = (grown_pool(max_grad_norm=limit, **rule) for _ in range(2))
     for pool, learn in ((stacked, learn_stacked), (alone, learn_alone)):
         learn(pool, range(3))
-        grow(pool.envs[2], "layer2", "norm")  # its steps count from here
+        grow(pool.envs[2], "layer2", "norm")  # its step count begins here
         learn(pool, range(3, 5))
         pool.envs[0].growing.remove("layer1")
         learn(pool, range(5, 7))

@@ -16,7 +16,7 @@ from tests.tiers import rest_is_slow
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 CLOSE = {"bf16": 2e-2, "fp16": 5e-3}
-"""Of losses, relative, after three ticks: about as much as the loop is off from float32."""
+"""Relative tolerance of losses after 3 environment steps: about the difference of the loop from float32."""
 
 in_half = pytest.mark.parametrize("precision", HALVES)
 

@@ -1,4 +1,4 @@
-"""A host is trained in a stack exactly as by itself, or refused in one line: nothing in between."""
+"""A host is either trained in a stack exactly as by itself, or refused with a one-line error."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ IN_THREADS = r"; use env\.executor loop, threads or streams$"
 
 
 class Around(nn.Module):
-    """A convolution, whatever stands in the `middle` of the host, a slot; on images, or on what is left of them."""
+    """Host of a convolution, a given `middle` module and a slot; on images or on flattened images."""
 
     def __init__(self, input_shape: Sequence[int], outputs: int, layout: str, middle: Make) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Around(nn.Module):
 
 
 class Computed(nn.Module):
-    """A function as a module."""
+    """Module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Computed(nn.Module):
 
 
 class Holding(nn.Module):
-    """Layers, and how they are used."""
+    """Module that holds layers and calls a function with them."""
 
     def __init__(self, use: Callable[["Holding", Tensor], Tensor], **layers: nn.Module) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Holding(nn.Module):
             setattr(self, name, layer)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Whatever its layers could not do."""
+        """Change nothing: hosts need this method, and the layers have their own initialisation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(self, x)
 
 
 class InitialisedLSTM(nn.LSTM):
-    """It can be a part of a host."""
+    """LSTM with the `initialise` method that hosts need."""
 
     def initialise(self, generator: torch.Generator) -> None:
         for parameter in self.parameters():
@@ -92,14 +92,14 @@ def frozen() -> nn.Module:
 
 
 def listed() -> nn.Module:
-    """Outside of what nn.Module knows, though its weights learn."""
+    """Return a module whose layer is in a plain list, unknown to nn.Module, although its weights are trained."""
     module = Holding(lambda self, x: self.layers[0](x), layer=nn.Linear(8, 8))
     module.layers = [module.layer]
     return module
 
 
 def attached(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """A network that knows nothing of growth; its slot hangs on a hook, and a shortcut leads around it."""
+    """Return a plain network whose slot is attached by a hook and bypassed by a shortcut."""
     block = Holding(lambda self, x: F.relu(self.norm(self.conv(x)) + x), conv=layer(), norm=nn.BatchNorm2d(8))
     network = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 9, outputs))
     place = {"slot": "inside", "module": "2.norm", "path": [], "channels_last": False}
@@ -108,7 +108,7 @@ def attached(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 
 def of_bytes(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    """It asks for float32 itself."""
+    """Return a host that requires float32."""
     return Around(input_shape, outputs, "image", lambda: Computed(lambda x: x.float()))
 
 
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[str, Make, str]] = {
 
 @pytest.fixture
 def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
-    """`pool_of(executor, host)`: three hosts. Plain SGD: Adam would make much of the rounding in gradients of zero."""
+    """Fixture `pool_of(executor, host)`: 3 hosts with plain SGD, since Adam amplifies rounding in zero gradients."""
 
     def pool(
         executor: str, host: Callable[[Sequence[int], int], nn.Module], dtype: torch.dtype = torch.float64
@@ -213,7 +213,7 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HostPool]:
 
 
 def live(pool: HostPool) -> None:
-    """Some ticks, with seeds of two kinds."""
+    """Run some environment steps with seeds of two kinds."""
     pool.reset(range(3))
     for env, style in zip(pool.envs, ("gate", "add"), strict=False):
         env.growing.germinate(env.slots[0].name, "norm", style=style)
@@ -234,7 +234,7 @@ def test_it_is_trained_as_by_itself(pool_of: Callable[..., HostPool], middle: st
 
 
 def test_pixels_that_are_equal_are_no_reason_to_refuse(make_pool: Callable[..., HostPool]) -> None:
-    """Rounding then decides which of them a max-pool takes."""
+    """With equal pixels rounding decides which of them a max-pool selects."""
     make_pool(1, executor="fused", actions=ActionConfig(), training=HostTraining(onednn=False))
 
 

@@ -1,4 +1,4 @@
-"""Loss scales of many hosts at once, against torch's own scaler for each."""
+"""Stacked loss scales of many hosts, against a separate torch scaler for each."""
 
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ from tests.envs.execution.fused.hosts import make
 from tests.growth.grown import CPU
 
 patterns = st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=12)
-"""Of three hosts' steps: which are healthy."""
+"""Strategy: whether each of 3 hosts has finite gradients, by step."""
 
 
 class Scaled(NamedTuple):
-    """What a scaler of a stack knows of an environment."""
+    """The parts of an environment that `StackedScaler` uses."""
 
     scaler: torch.amp.GradScaler
     device: torch.device = CPU
@@ -32,7 +32,7 @@ def scaler(first: float) -> torch.amp.GradScaler:
 
 
 def step(scaler: torch.amp.GradScaler, healthy: bool) -> None:
-    """One that torch itself takes or skips."""
+    """Take one step with torch's own scaler, which may skip it."""
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler.scale(weight).backward()
@@ -57,7 +57,7 @@ def test_whatever_overflows_scales_are_those_of_torch(pattern: list[tuple[bool, 
 
 
 def half_pool(executor: str) -> HostPool:
-    """Three hosts in fp16, with seeds that learn and seeds that are part of them; the second host overflows."""
+    """Return a pool of 3 hosts in fp16 with training and blended seeds; the second host overflows."""
     pool = make(executor, "cnn", 3, torch.float32, training=HostTraining(batches=4, batch_size=16, precision="fp16"))
     pool.reset(range(3))
     for env in pool.envs:
@@ -72,7 +72,7 @@ def half_pool(executor: str) -> HostPool:
 
 
 def tensors(pool: HostPool, host: int) -> list[Tensor]:
-    """Weights and optimizer state of a host and its seeds."""
+    """Return weights and optimizer state of a host and its seeds."""
     env = pool.envs[host]
     states = [env.optimizer.state[p] for group in env.optimizer.param_groups for p in group["params"]]
     kept = [*env.network.parameters(), *(value for state in states for value in state.values())]

@@ -1,4 +1,4 @@
-"""Combinations of seeds side by side for many hosts, against one counterfactual pass for each."""
+"""Stacked evaluation of combinations of seeds for many hosts, against a separate pass for each host."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ SAMPLES = 2
 
 
 class Chain(nn.Module):
-    """Slots one behind the other; around some of them leads a shortcut."""
+    """Network of consecutive slots, some of them bypassed by a shortcut."""
 
     def __init__(self, trunks: Sequence[bool]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ kinds = st.tuples(*[st.tuples(st.sampled_from(["lora", "norm"]), st.sampled_from
 
 @st.composite
 def hosts(draw: st.DrawFn) -> tuple[list[nn.Module], list[list[Variant]]]:
-    """Hosts with shortcuts around the same slots and seeds of any kind and stage, and for each as many combinations."""
+    """Draw hosts with the same shortcuts and any seeds and stages, and equally many combinations for each."""
     trunks, count = draw(st.tuples(*[st.booleans()] * len(SLOTS))), draw(st.integers(1, 5))
     networks, wanted = [], []
     for i in range(draw(st.integers(1, 4))):
@@ -93,7 +93,7 @@ def test_what_nobody_can_tell_apart_is_computed_once() -> None:
 
 
 def test_hosts_that_change_places_at_the_input_keep_their_own_weights() -> None:
-    """Those whose seed takes part beside a shortcut come first."""
+    """Hosts whose seed is bypassed by a shortcut and takes part come first."""
     networks = [build_on(CPU, lambda: Chain([True, False, True]), seeded(i)).eval() for i in range(2)]
     grow(slots_of(networks[1])["b"], Stage.BLENDING, "norm")
     x, everything = torch.randn(SAMPLES, 3, generator=seeded()), frozenset(SLOTS)

@@ -1,4 +1,4 @@
-"""A GPU works by itself: nothing in an epoch may be of a kind for which the program would wait for it."""
+"""No operation within an epoch makes the program wait for the GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,13 @@ INDEXING = {"__getitem__", "__setitem__", "masked_select"}
 
 
 def from_python(index: Any) -> bool:
-    """Would be copied to the device, or counted there."""
+    """Return whether an index would be copied to the device or counted there."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool) for part in parts)
 
 
 class Waits(TorchFunctionMode):
-    """Notes what would wait: reading numbers, and sending them to the device otherwise than by `upload`."""
+    """Records operations that would wait: reading numbers, and copying them to the device without `upload`."""
 
     def __init__(self) -> None:
         super().__init__()
