@@ -21,39 +21,42 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from esper_lightning.evaluation.publish import wide_console
+from esper_lightning.console import wide_console
 
-ONE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
+SINGLE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 """Configs with one kind of host, and with a family of hosts."""
 
-SHORT = ("--trainer.max_epochs", "60")
+SHORT_TRAINING = ("--trainer.max_epochs", "60")
 """A quarter of the family's training, after which the policy is better than fixed schedules. Full trainings of all
 ablations would take most of a day on one core."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
-    "one kind of host, as configured": (ONE, ()),
-    "no memory": (ONE, ("--model.policy.memory", "none")),
-    "time alone is seen": (ONE, ("--data.env.sight.shown", "[progress]")),
-    "no counterfactuals": (ONE, ("--data.env.sight.hidden", "['*.contribution*']")),
-    "no masks": (ONE, ("--data.env.sight.masks", "false")),
-    "1 update epoch": (ONE, ("--model.ppo.epochs", "1")),
-    "3 update epochs": (ONE, ("--model.ppo.epochs", "3")),
-    "12 update epochs": (ONE, ("--model.ppo.epochs", "12")),
-    "seeds born at random": (ONE, ("--data.env.lifecycle.birth", "random")),
-    "reward sparse": (ONE, ("--data.env.reward.mode", "sparse")),
-    "reward minimal": (ONE, ("--data.env.reward.mode", "minimal")),
-    "reward simplified": (ONE, ("--data.env.reward.mode", "simplified")),
-    "reward shaped": (ONE, ("--data.env.reward.mode", "shaped")),
-    "reward basic": (ONE, ("--data.env.reward.mode", "basic")),
-    "reward basic_plus": (ONE, ("--data.env.reward.mode", "basic_plus")),
-    "reward escrow": (ONE, ("--data.env.reward.mode", "escrow")),
-    "reward loss": (ONE, ("--data.env.reward.mode", "loss")),
-    "family, shorter": (FAMILY, SHORT),
-    "family, no memory": (FAMILY, (*SHORT, "--model.policy.memory", "none")),
-    "family, critic sees no more": (FAMILY, (*SHORT, "--model.policy.asymmetric", "false")),
-    "family, time alone is seen": (FAMILY, (*SHORT, "--data.env.sight.shown", "[progress]")),
-    "family, no counterfactuals": (FAMILY, (*SHORT, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']")),
-    "family, parameters are seen": (FAMILY, (*SHORT, "--data.env.sight.hidden", "[]")),
+    "one kind of host, as configured": (SINGLE, ()),
+    "no memory": (SINGLE, ("--model.policy.memory", "none")),
+    "time alone is seen": (SINGLE, ("--data.env.sight.shown", "[progress]")),
+    "no counterfactuals": (SINGLE, ("--data.env.sight.hidden", "['*.contribution*']")),
+    "no masks": (SINGLE, ("--data.env.sight.masks", "false")),
+    "1 update epoch": (SINGLE, ("--model.ppo.epochs", "1")),
+    "3 update epochs": (SINGLE, ("--model.ppo.epochs", "3")),
+    "12 update epochs": (SINGLE, ("--model.ppo.epochs", "12")),
+    "seeds born at random": (SINGLE, ("--data.env.lifecycle.birth", "random")),
+    "reward sparse": (SINGLE, ("--data.env.reward.mode", "sparse")),
+    "reward minimal": (SINGLE, ("--data.env.reward.mode", "minimal")),
+    "reward simplified": (SINGLE, ("--data.env.reward.mode", "simplified")),
+    "reward shaped": (SINGLE, ("--data.env.reward.mode", "shaped")),
+    "reward basic": (SINGLE, ("--data.env.reward.mode", "basic")),
+    "reward basic_plus": (SINGLE, ("--data.env.reward.mode", "basic_plus")),
+    "reward escrow": (SINGLE, ("--data.env.reward.mode", "escrow")),
+    "reward loss": (SINGLE, ("--data.env.reward.mode", "loss")),
+    "family, shorter": (FAMILY, SHORT_TRAINING),
+    "family, no memory": (FAMILY, (*SHORT_TRAINING, "--model.policy.memory", "none")),
+    "family, critic sees no more": (FAMILY, (*SHORT_TRAINING, "--model.policy.asymmetric", "false")),
+    "family, time alone is seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.shown", "[progress]")),
+    "family, no counterfactuals": (
+        FAMILY,
+        (*SHORT_TRAINING, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']"),
+    ),
+    "family, parameters are seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.hidden", "[]")),
 }
 """Config and changed options of each ablation, by name."""
 
@@ -68,7 +71,7 @@ class Run(NamedTuple):
     """Name and RNG seed of one training."""
 
     name: str
-    seed: int
+    rng_seed: int
 
 
 def train(run: Run) -> dict[str, str]:
@@ -76,17 +79,17 @@ def train(run: Run) -> dict[str, str]:
     config, changes = ABLATIONS[run.name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "esper_lightning", "fit", "--config", config, *changes]
-        command += ["--seed_everything", str(run.seed), "--trainer.default_root_dir", folder]
+        command += ["--seed_everything", str(run.rng_seed), "--trainer.default_root_dir", folder]
         command += ["--trainer.enable_progress_bar", "false", "--evaluation.hosts", str(HOSTS)]
         command += ["--evaluation.against", "[]", "--evaluation.controls", "false"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"{run.name}, seed {run.seed}: exit {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{run.name}, seed {run.rng_seed}: exit {done.returncode}: {done.stderr[-2000:]}")
         (found,) = Path(folder).rglob("evaluation.json")
         summary = json.loads(found.read_text())
-    ours = summary["controllers"]["tamiyo"]
-    means = {name: f"{ours[name]['mean']:.6g}" for name in ("objective", "accuracy", "parameters", "fossils")}
-    return {"ablation": run.name, "seed": str(run.seed)} | means
+    policy_results = summary["controllers"]["tamiyo"]
+    means = {name: f"{policy_results[name]['mean']:.6g}" for name in ("objective", "accuracy", "parameters", "fossils")}
+    return {"ablation": run.name, "seed": str(run.rng_seed)} | means
 
 
 def table(rows: Sequence[dict[str, str]]) -> Table:
@@ -98,8 +101,8 @@ def table(rows: Sequence[dict[str, str]]) -> Table:
         own = [row for row in rows if row["ablation"] == name]
         if own:
             scores = [float(row["objective"]) for row in own]
-            kept = np.mean([float(row["fossils"]) for row in own])
-            result.add_row(name, f"{np.mean(scores):.3f}", " ".join(f"{s:.3f}" for s in scores), f"{kept:.2f}")
+            fossilized = np.mean([float(row["fossils"]) for row in own])
+            result.add_row(name, f"{np.mean(scores):.3f}", " ".join(f"{s:.3f}" for s in scores), f"{fossilized:.2f}")
     return result
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_seed, get, names
+from esper_lightning.blueprints import blueprint_names, build_seed, get_blueprint
 
 CPU = torch.device("cpu")
 WARM_UP = 3
@@ -29,20 +29,20 @@ class Setting(NamedTuple):
 
     layout: str
     width: int
-    places: tuple[int, ...]
+    spatial_shape: tuple[int, ...]
     baseline: str
 
     @property
     def positions(self) -> int:
-        return torch.Size(self.places).numel()
+        return torch.Size(self.spatial_shape).numel()
 
     def feature(self, batch: int) -> Tensor:
-        shape = (self.width, *self.places) if self.layout == "image" else (*self.places, self.width)
+        shape = (self.width, *self.spatial_shape) if self.layout == "image" else (*self.spatial_shape, self.width)
         return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def title(self) -> str:
         sizes = {"image": "C = {}, H×W = {}×{}", "sequence": "C = {}, T = {}", "vector": "C = {}"}
-        return f"{self.layout}: {sizes[self.layout].format(self.width, *self.places)}"
+        return f"{self.layout}: {sizes[self.layout].format(self.width, *self.spatial_shape)}"
 
 
 SETTINGS = [
@@ -64,7 +64,7 @@ def forward_times(setting: Setting, batch: int, repeats: int) -> dict[str, float
     # Random initial weights, because seeds that start as the identity compute with many zeros.
     seeds = {
         name: build_seed(name, setting.layout, setting.width, CPU, torch.Generator().manual_seed(0), "random").eval()
-        for name in names(setting.layout, CPU)
+        for name in blueprint_names(setting.layout, CPU)
     }
     x = setting.feature(batch)
     rounds = [{name: seconds(seed, x) for name, seed in seeds.items()} for _ in range(WARM_UP + repeats)]
@@ -78,8 +78,8 @@ def table(setting: Setting, times: dict[str, float]) -> list[str]:
         f"| blueprint | parameters | MFLOPs per sample | ms per batch | × `{setting.baseline}` |",
         "|---|--:|--:|--:|--:|",
     ]
-    for name in names(setting.layout):
-        blueprint = get(name, setting.layout)
+    for name in blueprint_names(setting.layout):
+        blueprint = get_blueprint(name, setting.layout)
         parameters, flops = blueprint.parameters(setting.width), blueprint.flops(setting.width, setting.positions)
         milliseconds, ratio = "–", "–"
         if name in times:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.counterfactual import Variant, forward_variants, full_family, leave_one_out
-from esper_lightning.growth.network import germinate, slots_of
+from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, forward_variants, leave_one_out
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
@@ -43,16 +43,16 @@ def gpt(generator: torch.Generator) -> tuple[nn.Module, Tensor, str]:
 
 
 HOSTS: dict[str, Callable[[torch.Generator], tuple[nn.Module, Tensor, str]]] = {"CNN": cnn, "GPT": gpt}
-FAMILIES: dict[str, Callable[[Sequence[str]], list[Variant]]] = {
+FAMILIES: dict[str, Callable[[Sequence[str]], list[SeedVariant]]] = {
     "leave one out": leave_one_out,
-    "full family": full_family,
+    "full family": all_variants,
 }
 
 
 def grow_everywhere(host: nn.Module, blueprint: str, generator: torch.Generator) -> None:
     """Grow a blended seed with random weights in every slot."""
     for slot in slots_of(host).values():
-        germinate(slot, blueprint, FULL, generator, birth="random")
+        germinate(slot, blueprint, DEFAULT_RAMP, generator, birth="random")
         for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
             slot.move_to(stage)
 
@@ -69,22 +69,22 @@ class Segments:
 
         def timed(slot: SeedSlot, feature: Tensor) -> Tensor:
             stamps.append(time.perf_counter())
-            feature = slot.express(feature)
+            feature = slot.blend_output(feature)
             stamps.append(time.perf_counter())
             return feature
 
         for slot in self.slots:
-            slot.branch = timed
+            slot.override = timed
         begin = time.perf_counter()
         self.host(x)
         stamps = [begin, *stamps, time.perf_counter()]
         for slot in self.slots:
-            slot.branch = None
+            slot.override = None
         lengths = [after - before for before, after in pairwise(stamps)]
         return lengths[::2], lengths[1::2]
 
 
-def runs(family: Sequence[Variant], slots: Sequence[str]) -> tuple[list[int], list[int]]:
+def runs(family: Sequence[SeedVariant], slots: Sequence[str]) -> tuple[list[int], list[int]]:
     """Return how often a shared pass runs each of the host's K + 1 segments, and each of the K seeds."""
     starts = [frozenset(variant & frozenset(slots[:k]) for variant in family) for k in range(len(slots) + 1)]
     host = [len(prefixes) for prefixes in starts]
@@ -92,7 +92,9 @@ def runs(family: Sequence[Variant], slots: Sequence[str]) -> tuple[list[int], li
     return host, seeds
 
 
-def predicted(family: Sequence[Variant], slots: Sequence[str], host: Sequence[float], seeds: Sequence[float]) -> float:
+def predicted(
+    family: Sequence[SeedVariant], slots: Sequence[str], host: Sequence[float], seeds: Sequence[float]
+) -> float:
     """Return the predicted time of the plain passes divided by that of the shared pass, from times of segments."""
     host_runs, seed_runs = runs(family, slots)
     plain = len(family) * sum(host) + sum(
@@ -126,15 +128,15 @@ def compare(name: str, family_name: str, repeats: int) -> str:
     def shared() -> Tensor:
         return forward_variants(host, family, x)[0]
 
-    outputs, places = forward_variants(host, family, x)
+    outputs, positions = forward_variants(host, family, x)
     chunks = outputs.chunk(len(family))
-    difference = max((chunks[p] - own).abs().max().item() for p, own in zip(places, plain(), strict=True))
-    measured, foretold = [], []
+    difference = max((chunks[p] - own).abs().max().item() for p, own in zip(positions, plain(), strict=True))
+    measured, predictions = [], []
     for _ in range(repeats):
         measured.append(seconds(plain) / seconds(shared))
-        foretold.append(predicted(family, slots, *segments(x)))
+        predictions.append(predicted(family, slots, *segments(x)))
     low, _, high = quantiles(measured)
-    ratio, prediction = median(measured), median(foretold)
+    ratio, prediction = median(measured), median(predictions)
     return (
         f"{name:4} {family_name:14} {len(family):12} {ratio:8.2f} ({low:.2f} … {high:.2f}) {prediction:10.2f} "
         f"{ratio / prediction - 1.0:+8.1%} {difference:18.1e}"

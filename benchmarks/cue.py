@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from callbacks import RolloutState
-from esper_lightning.envs.choices import Choices, ChoiceSpace
-from esper_lightning.envs.execution.timing import PhaseClock, make_timer
-from esper_lightning.envs.vector import Ended, Seen, VectorEnv, VectorStep
+from esper_lightning.controllers.learned import LearnedController
+from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
+from esper_lightning.envs.vector_env import FinalObservation, VectorEnv, VectorObservation, VectorStep
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
-from esper_lightning.tamiyo.controller import LearnedController
+from esper_lightning.profiling import PhaseClock, make_timer
 from esper_lightning.tamiyo.policy import PolicyConfig
-from esper_lightning.vector_data import VectorData
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
@@ -62,74 +62,74 @@ class CueMemory:
         time_limit: Steps after which an episode is truncated. None: every episode ends with an answer.
     """
 
-    goes_on = True
-    categories = 0
+    autoreset = True
+    num_categories = 0
     device = torch.device("cpu")
 
     def __init__(self, n_envs: int, horizon: int, delay: int = 16, time_limit: int | None = None) -> None:
         self.n_envs, self.horizon, self.delay, self.time_limit = n_envs, horizon, delay, time_limit
         self.space = ChoiceSpace({"row": ROWS + 1, "column": COLUMNS + 1}, {"column": "row"}, masked=True)
         self.clock = PhaseClock(make_timer(self.device))
-        self.masks = self.space.free(n_envs, self.device)
-        self.observation = Seen(torch.zeros(n_envs, CUE + 1))
+        self.masks = self.space.full_masks(n_envs, self.device)
+        self.observation = VectorObservation(torch.zeros(n_envs, CUE + 1))
         self.privileged: Tensor | None = torch.zeros(n_envs, CUE)
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool)
         self.recent: list[float] = []  # 1 for each correct answer, 0 for each wrong one
         self.cue = np.zeros((n_envs, 2), dtype=np.int64)
         self.wrong = np.zeros((n_envs, 2), dtype=np.int64)  # the wrong choice of each head that is masked
-        self.at = np.zeros(n_envs, dtype=np.int64)
+        self.step_counts = np.zeros(n_envs, dtype=np.int64)
         self.reset(range(n_envs))
 
-    def reset(self, seeds: Sequence[int]) -> Seen:
+    def reset(self, rng_seeds: Sequence[int]) -> VectorObservation:
         """Begin a new episode in every environment."""
-        self.random = [np.random.default_rng(seed) for seed in seeds]
+        self.generators = [np.random.default_rng(seed) for seed in rng_seeds]
         self.noise = np.zeros((self.n_envs, self.delay + 2, CUE))
         for i in range(self.n_envs):
-            self._begin(i)
+            self._begin_episode(i)
         self.episode_starts.zero_()
-        self._look()
+        self._update_observation()
         return self.observation
 
-    def _begin(self, i: int) -> None:
-        random = self.random[i]
+    def _begin_episode(self, i: int) -> None:
+        random = self.generators[i]
         self.cue[i] = random.integers([ROWS, COLUMNS])
         self.wrong[i] = (self.cue[i] + random.integers(1, [ROWS, COLUMNS])) % [ROWS, COLUMNS]
         self.noise[i] = random.integers(0, 2, self.noise[i].shape)
-        self.at[i] = 0
+        self.step_counts[i] = 0
 
-    def step(self, action: Choices) -> VectorStep:
+    def step(self, action: ChoiceAction) -> VectorStep:
         """Apply the actions; environments whose episode ends are reset."""
-        answered = self.at == self.delay + 1
-        right = (action.numbers.numpy() == self.cue).all(1)
+        answered = self.step_counts == self.delay + 1
+        right = (action.indices.numpy() == self.cue).all(1)
         self.recent += right[answered].astype(float).tolist()
-        self.at += 1
-        cut = ~answered & (self.at == self.time_limit if self.time_limit is not None else False)
+        self.step_counts += 1
+        cut = ~answered & (self.step_counts == self.time_limit if self.time_limit is not None else False)
         ended = None
         if cut.any():
-            self.at[answered] = 0  # final observations are read only of truncated episodes
-            self._look()
-            ended = Ended(Seen(self.observation.features.clone()), self.privileged.clone())
+            self.step_counts[answered] = 0  # final observations are read only of truncated episodes
+            self._update_observation()
+            ended = FinalObservation(VectorObservation(self.observation.features.clone()), self.privileged.clone())
         for i in np.flatnonzero(answered | cut):
-            self._begin(i)
-        self._look()
+            self._begin_episode(i)
+        self._update_observation()
         self.episode_starts.copy_(torch.from_numpy(answered | cut))
         reward = torch.from_numpy((right & answered).astype(np.float32))
         score = float(np.mean(self.recent[-200:])) if self.recent else 0.0
         return VectorStep(action, reward, torch.from_numpy(answered), torch.from_numpy(cut), ended, {"right": score})
 
-    def _look(self) -> None:
+    def _update_observation(self) -> None:
         cue = torch.cat(
             [one_hot(torch.from_numpy(self.cue[:, 0]), ROWS), one_hot(torch.from_numpy(self.cue[:, 1]), COLUMNS)], 1
         ).float()
-        noise = torch.from_numpy(self.noise[np.arange(self.n_envs), self.at]).float()
-        first = torch.from_numpy(self.at == 0)[:, None]
+        noise = torch.from_numpy(self.noise[np.arange(self.n_envs), self.step_counts]).float()
+        first = torch.from_numpy(self.step_counts == 0)[:, None]
         self.observation.features[:, :CUE] = torch.where(first, cue, noise)
         self.observation.features[:, CUE] = first[:, 0].float()
         self.privileged.copy_(cue)
-        self._mask(torch.from_numpy(self.at == self.delay + 1))
+        self._mask(torch.from_numpy(self.step_counts == self.delay + 1))
 
     def _mask(self, answering: Tensor) -> None:  # [N]
-        masks = self.space.split(self.masks.possible)
+        masks = self.space.split_mask(self.masks.possible)
         row, column = masks["row"][:, 0], masks["column"]
         row.copy_((torch.arange(ROWS + 1) == WAIT_ROW) ^ answering[:, None])
         row[:, :ROWS] &= torch.arange(ROWS) != torch.from_numpy(self.wrong[:, :1])
@@ -138,7 +138,7 @@ class CueMemory:
         self.masks.forced.copy_(self.space.forced(self.masks.possible))
 
 
-def trained(
+def train_policy(
     data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
 ) -> TamiyoModule:
     """Train a policy for as many whole rollouts as fit into `steps` environment steps."""
@@ -157,7 +157,7 @@ def trained(
     return module
 
 
-def controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
+def greedy_controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
     """Return the greedy policy as a controller, with the pool reset to episodes that are not used in training."""
     pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
     made = module.controller()
@@ -165,7 +165,7 @@ def controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedContr
     return made
 
 
-class Remembered(NamedTuple):
+class MemoryResult(NamedTuple):
     """Result of one training run."""
 
     memory: str
@@ -174,18 +174,18 @@ class Remembered(NamedTuple):
     right: float
 
 
-def remembered(memory: str, seed: int, rollouts: int = ROLLOUTS) -> Remembered:
+def train_and_test(memory: str, seed: int, rollouts: int = ROLLOUTS) -> MemoryResult:
     """Train a policy and return the share of correct answers of the greedy policy in 256 episodes."""
     data = VectorData(lambda: CueMemory(ENVS, HORIZON), seed=seed)
-    module = trained(data, PolicyConfig(width=64, memory=memory), LEARNING, rollouts * ENVS * HORIZON, seed)
+    module = train_policy(data, PolicyConfig(width=64, memory=memory), LEARNING, rollouts * ENVS * HORIZON, seed)
     pool = CueMemory(GAMES, 1)
-    decide = controller(module, pool, seed)
+    decide = greedy_controller(module, pool, seed)
     for _ in range(pool.delay + 2):
         pool.step(decide.act(pool))
-    return Remembered(memory, module.loop.ticks * ENVS, seed, statistics.fmean(pool.recent))
+    return MemoryResult(memory, module.collector.ticks * ENVS, seed, statistics.fmean(pool.recent))
 
 
-def write(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_csv(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a CSV, with floats rounded to five digits."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", newline="") as out:
@@ -194,7 +194,7 @@ def write(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) ->
         lines.writerows([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
 
 
-def quietly() -> None:
+def silence() -> None:
     """Set torch to one thread and silence Lightning's messages and all warnings."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -206,14 +206,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--csv", type=Path, help="where to write what was learned")
     args = parser.parse_args()
-    quietly()
+    silence()
     rows = []
     for memory in ("lstm", "none"):
         for seed in args.seeds:
-            rows.append(remembered(memory, seed))
+            rows.append(train_and_test(memory, seed))
             print(rows[-1], flush=True)
             if args.csv:
-                write(args.csv, Remembered._fields, rows)
+                write_csv(args.csv, MemoryResult._fields, rows)
 
 
 if __name__ == "__main__":

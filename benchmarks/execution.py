@@ -27,13 +27,14 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.hosts import BATCH, BATCHES, CASES, SEEDS, RawLoop, Seeds, choices, make_pool
-from benchmarks.memory import forget_peak, resident
+from benchmarks.hosts import BATCH, BATCHES, CASES, SEED_PLACEMENTS, RawLoop, SeedPlacement, choices, make_pool
+from benchmarks.memory import reset_peak_memory
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.actions import Op, to_action
-from esper_lightning.envs.execution.choice import Choice
+from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.execution.threads import usable_cores
-from esper_lightning.envs.training import PRECISIONS
+from esper_lightning.envs.host_training import PRECISIONS
+from esper_lightning.envs.spaces.actions import Op, to_action
+from esper_lightning.telemetry.memory import resident_memory
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +44,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOSTS = {"cpu": (1, 4, 16, 64), "cuda": (16, 64, 256)}
 """Measured numbers of hosts, by device type."""
 
-OTHER = ("policy", "update", "bookkeeping")
+NON_HOST_PHASES = ("policy", "update", "bookkeeping")
 """Phases of a tick in which hosts do not compute."""
 
 MATMUL = 8192
@@ -58,7 +59,7 @@ class Round(NamedTuple):
     hosts: float  # all arithmetic of hosts
 
 
-class Figure(NamedTuple):
+class MedianRange(NamedTuple):
     """Median, minimum and maximum of one quantity over all rounds."""
 
     middle: float
@@ -66,7 +67,7 @@ class Figure(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Figure":
+    def from_values(cls, values: Sequence[float]) -> "MedianRange":
         return cls(median(values), min(values), max(values))
 
     def show(self, digits: int) -> str:
@@ -78,13 +79,13 @@ class Row(NamedTuple):
 
     case: str
     hosts: int
-    seeds: Seeds
+    seeds: SeedPlacement
     executor: str
-    env_steps_per_s: Figure
-    images_per_s: Figure
-    train_ratio: Figure
-    tick_ratio: Figure
-    other_share: Figure
+    env_steps_per_s: MedianRange
+    images_per_s: MedianRange
+    train_ratio: MedianRange
+    tick_ratio: MedianRange
+    other_share: MedianRange
     peak_mib: float | None
 
     def cells(self) -> list[str]:
@@ -100,7 +101,9 @@ class Row(NamedTuple):
         """Return the columns of the CSV: `train_ratio`, `train_ratio_low`, `train_ratio_high` …"""
         result: dict[str, object] = {}
         for name, value in self._asdict().items():
-            figures = zip(("", "_low", "_high"), value, strict=True) if isinstance(value, Figure) else [("", value)]
+            figures = (
+                zip(("", "_low", "_high"), value, strict=True) if isinstance(value, MedianRange) else [("", value)]
+            )
             result |= {name + end: number for end, number in figures}
         return result
 
@@ -115,7 +118,7 @@ def line(cells: Sequence[str]) -> str:
     return " ".join(cell.ljust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip()
 
 
-def finish() -> None:
+def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -123,23 +126,23 @@ def finish() -> None:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the duration of one call in seconds."""
-    finish()
+    synchronize()
     begin = time.perf_counter()
     work()
-    finish()
+    synchronize()
     return time.perf_counter() - begin
 
 
 def step(pool: HostPool) -> Round:
     """Run one tick with the action WAIT on every host and return its times."""
     wait = to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
-    pool.clock.take()
+    pool.clock.take_seconds()
     tick = seconds(lambda: pool.step(wait))
-    phases = pool.clock.take()
+    phases = pool.clock.take_seconds()
     return Round(
         tick=tick,
         train=phases["train"] + phases["data"],
-        hosts=sum(spent for phase, spent in phases.items() if phase not in OTHER),
+        hosts=sum(spent for phase, spent in phases.items() if phase not in NON_HOST_PHASES),
     )
 
 
@@ -153,7 +156,7 @@ def raw_seconds(raw: RawLoop) -> dict[int, float]:
     return times
 
 
-def peak_of(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
+def measure_gpu_peak(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
     """Return a pool and the peak GPU memory of the pool in its second tick, in MiB."""
     before = torch.cuda.memory_allocated()
     pool = build()
@@ -163,41 +166,41 @@ def peak_of(build: Callable[[], HostPool]) -> tuple[HostPool, float]:
     return pool, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def peak_alone(name: str, hosts: int, precision: str, seeds: Seeds, choice: Choice) -> float:
+def peak_alone(name: str, hosts: int, precision: str, seeds: SeedPlacement, choice: ExecutorChoice) -> float:
     """Return the peak memory of one executor in MiB, measured in a separate process."""
     flags = ["--case", name, "--hosts", str(hosts), "--precision", precision, "--alone", seeds, str(choice)]
     command = [sys.executable, "-m", "benchmarks.execution", *flags]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout)
 
 
-def answer_alone(name: str, hosts: int, precision: str, seeds: Seeds, executor: str) -> None:
+def print_peak(name: str, hosts: int, precision: str, seeds: SeedPlacement, executor: str) -> None:
     """Print the peak memory of a pool and two ticks in MiB, in the process started by `peak_alone`."""
     case = CASES[name]
     data = case.task.load()
     (choice,) = (choice for choice in choices(case, DEVICE) if str(choice) == executor)
     RawLoop(case, data, 1, precision)()  # excludes memory that torch allocates at the first training
-    before = resident()
-    forget_peak()
+    before = resident_memory()
+    reset_peak_memory()
     pool = make_pool(case, data, hosts, choice, seeds, precision)
     for _ in range(2):
         step(pool)
-    print(resident(peak=True) - before)
+    print(resident_memory(peak=True) - before)
 
 
 def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -> list[Row]:
     """Measure every executor on one case, without seeds, with equal seeds and with different seeds."""
     case = CASES[name]
-    data = case.task.load().spread([DEVICE])
+    data = case.task.load().copy_to([DEVICE])
     raw = RawLoop(case, data, hosts, precision)
     raw_seconds(raw)
-    pools: dict[tuple[Seeds, Choice], HostPool] = {}
-    peaks: dict[tuple[Seeds, Choice], float | None] = {}
-    for seeds, choice in product(SEEDS, choices(case, DEVICE)):
+    pools: dict[tuple[SeedPlacement, ExecutorChoice], HostPool] = {}
+    peaks: dict[tuple[SeedPlacement, ExecutorChoice], float | None] = {}
+    for seeds, choice in product(SEED_PLACEMENTS, choices(case, DEVICE)):
         key = seeds, choice
         build = partial(make_pool, case, data, hosts, choice, seeds, precision)
         try:
             if DEVICE.type == "cuda":
-                pools[key], peaks[key] = peak_of(build)
+                pools[key], peaks[key] = measure_gpu_peak(build)
             else:
                 pools[key] = build()
                 step(pools[key])
@@ -206,22 +209,23 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
             pools.pop(key, None)
             print(f"{name}, {hosts} hosts, seeds {seeds}: {choice} refuses them: {error}", flush=True)
     plain: list[dict[int, float]] = []
-    rounds: dict[tuple[Seeds, Choice], list[Round]] = {key: [] for key in pools}
+    rounds: dict[tuple[SeedPlacement, ExecutorChoice], list[Round]] = {key: [] for key in pools}
     for _ in range(repeats):
         plain.append(raw_seconds(raw))
         for key, pool in pools.items():
             rounds[key].append(step(pool))
     images = hosts * BATCHES * BATCH
     alone = [min(times.values()) for times in plain]
-    print(f"{name}, {hosts} hosts: raw loop, {Figure.of([images / s for s in alone]).show(0)} images/s; {who(plain)}")
+    speed = MedianRange.from_values([images / s for s in alone]).show(0)
+    print(f"{name}, {hosts} hosts: raw loop, {speed} images/s; {describe_fastest_threads(plain)}")
     rows = [
         Row(
             *(name, hosts, key[0], str(key[1])),
-            env_steps_per_s=Figure.of([hosts / spent.tick for spent in own]),
-            images_per_s=Figure.of([images / spent.train for spent in own]),
-            train_ratio=Figure.of([s / spent.train for s, spent in zip(alone, own, strict=True)]),
-            tick_ratio=Figure.of([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
-            other_share=Figure.of([1.0 - spent.hosts / spent.tick for spent in own]),
+            env_steps_per_s=MedianRange.from_values([hosts / spent.tick for spent in own]),
+            images_per_s=MedianRange.from_values([images / spent.train for spent in own]),
+            train_ratio=MedianRange.from_values([s / spent.train for s, spent in zip(alone, own, strict=True)]),
+            tick_ratio=MedianRange.from_values([s / spent.tick for s, spent in zip(alone, own, strict=True)]),
+            other_share=MedianRange.from_values([1.0 - spent.hosts / spent.tick for spent in own]),
             peak_mib=peaks[key],
         )
         for key, own in rounds.items()
@@ -231,7 +235,7 @@ def measure(name: str, hosts: int, repeats: int, precision: str, memory: bool) -
     return rows
 
 
-def who(plain: Sequence[dict[int, float]]) -> str:
+def describe_fastest_threads(plain: Sequence[dict[int, float]]) -> str:
     """Return a text that says in how many rounds each number of threads per operator was the fastest."""
     wins = Counter(min(times, key=times.__getitem__) for times in plain)
     return "; ".join(f"{threads} thread(s) per operator in {n} of {len(plain)} rounds" for threads, n in wins.items())
@@ -262,7 +266,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.alone:
-        answer_alone(args.case, args.hosts, args.precision, *args.alone)
+        print_peak(args.case, args.hosts, args.precision, *args.alone)
         return
     rows: list[Row] = []
     print(line(list(COLUMNS)))

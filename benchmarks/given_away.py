@@ -23,49 +23,55 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks.tune import open_data
+from esper_lightning.console import wide_console
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.publish import wide_console
-from esper_lightning.evaluation.race import draw_hosts
-from esper_lightning.tamiyo.baselines import WaitOnly
+from esper_lightning.evaluation.search.successive_halving import sample_host_seeds
 
 FOLDS = 5
 """Folds of the cross-validation."""
 
-EACH, TICKS = 30, 3
+HOSTS_PER_CONTEXT, TICKS = 30, 3
 """Default number of hosts per context, and of observed ticks."""
 
 
-def watch(pool: HostPool, seeds: Sequence[int], ticks: int) -> list[np.ndarray]:
+def collect_observations(pool: HostPool, seeds: Sequence[int], ticks: int) -> list[np.ndarray]:
     """Return the observations of these hosts, [N, F] each, before training and after each of `ticks` host epochs."""
-    controller, shown = WaitOnly(), []
+    controller, observations = WaitOnly(), []
     pool.reset(seeds)
     controller.reset(pool)
     for tick in range(ticks + 1):
         if tick:
             pool.step(controller.act(pool))
-        shown.append(torch.cat([part.flatten(1).float() for part in pool.observation], dim=1).cpu().numpy())
-    return shown
+        observations.append(torch.cat([part.flatten(1).float() for part in pool.observation], dim=1).cpu().numpy())
+    return observations
 
 
-def told(features: np.ndarray, labels: Sequence[str]) -> float:
+def cross_validated_accuracy(features: np.ndarray, labels: Sequence[str]) -> float:
     """Return the cross-validated accuracy of a linear classifier of labels [N] from features [N, F]."""
     classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
     return float(cross_val_score(classifier, features, np.array(labels), cv=folds).mean())
 
 
-def table(pool: HostPool, each: int, ticks: int) -> Table:
+def table(pool: HostPool, hosts_per_context: int, ticks: int) -> Table:
     """Return a Markdown table with a row for each variable that differs between contexts."""
-    family = pool.bench.family
-    seeds = draw_hosts(pool, each, Random("given away")).ravel().tolist()
-    shown = watch(pool, seeds, ticks)
+    family = pool.env_factory.context_distribution
+    seeds = sample_host_seeds(pool, hosts_per_context, Random("given away")).ravel().tolist()
+    observations = collect_observations(pool, seeds, ticks)
     result = Table(box=box.MARKDOWN)
     for heading in ("fact", "guessing", "before training", *(f"after {tick}" for tick in range(1, ticks + 1))):
         result.add_column(heading)
-    for name in family.known:
-        labels = [str(dict(family.draw(seed).facts).get(name)) for seed in seeds]
+    for name in family.encoded_variables:
+        labels = [str(dict(family.draw(seed).variables).get(name)) for seed in seeds]
         guessing = max(Counter(labels).values()) / len(labels)
-        result.add_row(name, *(f"{share:.0%}" for share in (guessing, *(told(features, labels) for features in shown))))
+        result.add_row(
+            name,
+            *(
+                f"{share:.0%}"
+                for share in (guessing, *(cross_validated_accuracy(features, labels) for features in observations))
+            ),
+        )
     return result
 
 
@@ -73,19 +79,19 @@ def main(args: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--each", type=int, default=EACH, help=f"hosts of each member, {FOLDS} or more")
+    parser.add_argument("--each", type=int, default=HOSTS_PER_CONTEXT, help=f"hosts of each member, {FOLDS} or more")
     parser.add_argument("--ticks", type=int, default=TICKS, help="number of observed host epochs")
-    given = parser.parse_args(args)
-    if given.each < FOLDS:
-        parser.error(f"--each {given.each} is too few for {FOLDS} folds; {FOLDS} or more")
+    options = parser.parse_args(args)
+    if options.each < FOLDS:
+        parser.error(f"--each {options.each} is too few for {FOLDS} folds; {FOLDS} or more")
     torch.set_num_threads(1)
-    data = open_data(given.config)
+    data = open_data(options.config)
     if len(data.pools) > 1:
-        parser.error(f"{given.config} has hosts of several tasks; ask of each in a config of its own")
-    if not data.pool.bench.family.known:
-        parser.error(f"{given.config} has one member alone; name facts that differ in data.env.family.train")
-    pool = data.make_pool(given.each * len(data.pool.bench.family.members))
-    wide_console().print(table(pool, given.each, given.ticks))
+        parser.error(f"{options.config} has hosts of several tasks; ask of each in a config of its own")
+    if not data.pool.env_factory.context_distribution.encoded_variables:
+        parser.error(f"{options.config} has one member alone; name facts that differ in data.env.family.train")
+    pool = data.make_pool(options.each * len(data.pool.env_factory.context_distribution.contexts))
+    wide_console().print(table(pool, options.each, options.ticks))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import build_on, names
+from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool
-from esper_lightning.envs.execution.choice import Choice, candidates
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.execution.autotune import ExecutorChoice, available_choices
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
@@ -19,10 +19,10 @@ from esper_lightning.tasks import Digits, Split, Task, TaskData
 BATCHES, BATCH = 8, 32
 """Number of minibatches in a tick, and of samples in each."""
 
-Seeds = Literal["none", "equal", "different"]
+SeedPlacement = Literal["none", "equal", "different"]
 """Seeds on the hosts: none, the same on every host, or different ones. All are blended and never judged by gates."""
 
-SEEDS: tuple[Seeds, ...] = get_args(Seeds)
+SEED_PLACEMENTS: tuple[SeedPlacement, ...] = get_args(SeedPlacement)
 
 
 class Noise(Task):
@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def training(case: Case, precision: str) -> HostTraining:
+def training_settings(case: Case, precision: str) -> HostTraining:
     """Return the training settings of the hosts of a case."""
     return HostTraining(
         lr=0.001, batch_size=BATCH, batches=BATCHES, max_grad_norm=None, precision=precision, onednn=case.onednn
@@ -99,7 +99,7 @@ class RawLoop:
     def __init__(self, case: Case, data: TaskData, hosts: int, precision: str = "fp32") -> None:
         self.case, self.train = case, data.train
         self.device = data.train.inputs.device
-        self.settings = training(case, precision)
+        self.settings = training_settings(case, precision)
 
         def build() -> nn.Module:
             generator = torch.Generator(self.device).manual_seed(0)
@@ -129,23 +129,23 @@ class RawLoop:
         return counter.get_total_flops() / BATCH
 
 
-def choices(case: Case, device: torch.device) -> list[Choice]:
+def choices(case: Case, device: torch.device) -> list[ExecutorChoice]:
     """Return the executors that run on `device`; for digits with and without oneDNN."""
-    return candidates(device, training(case, "fp32"))
+    return available_choices(device, training_settings(case, "fp32"))
 
 
 def make_pool(
-    case: Case, data: TaskData, hosts: int, choice: Choice, seeds: Seeds, precision: str = "fp32"
+    case: Case, data: TaskData, hosts: int, choice: ExecutorChoice, seeds: SeedPlacement, precision: str = "fp32"
 ) -> HostPool:
     """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
-    settings = training(case._replace(onednn=choice.onednn), precision)
+    settings = training_settings(case._replace(onednn=choice.onednn), precision)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
     pool = HostPool(case.task, data, case.host, config, hosts, data.train.inputs.device)
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):
-            blueprints = names(slot.layout, pool.device)
+            blueprints = blueprint_names(slot.layout, pool.device)
             if (row + k) % 2 == 0:
                 env.growing.germinate(slot.name, blueprints[(row // 2 + k) % len(blueprints)])
                 for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):

@@ -18,10 +18,10 @@ matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot as plt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper_lightning.envs.execution import PHASES
+from esper_lightning.profiling import PHASES
 
-ACTING = "rollout/objective"
-SPEED = "time/env_steps_per_second"
+OBJECTIVE_TAG = "rollout/objective"
+SPEED_TAG = "time/env_steps_per_second"
 RULE_COLOURS = {"random": "tab:gray", "small static": "tab:brown", "heuristic": "tab:olive"}
 
 
@@ -44,7 +44,7 @@ def median(values: list[float]) -> float:
 
 def report(run: Path, events: EventAccumulator) -> None:
     """Print one line with the speed of a run and the share of time of each phase."""
-    speeds = values(events, SPEED)
+    speeds = values(events, SPEED_TAG)
     measured = set(events.Tags()["scalars"])  # an older run may lack some phases
     tags = {phase: f"time/share.{phase}" for phase in (*PHASES, "other")}
     shares = ", ".join(
@@ -58,9 +58,9 @@ def draw(runs: dict[Path, EventAccumulator], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rules: dict[str, list[float]] = {}
     for number, (run, events) in enumerate(runs.items()):
-        n_envs = round(median(values(events, SPEED)) / median(values(events, "time/ticks_per_second")))
-        steps = [event.step * n_envs for event in events.Scalars(ACTING)]
-        (line,) = axes.plot(steps, values(events, ACTING), label=f"Tamiyo, {name(run)}, exploring, validation")
+        n_envs = round(median(values(events, SPEED_TAG)) / median(values(events, "time/ticks_per_second")))
+        steps = [event.step * n_envs for event in events.Scalars(OBJECTIVE_TAG)]
+        (line,) = axes.plot(steps, values(events, OBJECTIVE_TAG), label=f"Tamiyo, {name(run)}, exploring, validation")
         table = run / "evaluation" / "evaluation.json"
         for controller, found in json.loads(table.read_text())["controllers"].items() if table.exists() else ():
             mean, low, high = (found["objective"][end] for end in ("mean", "low", "high"))

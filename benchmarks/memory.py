@@ -13,21 +13,21 @@ from pathlib import Path
 import torch
 
 from benchmarks.hosts import tiny
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits
-from esper_lightning.telemetry.memory import resident
+from esper_lightning.telemetry.memory import resident_memory
 
-EVERY = 10
+REPORT_EVERY = 10
 """Rollouts between two measurements."""
 
-BAR = 0.01
+MAX_GROWTH = 0.01
 """Largest accepted relative growth."""
 
 
-def forget_peak() -> None:
+def reset_peak_memory() -> None:
     """Reset the peak that `resident(peak=True)` returns."""
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -41,13 +41,13 @@ def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
         actions=ActionConfig(tempos={"FAST": 2}),
     )
     task = Digits()
-    return HostPool(task, task.load().spread([device]), tiny, config, hosts, device)
+    return HostPool(task, task.load().copy_to([device]), tiny, config, hosts, device)
 
 
-def held(device: torch.device) -> dict[str, float]:
+def memory_in_use(device: torch.device) -> dict[str, float]:
     """Return the memory in MiB of the process and, on CUDA, of tensors."""
     gpu = {"tensors on the GPU": torch.cuda.memory_allocated() / 2**20} if device.type == "cuda" else {}
-    return {"process": resident()} | gpu
+    return {"process": resident_memory()} | gpu
 
 
 def play(pool: HostPool, controller: RandomValid, rollout: int) -> None:
@@ -69,16 +69,17 @@ def main() -> None:
     first: dict[str, float] = {}
     for rollout in range(1, args.rollouts + 1):
         play(pool, controller, rollout)
-        if rollout % EVERY == 0:
-            now = held(device)
+        if rollout % REPORT_EVERY == 0:
+            now = memory_in_use(device)
             first = first or now
             shown = ", ".join(
-                f"{what} {mib:.1f} MiB ({mib - first[what]:+.1f}, {mib / first[what] - 1.0:+.2%})"
-                for what, mib in now.items()
+                f"{kind} {mib:.1f} MiB ({mib - first[kind]:+.1f}, {mib / first[kind] - 1.0:+.2%})"
+                for kind, mib in now.items()
             )
             print(f"{args.executor}, {args.hosts} hosts, rollout {rollout}: {shown}", flush=True)
-    grown = max(mib / first[what] - 1.0 for what, mib in now.items())
-    print(f"grown by {grown:.2%} since rollout {EVERY}: {'within' if grown <= BAR else 'ABOVE'} the bar of {BAR:.0%}")
+    grown = max(mib / first[kind] - 1.0 for kind, mib in now.items())
+    result = "within" if grown <= MAX_GROWTH else "ABOVE"
+    print(f"grown by {grown:.2%} since rollout {REPORT_EVERY}: {result} the bar of {MAX_GROWTH:.0%}")
 
 
 if __name__ == "__main__":

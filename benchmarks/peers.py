@@ -25,32 +25,32 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
-from benchmarks.cue import controller, quietly, trained, write
+from benchmarks.cue import greedy_controller, silence, train_policy, write_csv
+from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
-from esper_lightning.vector_data import VectorData
 
 try:
     from gymnasium.envs.classic_control import CartPoleEnv
     from gymnasium.spaces import Box
 
-    from esper_lightning.envs.adapter import GymVector, gym_vector
+    from esper_lightning.envs.gymnasium import GymVector, gym_vector
 except ImportError:
     sys.exit("this benchmark needs: pip install gymnasium stable-baselines3 sb3-contrib")
 
 ENVS, HORIZON, LIMIT = 8, 256, 500
 THEIR_HORIZON = 128  # that of RecurrentPPO's own test: twice as many updates, each of half as many minibatches
-CHECKED = (50_000, 100_000)
+RUN_LENGTHS = (50_000, 100_000)
 """Lengths of training runs in environment steps."""
 GAMES = 100
 """Number of evaluation episodes."""
 SPEED_STEPS = 10_240
 """Environment steps of a run that measures speed."""
 TWO_LSTMS, ONE_LSTM = "RecurrentPPO", "RecurrentPPO, one LSTM"
-EVERY = 4
+EVALUATE_EVERY = 4
 """Rollouts between two evaluations for the choice of the best policy."""
-SELECTION = 1000
+SELECTION_SEED_OFFSET = 1000
 """Offset of the RNG seeds of episodes that only serve to choose the best policy of a run."""
 
 # Chosen on RNG seeds 100 to 108. Balancing is learned quickly and forgotten as easily: with lambda 0.9, no KL target
@@ -94,12 +94,12 @@ def cartpoles(n_envs: int = ENVS, horizon: int = HORIZON) -> GymVector:
 def greedy_return(module: TamiyoModule, seed: int) -> float:
     """Return the mean return of the greedy policy over one episode in each of 100 environments."""
     pool = cartpoles(GAMES, 1)
-    decide = controller(module, pool, seed)
-    returns, going = torch.zeros(GAMES), torch.ones(GAMES, dtype=torch.bool)
-    while going.any():
-        step = pool.step(decide.act(pool))
-        returns += step.reward * going
-        going &= ~(step.terminated | step.truncated)
+    policy = greedy_controller(module, pool, seed)
+    returns, running = torch.zeros(GAMES), torch.ones(GAMES, dtype=torch.bool)
+    while running.any():
+        step = pool.step(policy.act(pool))
+        returns += step.reward * running
+        running &= ~(step.terminated | step.truncated)
     return returns.mean().item()
 
 
@@ -119,11 +119,11 @@ class BestSoFar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         left = trainer.max_epochs - 1 - trainer.current_epoch
-        if left % EVERY:
+        if left % EVALUATE_EVERY:
             return
-        found = greedy_return(pl_module, SELECTION + self.seed)
+        found = greedy_return(pl_module, SELECTION_SEED_OFFSET + self.seed)
         if found >= self.best:
-            self.best, self.steps = found, pl_module.loop.ticks * ENVS
+            self.best, self.steps = found, pl_module.collector.ticks * ENVS
             self.weights = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
 
     def on_fit_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
@@ -148,31 +148,31 @@ class Row(NamedTuple):
     """Mean return of the last 100 training episodes."""
 
 
-def learn(seed: int, steps: int) -> Row:
+def train_and_evaluate(seed: int, steps: int) -> Row:
     """Train for `steps` steps, with a learning rate that falls to 0, and return the results."""
     best = BestSoFar(seed)
-    module = trained(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), CARTPOLE, steps, seed, best)
+    module = train_policy(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), CARTPOLE, steps, seed, best)
     return Row(
         "ours",
-        module.loop.ticks * ENVS,
+        module.collector.ticks * ENVS,
         seed,
         mean_return=greedy_return(module, seed),
         kept_after=best.steps,
         last_return=best.last,
-        exploring=module.loop.last.shown["episode_return"],
+        exploring=module.collector.last_step.log["episode_return"],
     )
 
 
-def our_speed(steps: int, seed: int) -> Row:
+def measure_our_speed(steps: int, seed: int) -> Row:
     """Measure our speed without a KL target, so that every update takes ten epochs as RecurrentPPO's does."""
     begin = time.perf_counter()
-    full = replace(CARTPOLE, target_kl=None)
-    module = trained(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), full, steps, seed)
-    met = module.loop.ticks * ENVS
+    config = replace(CARTPOLE, target_kl=None)
+    module = train_policy(VectorData(cartpoles, seed=seed), PolicyConfig(width=64), config, steps, seed)
+    met = module.collector.ticks * ENVS
     return Row("ours, ten full passes", met, seed, met / (time.perf_counter() - begin))
 
 
-def their_speed(steps: int, seed: int, one_lstm: bool) -> Row:
+def measure_their_speed(steps: int, seed: int, one_lstm: bool) -> Row:
     """Measure the speed of RecurrentPPO with the settings of sb3-contrib's own test of this task.
 
     With `one_lstm` policy and critic share an LSTM, as ours do; in that test the critic has its own.
@@ -209,7 +209,7 @@ def their_speed(steps: int, seed: int, one_lstm: bool) -> Row:
     return Row(ONE_LSTM if one_lstm else TWO_LSTMS, met, seed, met / (time.perf_counter() - begin))
 
 
-def spread(values: list[float]) -> str:
+def format_range(values: list[float]) -> str:
     return f"median {statistics.median(values):.0f} ({min(values):.0f} … {max(values):.0f})"
 
 
@@ -217,15 +217,18 @@ def compare_speed(rounds: int) -> list[Row]:
     """Measure both programs in turns, each with ten epochs per update, minibatches of 256 steps, and one thread."""
     found: dict[str, list[Row]] = {}
     for seed in range(rounds):
-        turn = [our_speed(SPEED_STEPS, seed), *(their_speed(SPEED_STEPS, seed, one) for one in (False, True))]
+        turn = [
+            measure_our_speed(SPEED_STEPS, seed),
+            *(measure_their_speed(SPEED_STEPS, seed, one) for one in (False, True)),
+        ]
         print(*turn, sep="\n", flush=True)
         for row in turn:
             found.setdefault(row.program, []).append(row)
     ours, *theirs = [[row.steps_per_second for row in rows] for rows in found.values()]
-    print(f"ours: {spread(ours)} steps/s")
+    print(f"ours: {format_range(ours)} steps/s")
     for name, speeds in zip((TWO_LSTMS, ONE_LSTM), theirs, strict=True):
         ratios = [mine / other for mine, other in zip(ours, speeds, strict=True)]
-        print(f"{name}: {spread(speeds)} steps/s; ours {min(ratios):.1f} to {max(ratios):.1f} times as fast")
+        print(f"{name}: {format_range(speeds)} steps/s; ours {min(ratios):.1f} to {max(ratios):.1f} times as fast")
     return [row for rows in found.values() for row in rows]
 
 
@@ -235,17 +238,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of both programs, in turns")
     parser.add_argument("--csv", type=Path, help="where to write what was learned, and how fast")
     args = parser.parse_args()
-    quietly()
+    silence()
     rows = []
-    for steps, seed in product(CHECKED, args.seeds):
-        rows.append(learn(seed, steps))
+    for steps, seed in product(RUN_LENGTHS, args.seeds):
+        rows.append(train_and_evaluate(seed, steps))
         print(rows[-1], flush=True)
         if args.csv:
-            write(args.csv, Row._fields, rows)
+            write_csv(args.csv, Row._fields, rows)
     if args.rounds:
         rows += compare_speed(args.rounds)
     if args.csv:
-        write(args.csv, Row._fields, rows)
+        write_csv(args.csv, Row._fields, rows)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from unittest.mock import patch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from esper_lightning import cli
-from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Rule
+from esper_lightning.cli import main as cli
+from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Rule
 from esper_lightning.telemetry.tags import guide
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference"
@@ -30,13 +30,13 @@ PAGES = Path(__file__).parent.parent / "docs" / "reference"
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 """Pattern of the generated parts of a page."""
 
-OUTSIDE = ("trainer", "best", "latest", "optimizer", "lr_scheduler")
+LIGHTNING_GROUPS = ("trainer", "best", "latest", "optimizer", "lr_scheduler")
 """Groups of settings of Lightning itself, which its documentation explains."""
 
 SKIPPED = ("help", "config", "print_config", "print_shtab")
 """Options that are left out."""
 
-TOP = "command line"
+UNGROUPED_TITLE = "command line"
 """Title of the section for settings without a group."""
 
 Setting = tuple[str, str, str]
@@ -73,8 +73,8 @@ def settings(command: str) -> Iterator[Setting]:
     for action in parser._actions:
         name = action.dest
         known = name in defaults and not isinstance(defaults[name], Namespace)
-        if known and action.option_strings and name.split(".")[0] not in (*OUTSIDE, *SKIPPED):
-            yield name, shown(defaults[name]), " ".join((action.help or "").split())
+        if known and action.option_strings and name.split(".")[0] not in (*LIGHTNING_GROUPS, *SKIPPED):
+            yield name, format_default(defaults[name]), " ".join((action.help or "").split())
             for kind in filter(dataclasses.is_dataclass, get_args(getattr(action, "_typehint", None))):
                 yield from fields_of(kind, name)  # the fields of a group whose default is null
 
@@ -84,10 +84,10 @@ def fields_of(config: type, prefix: str) -> Iterator[Setting]:
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0].body
     docs = {a.target.id: inspect.cleandoc(b.value.value) for a, b in pairwise(body) if isinstance(a, ast.AnnAssign)}
     for field in dataclasses.fields(config):
-        yield f"{prefix}.{field.name}", shown(field.default), " ".join(docs[field.name].split())
+        yield f"{prefix}.{field.name}", format_default(field.default), " ".join(docs[field.name].split())
 
 
-def shown(value: Any) -> str:
+def format_default(value: Any) -> str:
     """Return a default in YAML notation."""
     if value is dataclasses.MISSING:
         return "required"
@@ -98,12 +98,12 @@ def shown(value: Any) -> str:
 
 def table(rows: list[Setting]) -> str:
     """Return settings as a Markdown table."""
-    cells = [(f"`{name}`", default, escaped(meaning)) for name, default, meaning in rows]
+    cells = [(f"`{name}`", default, escape_cell(meaning)) for name, default, meaning in rows]
     lines = ["| setting | default | meaning |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
     return "\n".join(lines)
 
 
-def escaped(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
@@ -113,7 +113,7 @@ def all_settings() -> str:
     fit = list(settings("fit"))
     groups: dict[str, list[Setting]] = {}
     for name, default, meaning in fit:
-        groups.setdefault(name.rpartition(".")[0] or TOP, []).append((name, default, meaning))
+        groups.setdefault(name.rpartition(".")[0] or UNGROUPED_TITLE, []).append((name, default, meaning))
     order = list(dict.fromkeys(group.split(".")[0] for group in groups))
     by_place = sorted(groups, key=lambda group: (order.index(group.split(".")[0]), group))
     parts = [f"## {group}\n\n{table(groups[group])}" for group in by_place]
@@ -142,29 +142,29 @@ def all_rules() -> str:
     return "\n".join([head, *(rule_row(rule, config) for rule in RULES)])
 
 
-MAKERS = {"settings": all_settings, "plots": guide, "rules": all_rules}
+GENERATORS = {"settings": all_settings, "plots": guide, "rules": all_rules}
 """Function that generates each kind of part."""
 
 
 def updated(text: str) -> str:
     """Return the text of a page with its generated parts replaced by new ones."""
-    return GENERATED.sub(lambda part: part[1] + MAKERS[part[2]]() + part[3], text)
+    return GENERATED.sub(lambda part: part[1] + GENERATORS[part[2]]() + part[3], text)
 
 
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is not up to date")
     check = parser.parse_args(args).check
-    late = []
+    outdated = []
     for page in sorted(PAGES.glob("*.md")):
         before = page.read_text()
         after = updated(before)
         if after != before:
-            late.append(page.name)
+            outdated.append(page.name)
             if not check:
                 page.write_text(after)
-    print(f"{'not up to date' if check else 'written'}: {', '.join(late) or 'none'}")
-    if check and late:
+    print(f"{'not up to date' if check else 'written'}: {', '.join(outdated) or 'none'}")
+    if check and outdated:
         raise SystemExit(1)
 
 

@@ -31,16 +31,16 @@ TABS = {
 WINDOW = (1500, 1250)
 """Width and height of the window in pixels."""
 
-PATIENCE = 60.0
+ANSWER_TIMEOUT_SECONDS = 60.0
 """Timeout for an answer of TensorBoard, in seconds."""
 
 OBJECTIVE = "rollout/objective"
 """Tag whose points show how much TensorBoard has read."""
 
-PAUSE = 5.0
+POLL_SECONDS = 5.0
 """Seconds between two counts of the points that TensorBoard has read."""
 
-SETTLED = 20_000
+DRAW_MILLISECONDS = 20_000
 """Milliseconds for drawing the plots of a page."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -67,27 +67,27 @@ def tensorboard(logdir: Path) -> Iterator[str]:
 
 def wait_for(address: str) -> None:
     """Wait until the server at `address` answers. Raises TimeoutError after `PATIENCE` seconds."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + ANSWER_TIMEOUT_SECONDS
     while time.monotonic() < until:
         try:
-            with urlopen(address, timeout=PATIENCE):
+            with urlopen(address, timeout=ANSWER_TIMEOUT_SECONDS):
                 return
         except URLError:
             time.sleep(0.5)
-    raise TimeoutError(f"TensorBoard did not answer at {address} within {PATIENCE:.0f} s")
+    raise TimeoutError(f"TensorBoard did not answer at {address} within {ANSWER_TIMEOUT_SECONDS:.0f} s")
 
 
 def wait_until_read(address: str) -> None:
     """Wait until TensorBoard finds no more points, because it shows only points that it has read."""
     before = [-1]
-    while (now := points(address)) != before:
+    while (now := count_points(address)) != before:
         before = now
-        time.sleep(PAUSE)
+        time.sleep(POLL_SECONDS)
 
 
-def points(address: str) -> list[int]:
+def count_points(address: str) -> list[int]:
     """Return the number of points of the objective in each run."""
-    with urlopen(f"{address}data/plugin/scalars/tags", timeout=PATIENCE) as answer:
+    with urlopen(f"{address}data/plugin/scalars/tags", timeout=ANSWER_TIMEOUT_SECONDS) as answer:
         runs = [run for run, tags in json.loads(answer.read()).items() if OBJECTIVE in tags]
     found = []
     for run in runs:
@@ -96,11 +96,11 @@ def points(address: str) -> list[int]:
     return found
 
 
-def take(browser: Any, address: str, path: Path) -> None:
+def take_screenshot(browser: Any, address: str, path: Path) -> None:
     """Save a screenshot of a page after its plots are drawn."""
     page = browser.new_page(viewport={"width": WINDOW[0], "height": WINDOW[1]})
     page.goto(address)
-    page.wait_for_timeout(SETTLED)
+    page.wait_for_timeout(DRAW_MILLISECONDS)
     page.screenshot(path=path)
     page.close()
 
@@ -123,7 +123,7 @@ def main() -> None:
     with tensorboard(args.logdir) as address, sync_playwright() as driver:
         browser = driver.chromium.launch(**options)
         for name, page in TABS.items():
-            take(browser, f"{address}{page}", args.out / f"{name}.png")
+            take_screenshot(browser, f"{address}{page}", args.out / f"{name}.png")
             print(f"{name}: {args.out / name}.png")
 
 

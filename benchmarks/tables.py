@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from esper_lightning.evaluation.intervals import Interval, mean_interval, ratio_interval
+from esper_lightning.evaluation.statistics import Interval, mean_interval, ratio_interval
 
-KEPT = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
+KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
 
 """Columns that are kept."""
 
@@ -45,10 +45,10 @@ def keep(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(KEPT)
+        writer.writerow(KEPT_COLUMNS)
         for row in rows:
-            numbers = [f"{float(row[name]):.6g}" for name in KEPT[3:]]
-            writer.writerow([*(row[name] for name in KEPT[:3]), *numbers])
+            numbers = [f"{float(row[name]):.6g}" for name in KEPT_COLUMNS[3:]]
+            writer.writerow([*(row[name] for name in KEPT_COLUMNS[:3]), *numbers])
     members = {row["host"]: row["member"] for row in rows}
     if len(set(members.values())) > 1:
         with members_of(target).open("w", newline="") as file:
@@ -106,7 +106,7 @@ def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
     return lines
 
 
-def facts(member: str) -> dict[str, str]:
+def parse_context(member: str) -> dict[str, str]:
     """Parse the variables of a context: `a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}."""
     return dict(fact.split(" ", 1) for fact in re.split(r", (?=[a-z_.]+ )", member))
 
@@ -117,7 +117,7 @@ def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]
     Raises ValueError for a variable in which hosts do not differ, and for a controller without results.
     """
     with members_of(path).open(newline="") as file:
-        hosts = [facts(row["member"]) for row in csv.DictReader(file)]
+        hosts = [parse_context(row["member"]) for row in csv.DictReader(file)]
     if missing := [name for name in names if name not in hosts[0]]:
         raise ValueError(f"{path}: hosts do not differ in {missing[0]}; they do in {', '.join(hosts[0])}")
     kinds = [tuple(host[name] for name in names) for host in hosts]

@@ -20,28 +20,28 @@ from lightning import Trainer
 from rich import box
 from rich.table import Table
 
-from benchmarks.hosts import CASES, training
+from benchmarks.hosts import CASES, training_settings
 from callbacks import RolloutState, Telemetry
-from esper_lightning.cli import make_logger
-from esper_lightning.data import HostPoolData
+from esper_lightning.cli.main import make_logger
+from esper_lightning.console import wide_console
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
-from esper_lightning.evaluation.publish import wide_console
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.telemetry.detail import Level
+from esper_lightning.telemetry.level import Level
 
 LEVELS: tuple[Level, ...] = ("off", "normal", "debug")
 """Telemetry levels in the order of rollouts. With three levels, figures (every tenth rollout) fall on each equally."""
 
-FIRST = 1
+WARM_UP_ROUNDS = 1
 """Number of initial rounds that are left out, because first calls take longer."""
 
-BARS = {"normal": 0.03, "debug": 0.15}
+MAX_COST = {"normal": 0.03, "debug": 0.15}
 """Largest accepted cost of each level, as a share of the time without telemetry."""
 
 
-class Turns(Telemetry):
+class AlternatingTelemetry(Telemetry):
     """Telemetry that changes its level after every rollout and measures the time.
 
     Attributes:
@@ -53,35 +53,35 @@ class Turns(Telemetry):
         # A short run has anomalies; with raised_ticks=0 they do not change the level.
         super().__init__(raised_ticks=0)
         self.seconds: dict[Level, list[float]] = {level: [] for level in LEVELS}
-        self.own: dict[Level, list[float]] = {level: [] for level in LEVELS}
+        self.hook_seconds: dict[Level, list[float]] = {level: [] for level in LEVELS}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self.detail.level = LEVELS[trainer.current_epoch % len(LEVELS)]
-        self.own[self.detail.level].append(0.0)
+        self.hook_seconds[self.detail.level].append(0.0)
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *args: object) -> None:
         began = time.perf_counter()
         super().on_train_batch_end(trainer, pl_module, *args)
-        self.own[self.detail.level][-1] += time.perf_counter() - began
+        self.hook_seconds[self.detail.level][-1] += time.perf_counter() - began
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self.seconds[self.detail.level].append(time.perf_counter() - self._began)
 
 
-def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Turns:
+def measure(hosts: int, executor: str, rounds: int, folder: Path) -> AlternatingTelemetry:
     """Run all rounds and return the telemetry callback with the measured times."""
     case = CASES["32x8"]
     env = EnvConfig(
         executor=executor,
-        training=training(case, "fp32"),
+        training=training_settings(case, "fp32"),
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         actions=ActionConfig(tempos={"FAST": 2}),
     )
-    telemetry = Turns()
+    telemetry = AlternatingTelemetry()
     trainer = Trainer(
         accelerator="cpu",
-        max_epochs=len(LEVELS) * (rounds + FIRST),
+        max_epochs=len(LEVELS) * (rounds + WARM_UP_ROUNDS),
         callbacks=[RolloutState(), telemetry],
         logger=make_logger(folder, None),
         enable_checkpointing=False,
@@ -105,12 +105,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = measure(args.hosts, args.executor, args.rounds, Path(folder))
     table = Table("level", "seconds a rollout", "cost", "quartiles by round", "in its hooks", "bar", box=box.MARKDOWN)
-    off = np.array(run.seconds["off"][FIRST:])
+    off = np.array(run.seconds["off"][WARM_UP_ROUNDS:])
     for level in LEVELS:
-        taken = np.array(run.seconds[level][FIRST:])
+        taken = np.array(run.seconds[level][WARM_UP_ROUNDS:])
         low, high = np.quantile(taken / off - 1.0, (0.25, 0.75))
-        own = np.mean(run.own[level][FIRST:]) / off.mean()
-        cost, bar = taken.mean() / off.mean() - 1.0, f"{BARS[level]:.0%}" if level in BARS else ""
+        own = np.mean(run.hook_seconds[level][WARM_UP_ROUNDS:]) / off.mean()
+        cost, bar = taken.mean() / off.mean() - 1.0, f"{MAX_COST[level]:.0%}" if level in MAX_COST else ""
         table.add_row(level, f"{taken.mean():.2f}", f"{cost:+.1%}", f"{low:+.1%} … {high:+.1%}", f"{own:.1%}", bar)
     wide_console().print(table)  # Markdown rows must not be wrapped
 

@@ -21,12 +21,12 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
-from esper_lightning.data import HostPoolData
+from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.race import draw_hosts, final_objectives
-from esper_lightning.tamiyo.climbing import ClimbingConfig, HillClimbing
-from esper_lightning.tamiyo.controller import Controller
-from esper_lightning.tamiyo.periodic import Periodic, PeriodicConfig
+from esper_lightning.evaluation.search.successive_halving import final_objectives, sample_host_seeds
 
 HOSTS = 96
 """Number of hosts on which every setting is played."""
@@ -49,7 +49,7 @@ def open_data(config: Path) -> HostPoolData:
     return data
 
 
-def settings_of(pool: HostPool) -> dict[str, list[Rule]]:
+def candidate_settings(pool: HostPool) -> dict[str, list[Rule]]:
     """Return all candidate settings by controller: blueprints alone or in turn, with several rates and patiences."""
     alone = [[name] for name in pool.space.blueprint]
     clocks = [
@@ -65,30 +65,30 @@ def settings_of(pool: HostPool) -> dict[str, list[Rule]]:
     return {"periodic": clocks, "climbing": climbers}
 
 
-def controller_of(rule: Rule) -> Controller:
+def make_controller(rule: Rule) -> Controller:
     return Periodic(rule) if isinstance(rule, PeriodicConfig) else HillClimbing(rule)
 
 
-def worth(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
+def mean_objective(pool: HostPool, rule: Rule, rounds: Sequence[Sequence[int]]) -> float:
     """Return the mean objective on validation images over the hosts of all rounds."""
-    return float(np.mean([final_objectives(pool, controller_of(rule), seeds) for seeds in rounds]))
+    return float(np.mean([final_objectives(pool, make_controller(rule), seeds) for seeds in rounds]))
 
 
-def hosts_of(pool: HostPool, seed: int) -> list[int]:
+def draw_rng_seeds(pool: HostPool, rng_seed: int) -> list[int]:
     """Return RNG seeds of training hosts, one per environment of the pool, with equal numbers of each context."""
-    each, rest = divmod(pool.n_envs, len(pool.bench.family.members))
+    each, rest = divmod(pool.n_envs, len(pool.env_factory.context_distribution.contexts))
     assert rest == 0
-    return draw_hosts(pool, each, Random(f"tune {seed}")).ravel().tolist()
+    return sample_host_seeds(pool, each, Random(f"tune {rng_seed}")).ravel().tolist()
 
 
-def tune(pool: HostPool, rules: Sequence[Rule], seed: int) -> tuple[Rule, float]:
+def tune(pool: HostPool, rules: Sequence[Rule], rng_seed: int) -> tuple[Rule, float]:
     """Return the best setting, and its objective on the hosts of the finalists."""
-    first, *others = (hosts_of(pool, seed + i) for i in range(1 + ROUNDS))
-    scores = [worth(pool, rule, [first]) for rule in rules]
+    first, *others = (draw_rng_seeds(pool, rng_seed + i) for i in range(1 + ROUNDS))
+    scores = [mean_objective(pool, rule, [first]) for rule in rules]
     finalists = [rules[i] for i in np.argsort(scores)[::-1][:FINALISTS]]
-    again = [worth(pool, rule, others) for rule in finalists]
-    best = int(np.argmax(again))
-    return finalists[best], again[best]
+    final_scores = [mean_objective(pool, rule, others) for rule in finalists]
+    best = int(np.argmax(final_scores))
+    return finalists[best], final_scores[best]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -98,23 +98,23 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a YAML file")
     parser.add_argument("--hosts", type=int, default=HOSTS, help="on which every setting is tried")
     parser.add_argument("--seed", type=int, default=0, help="of the hosts")
-    given = parser.parse_args(args)
+    options = parser.parse_args(args)
     torch.set_num_threads(1)
-    data = open_data(given.config)
+    data = open_data(options.config)
     if len(data.pools) > 1:
-        parser.error(f"{given.config} has hosts of several tasks; tune the rules for each in a config of its own")
-    members = len(data.pool.bench.family.members)
-    pool = data.make_pool(-(-given.hosts // members) * members)
-    how = f"--hosts {given.hosts} --seed {given.seed}"
-    said = [f"# Rules tuned on training hosts of {given.config.name} by benchmarks/tune.py ({how})."]
+        parser.error(f"{options.config} has hosts of several tasks; tune the rules for each in a config of its own")
+    members = len(data.pool.env_factory.context_distribution.contexts)
+    pool = data.make_pool(-(-options.hosts // members) * members)
+    how = f"--hosts {options.hosts} --seed {options.seed}"
+    comments = [f"# Rules tuned on training hosts of {options.config.name} by benchmarks/tune.py ({how})."]
     best: dict[str, dict[str, Any]] = {}
-    for name, rules in settings_of(pool).items():
-        rule, objective = tune(pool, rules, given.seed)
+    for name, rules in candidate_settings(pool).items():
+        rule, objective = tune(pool, rules, options.seed)
         best[name] = asdict(rule)
-        said.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
-        print(said[-1].removeprefix("# "), flush=True)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("\n".join(said) + "\n" + yaml.safe_dump({"evaluation": best}, default_flow_style=None))
+        comments.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
+        print(comments[-1].removeprefix("# "), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("\n".join(comments) + "\n" + yaml.safe_dump({"evaluation": best}, default_flow_style=None))
 
 
 if __name__ == "__main__":

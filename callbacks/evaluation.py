@@ -4,9 +4,9 @@ from pathlib import Path
 
 from lightning import Callback
 
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import Comparison
-from esper_lightning.evaluation.learned import Tamiyo
-from esper_lightning.evaluation.publish import compare
+from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.module import TamiyoModule
 from esper_lightning.trainer import EVALUATION_FOLDER, EsperTrainer
 
@@ -18,6 +18,6 @@ class Evaluation(Comparison, Callback):
         if self.hosts == 0:
             return
         data = trainer.datamodule
-        tamiyo = Tamiyo(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
+        tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
-        compare(self, data, [tamiyo], folder, trainer.record())
+        run_comparison(self, data, [tamiyo], folder, trainer.record())

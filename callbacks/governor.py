@@ -4,7 +4,7 @@ from collections import Counter
 
 from lightning import Callback, Trainer
 
-from esper_lightning.data import say
+from esper_lightning.console import print_status
 from esper_lightning.module import TamiyoModule
 
 
@@ -25,23 +25,23 @@ class Governor(Callback):
         self.lines = lines
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._left = self.lines
-        self._silent: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
+        self._lines_left = self.lines
+        self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        loop = pl_module.loop
+        loop = pl_module.collector
         if not loop.pool.config.governor.enabled:
             return
-        for word in loop.last.verdicts:
-            if not word.verdict.diverged:
+        for host_verdict in loop.last_step.verdicts:
+            if not host_verdict.verdict.diverged:
                 continue
-            if self._left > 0:
-                self._left -= 1
-                say(str(word))
+            if self._lines_left > 0:
+                self._lines_left -= 1
+                print_status(str(host_verdict))
             else:
-                self._silent[word.verdict.decision.value] += 1
+                self._unprinted[host_verdict.verdict.outcome.value] += 1
         if trainer.is_last_batch:
-            if self._silent:
-                more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._silent.items())
-                say(f"{more} in this rollout: if there are many, lower data.env.training.lr")
-            self._left, self._silent = self.lines, Counter()
+            if self._unprinted:
+                more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._unprinted.items())
+                print_status(f"{more} in this rollout: if there are many, lower data.env.training.lr")
+            self._lines_left, self._unprinted = self.lines, Counter()

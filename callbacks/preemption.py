@@ -30,20 +30,20 @@ class Preemption(Checkpoint):
     def __init__(self, filename: str = "latest") -> None:
         self.filename = filename
         self._received: int | None = None
-        self._before: dict[int, object] = {}
+        self._previous_handlers: dict[int, object] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
-            self._receive(signal.SIGTERM, None)
+            self._on_signal(signal.SIGTERM, None)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         if sys.stdout.isatty():  # progress bars hide the cursor, and after a second signal it is too late to show it
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
-        for either in SIGNALS:
-            signal.signal(either, signal.SIG_DFL)
+        for signal_number in SIGNALS:
+            signal.signal(signal_number, signal.SIG_DFL)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if not trainer.is_last_batch:  # after the last tick, on_train_epoch_end saves
@@ -63,13 +63,13 @@ class Preemption(Checkpoint):
         raise SystemExit(128 + self._received)
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._give_back()  # training is over, so later signals may interrupt as usual
+        self._restore_handlers()  # training is over, so later signals may interrupt as usual
         self._stop_if_asked(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:
-        self._give_back()
+        self._restore_handlers()
 
-    def _give_back(self) -> None:
-        for number, handler in self._before.items():
+    def _restore_handlers(self) -> None:
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}

@@ -11,21 +11,21 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from esper_lightning.data import say
+from esper_lightning.console import print_status
 from esper_lightning.module import TamiyoModule
 
-Show = Literal["auto", "bars", "lines", "nothing"]
+ProgressStyle = Literal["auto", "bars", "lines", "nothing"]
 
 
-class Bars(Progress):
+class ProgressBars(Progress):
     """Progress bars of the rollout and of the run, with a line of text below them."""
 
-    def __init__(self, console: Console, ticks: int, whole: int, done: int) -> None:
+    def __init__(self, console: Console, ticks: int, total_ticks: int, done_ticks: int) -> None:
         self.note = ""
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         super().__init__(*columns, console=console, expand=True)
         self.rollout = self.add_task("rollout", total=ticks)
-        self.run = self.add_task("run", total=whole, completed=done)
+        self.run = self.add_task("run", total=total_ticks, completed=done_ticks)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
@@ -40,44 +40,45 @@ class ProgressReport(Callback):
         every: Rollouts between lines; the last rollout always has one.
     """
 
-    def __init__(self, show: Show = "auto", every: int = 1) -> None:
+    def __init__(self, show: ProgressStyle = "auto", every: int = 1) -> None:
         if every < 1:
             raise ValueError(f"progress.every must be at least 1 rollout, got {every}")
         self.show = show
         self.every = every
-        self.bars: Bars | None = None
+        self.bars: ProgressBars | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._began = time.perf_counter()
-        self._since = pl_module.loop.ticks
-        self._horizon = pl_module.loop.buffer.ticks
-        self._whole = trainer.max_epochs * self._horizon
+        self._start_time = time.perf_counter()
+        self._first_tick = pl_module.collector.ticks
+        self._horizon = pl_module.collector.buffer.ticks
+        self._total_ticks = trainer.max_epochs * self._horizon
         console = Console()
         # rich alone would take a pipe for a terminal where FORCE_COLOR is set, as it is on many CI systems.
-        able = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
-        if self.show == "bars" or (self.show == "auto" and able):
-            self.bars = Bars(console, self._horizon, self._whole, self._since)
+        is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+        if self.show == "bars" or (self.show == "auto" and is_terminal):
+            self.bars = ProgressBars(console, self._horizon, self._total_ticks, self._first_tick)
             self.bars.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        rollout, last, ticks = trainer.current_epoch + 1, trainer.max_epochs, pl_module.loop.ticks
+        rollout, last, ticks = trainer.current_epoch + 1, trainer.max_epochs, pl_module.collector.ticks
         if self.bars is not None:
             shown = f"rollout {rollout} of {last}"
             self.bars.update(self.bars.rollout, completed=ticks - (rollout - 1) * self._horizon, description=shown)
-            self.bars.update(self.bars.run, completed=ticks, description=f"{self._left(ticks)} left")
+            self.bars.update(self.bars.run, completed=ticks, description=f"{self._time_left(ticks)} left")
             if trainer.is_last_batch:
                 self.bars.note = f"{shown}: {summary(pl_module)}"
         elif self.show != "nothing" and trainer.is_last_batch and (rollout % self.every == 0 or rollout == last):
-            speed = f"{self._pace(ticks) * pl_module.loop.pool.n_envs:.0f} host epochs/s, {self._left(ticks)} left"
-            say(f"rollout {rollout} of {last}: {summary(pl_module)}, {speed}")
+            speed = self._ticks_per_second(ticks) * pl_module.collector.pool.n_envs
+            timing = f"{speed:.0f} host epochs/s, {self._time_left(ticks)} left"
+            print_status(f"rollout {rollout} of {last}: {summary(pl_module)}, {timing}")
 
-    def _pace(self, ticks: int) -> float:
+    def _ticks_per_second(self, ticks: int) -> float:
         """Return the mean ticks per second since this process started to train."""
-        return (ticks - self._since) / (time.perf_counter() - self._began)
+        return (ticks - self._first_tick) / (time.perf_counter() - self._start_time)
 
-    def _left(self, ticks: int) -> timedelta:
+    def _time_left(self, ticks: int) -> timedelta:
         """Return the estimated time left: rich's own estimate covers half a minute, and a tick may take longer."""
-        return timedelta(seconds=round(max(0, self._whole - ticks) / self._pace(ticks)))
+        return timedelta(seconds=round(max(0, self._total_ticks - ticks) / self._ticks_per_second(ticks)))
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._stop()
@@ -94,6 +95,6 @@ class ProgressReport(Callback):
 
 def summary(module: TamiyoModule) -> str:
     """Return the last rollout's means over hosts: `objective 0.541, accuracy 0.712, return 0.230`."""
-    found = {name: value.item() for name, value in module.loop.last.shown.items() if name != "reward"}
-    found["return"] = module.report.rollout.returns.mean().item()
-    return ", ".join(f"{name} {found[name]:.3f}" for name in ("objective", "accuracy", "return") if name in found)
+    means = {name: value.item() for name, value in module.collector.last_step.log.items() if name != "reward"}
+    means["return"] = module.report.summary.returns.mean().item()
+    return ", ".join(f"{name} {means[name]:.3f}" for name in ("objective", "accuracy", "return") if name in means)

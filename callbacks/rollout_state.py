@@ -24,7 +24,7 @@ class RolloutState(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loop": self._module.loop.state_dict(), "random": random_states()}
+        return {"loop": self._module.collector.state_dict(), "random": random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
@@ -32,7 +32,7 @@ class RolloutState(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
-            pl_module.loop.load_state_dict(self._pending["loop"])
+            pl_module.collector.load_state_dict(self._pending["loop"])
             set_random_states(self._pending["random"])
             self._pending = None
 

@@ -8,14 +8,14 @@ import torch
 from lightning import LightningModule
 from torch import nn
 
-from esper_lightning.checkpoint import stamp
-from esper_lightning.data import PolicyData
-from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.checkpointing.validate import write_identity
+from esper_lightning.controllers.learned import LearnedController
+from esper_lightning.datamodules.hosts import PolicyData
+from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop, RolloutSummary
-from esper_lightning.tamiyo.controller import LearnedController
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, shape_of
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class NormalizeConfig:
 class UpdateReport(NamedTuple):
     """Report of one PPO update, for callbacks."""
 
-    rollout: RolloutSummary
+    summary: RolloutSummary
     metrics: dict[str, float]
     """Metrics of the update, by name."""
     ratios: list[torch.Tensor]
@@ -76,11 +76,17 @@ class TamiyoModule(LightningModule):
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if the module's settings do not fit the environments."""
-        parts = data.horizon // (self.ppo.sequence or data.horizon)  # RolloutBuffer requires whole sequences
-        if self.ppo.minibatches > data.n_envs * parts:
-            made_of = f"{data.n_envs} environments" if parts == 1 else f"{data.n_envs * parts} sequences"
+        sequences_per_env = data.horizon // (
+            self.ppo.sequence or data.horizon
+        )  # RolloutBuffer requires whole sequences
+        if self.ppo.minibatches > data.n_envs * sequences_per_env:
+            available = (
+                f"{data.n_envs} environments"
+                if sequences_per_env == 1
+                else f"{data.n_envs * sequences_per_env} sequences"
+            )
             raise ValueError(
-                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {made_of} they are "
+                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} they are "
                 f"made of; lower it or raise data.n_envs"
             )
         self.ppo.check_heads(data.heads)
@@ -91,7 +97,7 @@ class TamiyoModule(LightningModule):
     def build_for(self, data: PolicyData) -> None:
         """Build the policy for the shapes of the environments. They stay outside: this module must not train hosts."""
         self.check(data)
-        self.build(shape_of(data.pool))
+        self.build(policy_shape(data.pool))
 
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
@@ -99,11 +105,11 @@ class TamiyoModule(LightningModule):
         Raises ValueError if the critic needs privileged features and there are none.
         """
         self.policy = Policy(shape, self.policy_config)
-        self.observation_norm = self._norm(shape.features)
+        self.observation_norm = self._make_norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
-        self.privileged_norm = self._norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.privileged_norm = self._make_norm(shape.privileged) if self.policy_config.asymmetric else None
 
-    def _norm(self, features: int) -> nn.Module:
+    def _make_norm(self, features: int) -> nn.Module:
         settings = self.normalize
         return RunningMeanStd((features,), settings.momentum, settings.clip) if settings.observations else nn.Identity()
 
@@ -112,7 +118,7 @@ class TamiyoModule(LightningModule):
             raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
         data: PolicyData = self.trainer.datamodule
         norms = (self.observation_norm, self.value_norm)
-        self.loop = RolloutLoop(data.pool, self.policy, *norms, self.ppo, data.seed, self.privileged_norm)
+        self.collector = RolloutCollector(data.pool, self.policy, *norms, self.ppo, data.seed, self.privileged_norm)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
@@ -121,13 +127,13 @@ class TamiyoModule(LightningModule):
         # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
         with torch.autocast(self.device.type, enabled=False):
             if batch_idx == 0:
-                self.loop.begin_rollout()
-            for _ in range(self.loop.buffer.ticks // self.trainer.num_training_batches):
-                step = self.loop.tick()
+                self.collector.reset()
+            for _ in range(self.collector.buffer.ticks // self.trainer.num_training_batches):
+                step = self.collector.step()
             if self.trainer.is_last_batch:
-                with self.loop.pool.clock.measure("update"):
-                    self.update(*self.loop.finish_rollout())
-        self.log_dict(step.shown, prog_bar=True, logger=False)
+                with self.collector.pool.clock.measure("update"):
+                    self.update(*self.collector.finish())
+        self.log_dict(step.log, prog_bar=True, logger=False)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         """Run one PPO update on a rollout and store its report."""
@@ -137,11 +143,11 @@ class TamiyoModule(LightningModule):
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
         before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
-        watched: list[PPOTerms] = []
+        minibatch_terms: list[PPOTerms] = []
         grad_norms: list[torch.Tensor] = []
-        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator):
+        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator):
             terms = ppo_terms(self.policy, minibatch, self.ppo)
-            watched.append(PPOTerms(*(term.detach() for term in terms)))
+            minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
@@ -150,7 +156,7 @@ class TamiyoModule(LightningModule):
             optimizer.step()
             grad_norms.append(self.grad_norm)
         after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
-        metrics = update_metrics(watched, grad_norms, list(self.policy.heads.tables)) | {
+        metrics = update_metrics(minibatch_terms, grad_norms, list(self.policy.heads.tables)) | {
             "weight_change": (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item(),
             "explained_variance": summary.explained_variance,
             "value_error": summary.value_error,
@@ -158,10 +164,10 @@ class TamiyoModule(LightningModule):
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
         }
-        last_pass = (len(watched) - 1) // self.ppo.minibatches * self.ppo.minibatches
-        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in watched[last_pass:]])
+        last_pass = (len(minibatch_terms) - 1) // self.ppo.minibatches * self.ppo.minibatches
+        self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
         # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
-        chosen_by = {"return": summary.returns.mean()} | self.loop.last.shown
+        chosen_by = {"return": summary.returns.mean()} | self.collector.last_step.log
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,36 +179,36 @@ class TamiyoModule(LightningModule):
         return LearnedController(self.policy, self.observation_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        stamp(checkpoint, identity(self, self.trainer.datamodule))
+        write_identity(checkpoint, run_identity(self, self.trainer.datamodule))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.trainer.datamodule.settle(checkpoint)
+        self.trainer.datamodule.adapt_checkpoint(checkpoint)
 
 
-POLICY_NAMES = ("width", "blueprint_embedding", "memory", "asymmetric")
-NORMALIZE_NAMES = ("observations", "momentum")
+POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric")
+NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum")
 """Names of the settings that determine the weights of a checkpoint and their meaning."""
 
 
-def identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
+def run_identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
     """Return the properties that a resumed run must share with the saved one, by setting name."""
     return (
         data.identity()
-        | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_NAMES}
-        | {f"model.normalize.{name}": getattr(module.normalize, name) for name in NORMALIZE_NAMES}
+        | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_IDENTITY_SETTINGS}
+        | {f"model.normalize.{name}": getattr(module.normalize, name) for name in NORMALIZE_IDENTITY_SETTINGS}
     )
 
 
-def module_like(identity: Mapping[str, Any], clip: float) -> TamiyoModule:
+def module_from_identity(identity: Mapping[str, Any], clip: float) -> TamiyoModule:
     """Return an unbuilt module with the policy settings in a run's identity.
 
     Raises ValueError if these settings are missing or damaged.
     """
     try:
         return TamiyoModule(
-            PolicyConfig(**{name: identity[f"model.policy.{name}"] for name in POLICY_NAMES}),
+            PolicyConfig(**{name: identity[f"model.policy.{name}"] for name in POLICY_IDENTITY_SETTINGS}),
             normalize=NormalizeConfig(
-                clip=clip, **{name: identity[f"model.normalize.{name}"] for name in NORMALIZE_NAMES}
+                clip=clip, **{name: identity[f"model.normalize.{name}"] for name in NORMALIZE_IDENTITY_SETTINGS}
             ),
         )
     except (KeyError, TypeError) as error:

@@ -16,16 +16,22 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from esper_lightning.checkpoint import SETTINGS_KEY, bring_home, check_loops, differences, settle_optimizer
-from esper_lightning.data import say
+from esper_lightning.checkpointing.validate import (
+    SETTINGS_KEY,
+    adapt_optimizer_state,
+    check_loops,
+    differences,
+    relocate_checkpoint_paths,
+)
+from esper_lightning.console import print_status
 from esper_lightning.module import TamiyoModule
 from esper_lightning.trainer import EsperTrainer
 
-PACKAGE = "esper-lightning"
+PACKAGE_NAME = "esper-lightning"
 
-THREADS = "threads_per_operator"
+THREADS_SETTING = "threads_per_operator"
 
-REPORTED = ("seed_everything", THREADS, "model.", "data.", "evaluation.", "trainer.max_epochs")
+REPORTED_PREFIXES = ("seed_everything", THREADS_SETTING, "model.", "data.", "evaluation.", "trainer.max_epochs")
 """Prefixes of the settings that affect the results of a run; output folders and logging do not."""
 
 
@@ -46,7 +52,9 @@ class RunRecord(SaveConfigCallback):
         super().__init__(parser, config, **kwargs)
         self.settings = flat_settings(config.as_dict())
         defaults = flat_settings(parser.get_defaults().as_dict())
-        self.changed = {name: value for name, value in self.settings.items() if defaults.get(name) != value}
+        self.non_default_settings = {
+            name: value for name, value in self.settings.items() if defaults.get(name) != value
+        }
 
     def setup(self, trainer: EsperTrainer, pl_module: TamiyoModule, stage: str) -> None:
         """Do nothing: the base class would save the config before the checkpoint is restored."""
@@ -56,30 +64,32 @@ class RunRecord(SaveConfigCallback):
 
     def on_load_checkpoint(self, trainer: EsperTrainer, pl_module: TamiyoModule, checkpoint: dict[str, Any]) -> None:
         check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in trainer.datamodule.pool.envs})
-        settle_optimizer(checkpoint, pl_module.configure_optimizers())
+        adapt_optimizer_state(checkpoint, pl_module.configure_optimizers())
         states = checkpoint["callbacks"]
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
-                state = bring_home(states.pop(callback.state_key), str(callback.dirpath))
+                state = relocate_checkpoint_paths(states.pop(callback.state_key), str(callback.dirpath))
                 if state is not None:
                     states[callback.state_key] = state
         if SETTINGS_KEY in checkpoint:
             before = checkpoint[SETTINGS_KEY]
-            say(*differences(before, self.settings))
-            if before.get(THREADS) != self.settings[THREADS]:
-                say("with another number of threads sums round differently: the run does not continue bit for bit")
+            print_status(*differences(before, self.settings))
+            if before.get(THREADS_SETTING) != self.settings[THREADS_SETTING]:
+                print_status(
+                    "with another number of threads sums round differently: the run does not continue bit for bit"
+                )
 
     def on_train_start(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
         folder = Path(trainer.log_dir)
-        set_aside(folder / self.config_filename)
+        back_up(folder / self.config_filename)
         super().setup(trainer, pl_module, "fit")
-        choice = trainer.datamodule.pool.choice
+        choice = trainer.datamodule.pool.executor_choice
         record = provenance(trainer.datamodule.seed, trainer.strategy.root_device, str(choice))
-        set_aside(folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
-        trainer.begun = True
+        back_up(folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+        trainer.training_started = True
 
 
-def set_aside(path: Path) -> Path:
+def back_up(path: Path) -> Path:
     """Rename an existing file at `path` to the first free name like `name.1.suffix`, and return `path`."""
     if path.exists() or path.is_symlink():  # writing would follow a dangling link
         free = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
@@ -90,7 +100,7 @@ def set_aside(path: Path) -> Path:
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the reported settings of a nested config as strings, by dotted name."""
     settings = {name: str(value) for name, value in _leaves(config)}
-    return {name: value for name, value in settings.items() if name.startswith(REPORTED)}
+    return {name: value for name, value in settings.items() if name.startswith(REPORTED_PREFIXES)}
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,11 +111,11 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def provenance(seed: int, device: torch.device, executor: str) -> dict[str, Any]:
+def provenance(rng_seed: int, device: torch.device, executor: str) -> dict[str, Any]:
     """Return the command, device, software versions and git revision of this process; no environment variables."""
     return {
         "command": sys.argv,
-        "seed": seed,
+        "seed": rng_seed,
         "device": str(device),
         "executor": executor,
         "threads": torch.get_num_threads(),
@@ -113,7 +123,7 @@ def provenance(seed: int, device: torch.device, executor: str) -> dict[str, Any]
         "platform": platform.platform(),
         "processor": processor(),
         "versions": versions(),
-        "git": revision(Path(__file__)),
+        "git": git_revision(Path(__file__)),
     }
 
 
@@ -126,10 +136,10 @@ def processor() -> str:
 def versions() -> dict[str, str | None]:
     """Return the versions of this package and its dependencies; None for one that is not installed as a package."""
     try:
-        needed = [re.split(r"[^\w.-]", one)[0] for one in requires(PACKAGE) or () if "extra ==" not in one]
+        requirements = [re.split(r"[^\w.-]", one)[0] for one in requires(PACKAGE_NAME) or () if "extra ==" not in one]
     except PackageNotFoundError:  # run from a checkout without installation
-        needed = ["torch", "lightning", "jsonargparse"]
-    return {name: _version(name) for name in sorted({PACKAGE, "numpy", *needed})}
+        requirements = ["torch", "lightning", "jsonargparse"]
+    return {name: _version(name) for name in sorted({PACKAGE_NAME, "numpy", *requirements})}
 
 
 def _version(name: str) -> str | None:
@@ -139,15 +149,19 @@ def _version(name: str) -> str | None:
         return None
 
 
-def revision(file: Path) -> dict[str, Any] | None:
+def git_revision(file: Path) -> dict[str, Any] | None:
     """Return the git commit of `file` and whether tracked files differ from it, or None outside of a repository."""
-    asked = (("ls-files", "--error-unmatch", file.name), ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+    git_commands = (
+        ("ls-files", "--error-unmatch", file.name),
+        ("rev-parse", "HEAD"),
+        ("status", "--porcelain", "-uno"),
+    )
     try:
         _, commit, changes = (
             subprocess.run(
                 ["git", *ask], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
             ).stdout
-            for ask in asked
+            for ask in git_commands
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -11,34 +11,35 @@ from typing import Any
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from esper_lightning.data import HostPoolData, say
-from esper_lightning.endings import (
-    BAD_INPUT,
-    DISK_FAILED,
-    INTERRUPTED,
-    NO_MEMORY,
-    disk_failure,
-    fail,
+from esper_lightning.console import print_status
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DISK_FAILED,
+    EXIT_INTERRUPTED,
+    OUT_OF_MEMORY_MESSAGE,
+    exit_with_error,
+    find_disk_error,
+    find_missing_path,
+    is_out_of_memory,
     one_line_errors,
-    removed_file,
 )
-from esper_lightning.envs.failure import is_out_of_memory
-from esper_lightning.evaluation.comparison import RACERS, Comparison
-from esper_lightning.evaluation.information import InformationConfig, value_of_information
-from esper_lightning.evaluation.information_report import print_information, write_information
-from esper_lightning.evaluation.learned import load_tamiyos, load_travellers, other_settings
-from esper_lightning.evaluation.publish import compare
-from esper_lightning.growth.reading import NOT_TENSORS
+from esper_lightning.evaluation.checkpoints import load_policies, load_transferred, setting_differences
+from esper_lightning.evaluation.comparison import SEARCH_ENVS, Comparison
+from esper_lightning.evaluation.run import run_comparison
+from esper_lightning.evaluation.search.report import print_information, write_information
+from esper_lightning.evaluation.search.value_of_information import InformationConfig, value_of_information
 from esper_lightning.module import TamiyoModule
+from esper_lightning.serialization.safe_load import READ_ERRORS
 
-UNUSABLE = (*NOT_TENSORS, RecursionError, MisconfigurationException)
+RESTORE_ERRORS = (*READ_ERRORS, RecursionError, MisconfigurationException)
 """Exceptions that restoring a damaged checkpoint has been seen to raise."""
 
 
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
-COMPARISON_LOST = "trained, but not compared; for the table resume from the run's latest.ckpt"
+COMPARISON_INTERRUPTED_MESSAGE = "trained, but not compared; for the table resume from the run's latest.ckpt"
 
 
 class EsperTrainer(Trainer):
@@ -51,7 +52,7 @@ class EsperTrainer(Trainer):
         begun: True once the checkpoint is restored and training has started.
     """
 
-    begun = False
+    training_started = False
 
     def fit(
         self,
@@ -64,23 +65,30 @@ class EsperTrainer(Trainer):
     ) -> None:
         """Train the policy, resuming from `ckpt_path` if it is given."""
         folder = Path(self.log_dir or self.default_root_dir)
-        with nothing_left_of_a_refusal(folder):
+        with remove_empty_run_folder(folder):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-            except UNUSABLE as error:
-                if (failure := disk_failure(error)) is not None:
-                    fail(self._way_on(failure), DISK_FAILED)
-                if self.begun and (missing := removed_file(error, folder)) is not None:
-                    fail(f"{str(missing)!r} was removed while the run wrote to it; start again", DISK_FAILED)
-                if not self.begun and is_out_of_memory(error):
-                    fail(NO_MEMORY)
-                if self.begun or ckpt_path is None:
+            except RESTORE_ERRORS as error:
+                if (failure := find_disk_error(error)) is not None:
+                    exit_with_error(self._recovery_hint(failure), EXIT_DISK_FAILED)
+                if self.training_started and (missing := find_missing_path(error, folder)) is not None:
+                    exit_with_error(
+                        f"{str(missing)!r} was removed while the run wrote to it; start again", EXIT_DISK_FAILED
+                    )
+                if not self.training_started and is_out_of_memory(error):
+                    exit_with_error(OUT_OF_MEMORY_MESSAGE)
+                if self.training_started or ckpt_path is None:
                     raise
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-                fail(f"checkpoint {str(ckpt_path)!r} cannot be continued: {reason:.400}; give another one")
+                exit_with_error(f"checkpoint {str(ckpt_path)!r} cannot be continued: {reason:.400}; give another one")
             except SystemExit as ended:
                 if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
-                    fail(COMPARISON_LOST if self.begun else "interrupted before training began", INTERRUPTED)
+                    exit_with_error(
+                        COMPARISON_INTERRUPTED_MESSAGE
+                        if self.training_started
+                        else "interrupted before training began",
+                        EXIT_INTERRUPTED,
+                    )
                 raise
 
     def evaluate(
@@ -111,26 +119,29 @@ class EsperTrainer(Trainer):
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
-        usual = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
-        folder = Path(out) if out is not None else run_folder(paths[0]) / usual
+        default_folder = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
+        folder = Path(out) if out is not None else run_folder(paths[0]) / default_folder
         self.datamodule = datamodule
         if stand_ins and not transfer:
-            fail("stand_ins apply only to transfer to other hosts; set --transfer true")
+            exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
         try:
             with one_line_errors():
                 if transfer:
-                    tamiyos = load_travellers(paths, stand_ins or {}, datamodule)
+                    tamiyos = load_transferred(paths, stand_ins or {}, datamodule)
                 else:
-                    tamiyos = load_tamiyos(model, datamodule, paths)
-                say(*other_settings(paths))
+                    tamiyos = load_policies(model, datamodule, paths)
+                print_status(*setting_differences(paths))
                 folder.mkdir(parents=True, exist_ok=True)
-            compare(comparison, datamodule, tamiyos, folder, self.record())
+            run_comparison(comparison, datamodule, tamiyos, folder, self.record())
         except KeyboardInterrupt:
-            fail("interrupted before the comparison was over", INTERRUPTED)
+            exit_with_error("interrupted before the comparison was over", EXIT_INTERRUPTED)
         except OSError as error:
-            if (failure := disk_failure(error)) is None:
+            if (failure := find_disk_error(error)) is None:
                 raise
-            fail(f"{described(failure)}; free some space and start again, or name another folder by --out", DISK_FAILED)
+            exit_with_error(
+                f"{describe_disk_error(failure)}; free some space and start again, or name another folder by --out",
+                EXIT_DISK_FAILED,
+            )
 
     def information(
         self,
@@ -150,10 +161,10 @@ class EsperTrainer(Trainer):
         with one_line_errors():
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-            found = value_of_information(datamodule.make_pool(RACERS), look)
-        print_information(found)
+            result = value_of_information(datamodule.make_pool(SEARCH_ENVS), look)
+        print_information(result)
         if folder is not None:
-            write_information(found, folder, self.record())
+            write_information(result, folder, self.record())
 
     def record(self) -> dict[str, Any]:
         """Return the settings of this run and the provenance of this process: command, device, software versions."""
@@ -163,28 +174,28 @@ class EsperTrainer(Trainer):
         data = self.datamodule
         return {
             "settings": records[0].settings if records else {},
-            "run": provenance(data.seed, self.strategy.root_device, str(data.pool.choice)),
+            "run": provenance(data.seed, self.strategy.root_device, str(data.pool.executor_choice)),
         }
 
     def _run_stage(self) -> Any:
         result = super()._run_stage()
-        self.begun = True  # also if there was nothing left to train
+        self.training_started = True  # also if there was nothing left to train
         return result
 
-    def _way_on(self, failure: OSError) -> str:
+    def _recovery_hint(self, failure: OSError) -> str:
         """Return an error message for a disk failure that says how to go on."""
         run = Path(self.log_dir or self.default_root_dir)
         latest = run / "checkpoints" / "latest.ckpt"
-        what = described(failure)
+        reason = describe_disk_error(failure)
         if not latest.is_file():
-            return f"{what}; free some space and start again: there is no checkpoint yet to go on from"
+            return f"{reason}; free some space and start again: there is no checkpoint yet to go on from"
         return (
-            f"{what}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
+            f"{reason}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
             f"--config {run / 'config.yaml'} --ckpt_path {latest}"
         )
 
 
-def described(failure: OSError) -> str:
+def describe_disk_error(failure: OSError) -> str:
     """Return the reason of a disk failure and the name of the file."""
     where = f" ({failure.filename})" if failure.filename else ""
     return f"{failure.strerror or failure}{where}"
@@ -197,24 +208,24 @@ def run_folder(checkpoint: str | Path) -> Path:
 
 
 @contextmanager
-def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
+def remove_empty_run_folder(folder: Path) -> Iterator[None]:
     """Create a run folder, and restore its previous state if the start is refused (exit code for bad input)."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = set(_loggers_files(folder))
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = set(_logger_files(folder))
     with one_line_errors():
         folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except SystemExit as ended:
-        if ended.code == BAD_INPUT:
-            for path in set(_loggers_files(folder)) - before:
+        if ended.code == EXIT_BAD_INPUT:
+            for path in set(_logger_files(folder)) - before:
                 path.unlink()
-            for path in made:
+            for path in created:
                 if not any(path.iterdir()):
                     path.rmdir()
         raise
 
 
-def _loggers_files(folder: Path) -> list[Path]:
+def _logger_files(folder: Path) -> list[Path]:
     """Return the files that the logger creates at every start, even at a refused one."""
     return [*folder.glob("events.*"), *folder.glob("hparams.yaml")]

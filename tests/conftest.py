@@ -11,16 +11,16 @@ from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.execution.fused.proof import check_stack
+from esper_lightning.envs.execution.fused.equivalence import check_stack
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import CNN
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import SharedParserCLI, remembered
@@ -74,7 +74,7 @@ def one_thread_per_operator() -> None:
 def one_parser_per_process() -> Iterator[None]:
     """Share one parser between all starts of the command line in this process; it looks up each key once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
+        patch.setattr("esper_lightning.cli.main.EsperCLI", SharedParserCLI)
         find = remembered(_subcommands.find_action_and_subcommand)
         for module in (_subcommands, _core):
             patch.setattr(module, "find_action_and_subcommand", find)
@@ -93,7 +93,7 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
         network, slots = env.network, slots_of(env.network)
         ours = type(network).__module__.startswith("esper_lightning.hosts")
         settings = [value for value in vars(network).values() if isinstance(value, bool | int | float | str)]
-        grown_in = [(name, slot.isolate, slot.trunk) for name, slot in slots.items()]
+        grown_in = [(name, slot.detach_input, slot.on_single_path) for name, slot in slots.items()]
         dtype, shape = next(network.parameters()).dtype, inputs.shape[1:]
         case = str((network, settings, grown_in, env.space.blueprint, env.space.style, dtype, shape))
         if not ours or case not in proven:
@@ -130,31 +130,33 @@ def make_policy() -> Callable[..., Policy]:
     def make(pool: HostPool, seed: int = 0) -> Policy:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return Policy(shape_of(pool), PolicyConfig(width=16))
+            return Policy(policy_shape(pool), PolicyConfig(width=16))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def make_loop(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> Callable[..., RolloutLoop]:
+def make_loop(
+    make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
+) -> Callable[..., RolloutCollector]:
     """`make_loop(n_envs, gamma=…, …)` returns a collector with its own small pool; the rest goes to PPOConfig."""
 
-    def make(n_envs: int = 3, **ppo: Any) -> RolloutLoop:
+    def make(n_envs: int = 3, **ppo: Any) -> RolloutCollector:
         pool = make_pool(n_envs)
         observation_norm = RunningMeanStd((len(pool.feature_names),))
         value_norm = RunningMeanStd((), clip=float("inf"))
-        return RolloutLoop(pool, make_policy(pool), observation_norm, value_norm, PPOConfig(**ppo), run_seed=7)
+        return RolloutCollector(pool, make_policy(pool), observation_norm, value_norm, PPOConfig(**ppo), run_rng_seed=7)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def play_rollout() -> Callable[[RolloutLoop], None]:
+def play_rollout() -> Callable[[RolloutCollector], None]:
     """Begin a rollout and step through all its ticks."""
 
-    def play(loop: RolloutLoop) -> None:
-        loop.begin_rollout()
+    def play(loop: RolloutCollector) -> None:
+        loop.reset()
         for _ in range(loop.pool.config.horizon):
-            loop.tick()
+            loop.step()
 
     return play

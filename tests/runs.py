@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from esper_lightning.__main__ import main
-from esper_lightning.cli import EsperCLI
+from esper_lightning.cli.main import EsperCLI
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
 
@@ -122,7 +122,7 @@ def cli(*args: str) -> EsperCLI:
             super().before_fit()
 
     # Lightning warns of arguments of the process that differ from those it was given.
-    with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.main.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", *args])
     return built[0]
 
@@ -187,7 +187,7 @@ class SaveEveryTick(Callback):
         self._save(trainer, pl_module)
 
     def _save(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        trainer.save_checkpoint(Path(trainer.log_dir) / "checkpoints" / f"tick{pl_module.loop.ticks}.ckpt")
+        trainer.save_checkpoint(Path(trainer.log_dir) / "checkpoints" / f"tick{pl_module.collector.ticks}.ckpt")
 
 
 class SignalAt(Callback):
@@ -198,7 +198,7 @@ class SignalAt(Callback):
         self.number = number
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.loop.ticks == self.tick:
+        if pl_module.collector.ticks == self.tick:
             os.kill(os.getpid(), self.number)
 
 

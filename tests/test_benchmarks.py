@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.choice import Choice
-from esper_lightning.evaluation.intervals import mean_interval
-from esper_lightning.growth.network import count_parameters
+from esper_lightning.envs.execution.autotune import ExecutorChoice
+from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.growth.lifecycle import count_parameters
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -51,7 +51,7 @@ def test_sharing_is_predicted_from_how_often_each_segment_runs() -> None:
     slots = ["a", "b", "c"]
 
     assert benchmark.runs(benchmark.leave_one_out(slots), slots) == ([1, 2, 3, 4], [1, 2, 3])
-    assert benchmark.runs(benchmark.full_family(slots), slots) == ([1, 2, 4, 8], [1, 2, 4])
+    assert benchmark.runs(benchmark.all_variants(slots), slots) == ([1, 2, 4, 8], [1, 2, 4])
     # Segments of one second and no time for seeds: 4·4 seconds against 1 + 2 + 3 + 4.
     assert benchmark.predicted(benchmark.leave_one_out(slots), slots, [1.0] * 4, [0.0] * 3) == pytest.approx(1.6)
 
@@ -89,7 +89,7 @@ def test_an_executor_that_refuses_hosts_is_named_and_left_out(
     benchmark = script("execution")
     real = benchmark.make_pool
 
-    def choosy(case: object, data: object, hosts: int, choice: Choice, *rest: object) -> HostPool:
+    def choosy(case: object, data: object, hosts: int, choice: ExecutorChoice, *rest: object) -> HostPool:
         if choice.executor == "loop" and not choice.onednn:
             raise ValueError("too plain")
         return real(case, data, hosts, choice, *rest)
@@ -108,7 +108,7 @@ def test_an_executor_that_refuses_hosts_is_named_and_left_out(
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
     benchmark = script("execution")
 
-    assert 0.1 < benchmark.peak_alone("digits", 2, "fp32", "equal", Choice("loop", False)) < 500.0
+    assert 0.1 < benchmark.peak_alone("digits", 2, "fp32", "equal", ExecutorChoice("loop", False)) < 500.0
 
 
 def test_the_raw_loop_trains_the_hosts_of_the_pool() -> None:
@@ -117,7 +117,7 @@ def test_the_raw_loop_trains_the_hosts_of_the_pool() -> None:
         case = benchmark.CASES[name]
         data = case.task.load()
         raw = benchmark.RawLoop(case, data, hosts=1)
-        pool = benchmark.make_pool(case, data, 1, Choice("loop", True), "none")
+        pool = benchmark.make_pool(case, data, 1, ExecutorChoice("loop", True), "none")
 
         assert count_parameters(raw.hosts[0]) == pool.envs[0].host_parameters
         assert raw.flops() > 6 * pool.envs[0].host_parameters  # every weight of a convolution is used several times
@@ -135,7 +135,7 @@ def test_equal_and_different_seeds_are_what_they_say() -> None:
     data = case.task.load()
 
     def grown(seeds: str) -> list[list[str | None]]:
-        pool = benchmark.make_pool(case, data, 6, Choice("loop", False), seeds)
+        pool = benchmark.make_pool(case, data, 6, ExecutorChoice("loop", False), seeds)
         assert {slot.blended for env in pool.envs for slot in env.slots if slot.blueprint} <= {True}
         return [[slot.blueprint for slot in env.slots] for env in pool.envs]
 
@@ -153,7 +153,7 @@ def test_the_memory_of_a_long_run_is_looked_at(
 ) -> None:
     benchmark = script("memory")
     monkeypatch.setattr(sys, "argv", ["memory.py", "--executor", "loop", "--rollouts", "2", "--hosts", "1"])
-    monkeypatch.setattr(benchmark, "EVERY", 1)
+    monkeypatch.setattr(benchmark, "REPORT_EVERY", 1)
 
     benchmark.main()
 

@@ -21,4 +21,4 @@ def test_a_run_on_a_plateau_stops_early_and_is_saved(tmp_path: Path, min_delta: 
     saved = load(only_run(tmp_path).latest)
 
     assert built.trainer.current_epoch == rollouts
-    assert saved["callbacks"]["RolloutState"]["loop"]["ticks"] == built.model.loop.ticks == rollouts * HORIZON
+    assert saved["callbacks"]["RolloutState"]["loop"]["ticks"] == built.model.collector.ticks == rollouts * HORIZON

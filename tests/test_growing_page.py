@@ -36,7 +36,7 @@ def test_every_snippet_runs_and_the_seed_lives_the_life_that_the_page_shows(
 
     printed = capsys.readouterr().out
     assert printed.startswith(LIFE), printed
-    assert "Folding(slot='2', into='2', why='')" in printed
+    assert "FoldResult(slot='2', target_layer='2', reason='')" in printed
     assert page["growing"].slots["2"].stage.name == "FOSSILIZED"
 
 

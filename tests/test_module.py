@@ -11,15 +11,15 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
 from callbacks import RolloutState
-from esper_lightning.cli import EsperCLI
-from esper_lightning.data import HostPoolData
+from esper_lightning.cli.main import EsperCLI
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.module import NormalizeConfig, TamiyoModule
-from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutSummary
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
@@ -121,7 +121,7 @@ def test_what_is_configured_for_tamiyo_is_what_runs(tmp_path: Path) -> None:
 
 def test_what_is_seen_is_normalised_as_was_asked_for() -> None:
     module = TamiyoModule(PolicyConfig(asymmetric=True), normalize=NormalizeConfig(momentum=0.9, clip=2.0))
-    module.build(PolicyShape(3, ActionConfig().space(["block1"], ["norm", "conv_light"]), privileged=2))
+    module.build(PolicyShape(3, ActionConfig().make_space(["block1"], ["norm", "conv_light"]), privileged=2))
     features = 5.0 + 3.0 * torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
     module.observation_norm.update(features)
 
@@ -184,7 +184,7 @@ class Twice(TamiyoModule):
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         minibatches = list(
-            rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.loop.generator.clone_state())
+            rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator.clone_state())
         )
         super().update(rollout, summary)
         self.learn_by_hand(minibatches, at_the_end=self.trainer.current_epoch == 1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_lightning.data import HostPoolData
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.tasks import Digits

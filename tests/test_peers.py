@@ -28,7 +28,7 @@ def test_what_is_learned_is_measured_on_the_cart_that_hides_its_velocities() -> 
     pool = peers.cartpoles(3, 4)
     assert pool.observation.features.shape == (3, 2) and pool.space.sizes == {"action": 2}
 
-    learned = peers.learn(seed=1, steps=2 * peers.HORIZON * peers.ENVS + 7)
+    learned = peers.train_and_evaluate(seed=1, steps=2 * peers.HORIZON * peers.ENVS + 7)
 
     assert learned.steps == 4096, "whole rollouts, and no more steps than were allowed"
     assert learned.kept_after == 4096, "of two rollouts only the last is looked at"
@@ -50,7 +50,7 @@ def test_the_policy_that_did_best_is_kept_and_games_that_judge_it_do_not_choose(
 
     monkeypatch.setattr(peers, "greedy_return", found)
     monkeypatch.setattr(peers, "CARTPOLE", replace(peers.CARTPOLE, epochs=1))
-    row = peers.learn(seed=2, steps=9 * peers.HORIZON * peers.ENVS)
+    row = peers.train_and_evaluate(seed=2, steps=9 * peers.HORIZON * peers.ENVS)
 
     assert looks == [1002, 1002, 1002, 2, 2]
     assert row.kept_after == 5 * peers.HORIZON * peers.ENVS
@@ -60,8 +60,10 @@ def test_the_policy_that_did_best_is_kept_and_games_that_judge_it_do_not_choose(
 def test_the_benchmark_writes_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "peers.csv"
     monkeypatch.setattr(sys, "argv", ["peers.py", "--seeds", "4", "6", "--rounds", "0", "--csv", str(file)])
-    monkeypatch.setattr(peers, "CHECKED", (2048, 4096))
-    monkeypatch.setattr(peers, "learn", lambda seed, steps: peers.Row("ours", steps, seed, mean_return=1.0 / 3.0))
+    monkeypatch.setattr(peers, "RUN_LENGTHS", (2048, 4096))
+    monkeypatch.setattr(
+        peers, "train_and_evaluate", lambda seed, steps: peers.Row("ours", steps, seed, mean_return=1.0 / 3.0)
+    )
 
     peers.main()
 

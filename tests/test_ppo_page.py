@@ -8,8 +8,8 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
+from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
-from esper_lightning.vector_data import VectorData
 from tests.runs import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "ppo.md").read_text()
@@ -27,7 +27,7 @@ def test_the_page_trains_a_policy_and_plays_it(capsys: pytest.CaptureFixture[str
         exec(block, page)
 
     assert "True tensor(" in capsys.readouterr().out
-    assert page["module"].loop.ticks == 512
+    assert page["module"].collector.ticks == 512
     assert page["step"].reward.tolist() == [1.0, 1.0]
 
 

@@ -10,8 +10,8 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from esper_lightning.checkpoint import differences
-from esper_lightning.provenance import RunRecord, flat_settings, revision, set_aside, versions
+from esper_lightning.checkpointing.validate import differences
+from esper_lightning.provenance import RunRecord, back_up, flat_settings, git_revision, versions
 from tests.runs import fit, load, only_run
 
 
@@ -72,25 +72,25 @@ def git(folder: Path, *command: str) -> None:
 def test_the_revision_is_that_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("1")
-    assert revision(file) is None  # no repository
+    assert git_revision(file) is None  # no repository
 
     git(tmp_path, "init")
-    assert revision(file) is None  # another repository, into which the package is installed
+    assert git_revision(file) is None  # another repository, into which the package is installed
 
     git(tmp_path, "add", "a.py")
     git(tmp_path, "commit", "-m", "a")
-    clean = revision(file)
+    clean = git_revision(file)
     file.write_text("2")
 
     assert len(clean["commit"]) == 40
     assert clean["changed"] is False
-    assert revision(file) == clean | {"changed": True}
+    assert git_revision(file) == clean | {"changed": True}
 
 
 def test_without_git_there_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert revision(Path(__file__)) is None
+    assert git_revision(Path(__file__)) is None
 
 
 def test_versions_name_what_we_depend_on() -> None:
@@ -100,7 +100,7 @@ def test_versions_name_what_we_depend_on() -> None:
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_what_is_set_aside_gets_the_next_number(make: Callable[[Path], None], tmp_path: Path) -> None:
     for _ in range(3):
-        make(set_aside(tmp_path / "run.json"))
+        make(back_up(tmp_path / "run.json"))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.json", "run.2.json", "run.json"]
 

@@ -6,7 +6,7 @@ from collections.abc import Container
 import pytest
 import torch
 
-from esper_lightning.evaluation.intervals import mean_interval
+from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
 from tests.test_benchmarks import script
 from tests.tiers import rest_is_slow

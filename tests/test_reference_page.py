@@ -14,4 +14,4 @@ def test_settings_plots_and_rules_are_up_to_date(capsys: pytest.CaptureFixture[s
 def test_each_generated_part_is_on_a_page() -> None:
     pages = "".join(page.read_text() for page in reference.PAGES.glob("*.md"))
 
-    assert sorted(part[1] for part in reference.GENERATED.findall(pages)) == sorted(reference.MAKERS)
+    assert sorted(part[1] for part in reference.GENERATED.findall(pages)) == sorted(reference.GENERATORS)

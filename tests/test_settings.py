@@ -18,11 +18,11 @@ import yaml
 import callbacks
 import esper_lightning
 from esper_lightning.__main__ import main
-from esper_lightning.cli import CALLBACKS, EsperCLI
-from esper_lightning.data import HostPoolData
+from esper_lightning.cli.main import CALLBACKS, EsperCLI
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Variant
-from esper_lightning.telemetry.rules import RULES, Rule
+from esper_lightning.telemetry.anomaly_rules import RULES, Rule
 from esper_lightning.trainer import EsperTrainer
 from tests.runs import CONFIGS
 
@@ -75,7 +75,7 @@ def settings_within(hint: Any, path: tuple[str, ...]) -> Iterator[tuple[type, tu
         yield from settings_within(part, below)
 
 
-def groups_of(command: str, path: tuple[str, ...], takes: Callable[..., Any], known: set[type]) -> Iterator[Group]:
+def groups_of(command: str, path: tuple[str, ...], target: Callable[..., Any], known: set[type]) -> Iterator[Group]:
     """Yield the groups of settings among the parameters of a class or function, and the groups within them.
 
     Args:
@@ -83,7 +83,7 @@ def groups_of(command: str, path: tuple[str, ...], takes: Callable[..., Any], kn
         path: Keys that lead to the class or function.
         takes: The class or function.
         known: Classes found so far; a class that is null by default is yielded only once."""
-    hints = get_type_hints(takes.__init__ if inspect.isclass(takes) and not is_settings(takes) else takes)
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_settings(target) else target)
     for name, hint in hints.items():
         for settings, below in settings_within(hint, (*path, name)):
             if settings is hint or settings not in known:

@@ -18,7 +18,7 @@ MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").glob("*.py"))]
 
 def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:
     """Run in a subprocess, since this one has already loaded the modules."""
-    code = "import sys, esper_lightning.growth.network, esper_lightning.hosts; print(*sys.modules, sep='\\n')"
+    code = "import sys, esper_lightning.growth.lifecycle, esper_lightning.hosts; print(*sys.modules, sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert not {"lightning", "sklearn", "esper_lightning.envs"} & set(loaded.split())

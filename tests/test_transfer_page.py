@@ -39,4 +39,4 @@ def test_the_pages_settings_make_a_run(tmp_path: Path) -> None:
         *("--trainer.enable_progress_bar=false", "--data.env.training.batches=1"),
     )
 
-    assert built.datamodule.pool.tasks == {"Digits": slice(0, 2), "table": slice(2, 18)}
+    assert built.datamodule.pool.task_slices == {"Digits": slice(0, 2), "table": slice(2, 18)}

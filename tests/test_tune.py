@@ -14,11 +14,11 @@ import yaml
 
 from benchmarks import tune
 from esper_lightning.__main__ import main
+from esper_lightning.controllers.hill_climbing import ClimbingConfig
+from esper_lightning.controllers.periodic import PeriodicConfig
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.family import FamilyConfig
+from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.tamiyo.climbing import ClimbingConfig
-from esper_lightning.tamiyo.periodic import PeriodicConfig
 from tests.runs import CONFIGS
 
 MakePool = Callable[..., HostPool]
@@ -26,10 +26,10 @@ MakePool = Callable[..., HostPool]
 
 def test_all_settings_differ_and_can_be_played(make_pool: MakePool) -> None:
     pool = make_pool(2)
-    for rules in tune.settings_of(pool).values():
+    for rules in tune.candidate_settings(pool).values():
         assert len({repr(rule) for rule in rules}) == len(rules) > 10
         for rule in rules:
-            tune.controller_of(rule).reset(pool)
+            tune.make_controller(rule).reset(pool)
 
 
 @pytest.mark.slow
@@ -48,11 +48,11 @@ def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_memb
     monkeypatch.setattr(pool, "reset", watched)
     # Growth is very expensive, so the setting that grows least is best; the last one grows only once.
     dear, cheap = PeriodicConfig(every=1, blueprints=["conv_light"]), PeriodicConfig(every=5, blueprints=["norm"])
-    best, objective = tune.tune(pool, [dear, cheap, dear], seed=3)
+    best, objective = tune.tune(pool, [dear, cheap, dear], rng_seed=3)
 
     assert best == cheap and -0.5 < objective < 1.0
     assert not any(seed % 2 for seed in met), "odd ones are for evaluations"
-    prices = [pool.bench.family.draw(seed).price for seed in met[:4]]
+    prices = [pool.env_factory.context_distribution.draw(seed).price for seed in met[:4]]
     assert sorted(prices) == [0.5, 0.5, 0.9, 0.9]
     assert len(set(met)) == 4 * (1 + tune.ROUNDS), "finalists meet others"
 
@@ -63,7 +63,7 @@ def test_the_file_is_one_that_the_command_line_reads(tmp_path: Path, monkeypatch
         "periodic": [PeriodicConfig(every=2, blueprints=["norm"])],
         "climbing": [ClimbingConfig(order="cheapest", patience=1)],
     }
-    monkeypatch.setattr(tune, "settings_of", lambda pool: few)
+    monkeypatch.setattr(tune, "candidate_settings", lambda pool: few)
     smoke, out = str(CONFIGS / "smoke.yaml"), tmp_path / "settings" / "smoke.yaml"
     tune.main(["--config", smoke, "--out", str(out), "--hosts", "2"])
 
@@ -90,8 +90,8 @@ def test_hosts_are_rounded_up_to_equally_many_of_each_member(tmp_path: Path, mon
     seen: list[int] = []
 
     def watched(pool: HostPool, rules: Sequence[tune.Rule], seed: int) -> tuple[tune.Rule, float]:
-        hosts = tune.hosts_of(pool, seed)
-        seen.extend(Counter(str(pool.bench.family.draw(host)) for host in hosts).values())
+        hosts = tune.draw_rng_seeds(pool, seed)
+        seen.extend(Counter(str(pool.env_factory.context_distribution.draw(host)) for host in hosts).values())
         return rules[0], 0.5
 
     monkeypatch.setattr(tune, "tune", watched)

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torchvision.utils import save_image
 
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from tests.runs import ROOT, cli, only_run
 
 PAGE = (ROOT / "docs" / "guides" / "your_own.md").read_text()

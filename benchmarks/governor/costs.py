@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.governor.report import show
 from benchmarks.hosts import CASES, make_pool
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.choice import Choice
-from esper_lightning.tamiyo.baselines import WaitOnly
+from esper_lightning.envs.execution.autotune import ExecutorChoice
 
 COSTS = {
-    "CNN 3×3, base 8, 32×32 images, 16 hosts, loop": ("32x8", 16, Choice("loop", True), 10),
-    "CNN 1×1, digits, 48 hosts, fused": ("digits", 48, Choice("fused", False), 20),
+    "CNN 3×3, base 8, 32×32 images, 16 hosts, loop": ("32x8", 16, ExecutorChoice("loop", True), 10),
+    "CNN 1×1, digits, 48 hosts, fused": ("digits", 48, ExecutorChoice("fused", False), 20),
 }
 """Measured cases by name: case, number of hosts, executor, and ticks per round."""
 
@@ -37,28 +37,28 @@ def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     return call
 
 
-def open_costly(name: str) -> tuple[HostPool, list[float]]:
+def open_timed_pool(name: str) -> tuple[HostPool, list[float]]:
     """Return a pool of hosts with different seeds, and the list that collects the seconds of every judgement."""
     case, hosts, choice, _ = COSTS[name]
     pool, spent = make_pool(CASES[case], CASES[case].task.load(), hosts, choice, "different"), []
     for env in pool.envs:
-        env.judge = timed(env.judge, spent)
+        env.judge_epoch = timed(env.judge_epoch, spent)
     return pool, spent
 
 
-def cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
+def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
     """Measure the Governor's cost over `ticks` ticks, with snapshots as often as the settings say."""
-    wait, kept = WaitOnly(), []
+    controller, snapshot_seconds = WaitOnly(), []
     spent.clear()
-    pool.clock.take()
+    pool.clock.take_seconds()
     begin = time.perf_counter()
     for _ in range(ticks):
-        pool.step(wait.act(pool))
+        pool.step(controller.act(pool))
     # Hosts overfit random targets, so the Governor takes snapshots at unusual times: these are measured separately.
-    without = time.perf_counter() - begin - pool.clock.take()["governor"]
+    without = time.perf_counter() - begin - pool.clock.take_seconds()["governor"]
     for env in pool.envs:
-        timed(env.keep, kept)()
-    snapshots = sum(kept) / pool.config.governor.snapshot_every
+        timed(env.take_snapshot, snapshot_seconds)()
+    snapshots = sum(snapshot_seconds) / pool.config.governor.snapshot_every
     tick = without / ticks + snapshots
     return Cost(sum(spent) / ticks / tick, snapshots / tick)
 
@@ -67,9 +67,9 @@ def measure_costs(rounds: int, markdown: bool) -> None:
     """Print the table of costs: medians and extremes over rounds."""
     rows = []
     for name, (*_, ticks) in COSTS.items():
-        pool, spent = open_costly(name)
-        cost(pool, spent, 2)
-        costs = [cost(pool, spent, ticks) for _ in range(rounds)]
+        pool, spent = open_timed_pool(name)
+        measure_cost(pool, spent, 2)
+        costs = [measure_cost(pool, spent, ticks) for _ in range(rounds)]
         parts = [[one.judging for one in costs], [one.snapshots for one in costs], [sum(one) for one in costs]]
         rows.append([name, *(f"{median(part):.2%} ({min(part):.2%} … {max(part):.2%})" for part in parts)])
     show("Share of a tick", ["hosts", "judging", "snapshots", "together"], rows, markdown)

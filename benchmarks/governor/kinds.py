@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, GPT, MLP
 from esper_lightning.tasks import Digits, Split, Task, TaskData
@@ -33,7 +33,7 @@ class Text(Task):
         return TaskData(train, validation, test, len(alphabet))
 
 
-class Kind(NamedTuple):
+class HostKind(NamedTuple):
     """Task, host and training settings of one kind of hosts."""
 
     task: Task
@@ -47,24 +47,24 @@ small = partial(CNN, base=8, channels_last=False)
 mlp = partial(MLP, width=64)
 gpt = partial(GPT, width=32, blocks=2, heads=2, context=Text.LENGTH)
 
-FEW = Digits(validation=500, test=1100)
+FEW_IMAGES = Digits(validation=500, test=1100)
 """Digits with 197 training images, which hosts overfit."""
 
 KINDS = {
-    "CNN 1×1, 390 parameters, Adam .005": Kind(Digits(), tiny, {"lr": 0.005}),
-    "CNN 1×1, 390 parameters, Adam .02": Kind(Digits(), tiny, {"lr": 0.02}),
-    "CNN 1×1, 390 parameters, Adam .05": Kind(Digits(), tiny, {"lr": 0.05}),
-    "CNN 1×1, 390 parameters, Adam .02, batches of 8": Kind(Digits(), tiny, {"lr": 0.02, "batch_size": 8}),
-    "CNN 1×1, 390 parameters, Adam .02, 24 batches a tick": Kind(Digits(), tiny, {"lr": 0.02, "batches": 24}),
-    "CNN 3×3, base 8, Adam .002": Kind(Digits(), small, {"lr": 0.002}),
-    "CNN 3×3, base 8, Adam .02": Kind(Digits(), small, {"lr": 0.02}),
-    "CNN 3×3, base 8, Adam .02, 24 batches a tick": Kind(Digits(), small, {"lr": 0.02, "batches": 24}),
-    "CNN 3×3, base 8, SGD .05": Kind(Digits(), small, {"lr": 0.05, "optimizer": "sgd"}),
-    "CNN 3×3, base 8, Adam .02, 197 images": Kind(FEW, small, {"lr": 0.02}),
-    "MLP of width 64, Adam .002": Kind(Digits(), mlp, {"lr": 0.002}),
-    "MLP of width 64, Adam .02": Kind(Digits(), mlp, {"lr": 0.02}),
-    "MLP of width 64, Adam .01, 197 images": Kind(FEW, mlp, {"lr": 0.01}),
-    "GPT of width 32 on text, Adam .003": Kind(Text(), gpt, {"lr": 0.003}),
+    "CNN 1×1, 390 parameters, Adam .005": HostKind(Digits(), tiny, {"lr": 0.005}),
+    "CNN 1×1, 390 parameters, Adam .02": HostKind(Digits(), tiny, {"lr": 0.02}),
+    "CNN 1×1, 390 parameters, Adam .05": HostKind(Digits(), tiny, {"lr": 0.05}),
+    "CNN 1×1, 390 parameters, Adam .02, batches of 8": HostKind(Digits(), tiny, {"lr": 0.02, "batch_size": 8}),
+    "CNN 1×1, 390 parameters, Adam .02, 24 batches a tick": HostKind(Digits(), tiny, {"lr": 0.02, "batches": 24}),
+    "CNN 3×3, base 8, Adam .002": HostKind(Digits(), small, {"lr": 0.002}),
+    "CNN 3×3, base 8, Adam .02": HostKind(Digits(), small, {"lr": 0.02}),
+    "CNN 3×3, base 8, Adam .02, 24 batches a tick": HostKind(Digits(), small, {"lr": 0.02, "batches": 24}),
+    "CNN 3×3, base 8, SGD .05": HostKind(Digits(), small, {"lr": 0.05, "optimizer": "sgd"}),
+    "CNN 3×3, base 8, Adam .02, 197 images": HostKind(FEW_IMAGES, small, {"lr": 0.02}),
+    "MLP of width 64, Adam .002": HostKind(Digits(), mlp, {"lr": 0.002}),
+    "MLP of width 64, Adam .02": HostKind(Digits(), mlp, {"lr": 0.02}),
+    "MLP of width 64, Adam .01, 197 images": HostKind(FEW_IMAGES, mlp, {"lr": 0.01}),
+    "GPT of width 32 on text, Adam .003": HostKind(Text(), gpt, {"lr": 0.003}),
 }
 
 ACTIONS = ActionConfig(
@@ -79,7 +79,7 @@ QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False
 """Lifecycle of configs/digits.yaml: short episodes, and no automatic judgement of seeds."""
 
 
-def open_pool(kind: Kind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
+def open_pool(kind: HostKind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
     """Return a pool of hosts of one kind, under a Governor with default settings."""
     training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)

@@ -11,45 +11,45 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from benchmarks.governor.report import PATIENCE, Found, show
+from benchmarks.governor.report import DETECTION_TICKS, DetectionCount, show
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.tamiyo.baselines import WaitOnly
 from esper_lightning.tasks import Split
 
 
-def fill(value: float, env: HostEnv) -> None:
+def fill_weights(value: float, env: HostEnv) -> None:
     """Set all weights of the host to `value`."""
     with torch.no_grad():
         for parameter in env.optimizer.param_groups[0]["params"]:
             parameter.fill_(value)
 
 
-def scale(factor: float, env: HostEnv) -> None:
+def scale_weights(factor: float, env: HostEnv) -> None:
     """Multiply all weights of the host by `factor`."""
     with torch.no_grad():
         for parameter in env.optimizer.param_groups[0]["params"]:
             parameter.mul_(factor)
 
 
-def learn_faster(factor: float, env: HostEnv) -> None:
+def scale_learning_rate(factor: float, env: HostEnv) -> None:
     """Multiply the host's learning rate by `factor`."""
     for group in env.optimizer.param_groups:
         group["lr"] *= factor
 
 
-def one_weight(value: float, env: HostEnv) -> None:
+def set_one_weight(value: float, env: HostEnv) -> None:
     """Set one weight of the host to `value`."""
     with torch.no_grad():
         env.optimizer.param_groups[0]["params"][0].view(-1)[0] = value
 
 
 BREAKS: dict[str, Callable[[HostEnv], None]] = {
-    "one weight NaN": partial(one_weight, math.nan),
-    "all weights NaN": partial(fill, math.nan),
-    "all weights inf": partial(fill, math.inf),
-    "all weights × 1000": partial(scale, 1000.0),
-    "all weights 0": partial(fill, 0.0),
-    "learning rate × 1000": partial(learn_faster, 1000.0),
+    "one weight NaN": partial(set_one_weight, math.nan),
+    "all weights NaN": partial(fill_weights, math.nan),
+    "all weights inf": partial(fill_weights, math.inf),
+    "all weights × 1000": partial(scale_weights, 1000.0),
+    "all weights 0": partial(fill_weights, 0.0),
+    "learning rate × 1000": partial(scale_learning_rate, 1000.0),
 }
 """Ways to break the weights or the optimizer of a host."""
 
@@ -61,7 +61,7 @@ WRONG_LABELS: dict[str, Callable[[Split, int], Split]] = {
 }
 """Ways to break the training labels."""
 
-LIVE = (
+BROKEN_KINDS = (
     "CNN 1×1, 390 parameters, Adam .005",
     "CNN 3×3, base 8, Adam .002",
     "CNN 3×3, base 8, Adam .02",
@@ -74,19 +74,24 @@ BREAK_AT, AFTERWARDS = (4, 12), 10
 """Numbers of ticks before a host is broken, and number of ticks that are observed afterwards."""
 
 
-class Broken(NamedTuple):
+class BreakOutcome(NamedTuple):
     """Outcome of one broken host."""
 
     learned: bool  # the mean loss of the last three ticks before the break was below 60 % of the loss of guessing
     tick: int | None  # tick of its rollback, counted from the break; None: not within `AFTERWARDS`
 
 
-def break_live(kind: str, name: str, after: int, hosts: int) -> list[Broken]:
+def break_live(kind: str, name: str, break_at: int, hosts: int) -> list[BreakOutcome]:
     """Break every host after `after` ticks and return the outcomes, except for hosts that were rolled back earlier."""
-    pool = open_pool(KINDS[kind], after + AFTERWARDS, hosts, QUICK, "fused")
+    pool = open_pool(KINDS[kind], break_at + AFTERWARDS, hosts, QUICK, "fused")
     pool.reset(range(hosts))
     wait = WaitOnly()
-    early = {word.host for _ in range(after) for word in pool.step(wait.act(pool)).verdicts if word.verdict.diverged}
+    early = {
+        host_verdict.host
+        for _ in range(break_at)
+        for host_verdict in pool.step(wait.act(pool)).verdicts
+        if host_verdict.verdict.diverged
+    }
     learned = [fmean(env.history.loss[-3:]) < 0.6 * math.log(pool.data.classes) for env in pool.envs]
     if name in WRONG_LABELS:
         wrong = WRONG_LABELS[name](pool.data.train, pool.data.classes)
@@ -96,25 +101,27 @@ def break_live(kind: str, name: str, after: int, hosts: int) -> list[Broken]:
             BREAKS[name](env)
     found: dict[int, int] = {}
     for tick in range(1, AFTERWARDS + 1):
-        for word in pool.step(wait.act(pool)).verdicts:
-            if word.verdict.diverged:
-                found.setdefault(word.host, tick)
-    return [Broken(learned[host], found.get(host)) for host in range(hosts) if host not in early]
+        for host_verdict in pool.step(wait.act(pool)).verdicts:
+            if host_verdict.verdict.diverged:
+                found.setdefault(host_verdict.host, tick)
+    return [BreakOutcome(learned[host], found.get(host)) for host in range(hosts) if host not in early]
 
 
 def judge_live(hosts: int, markdown: bool) -> None:
     """Print how many broken hosts the Governor detects, for each way to break them."""
     rows = []
     for name in (*BREAKS, *WRONG_LABELS):
-        broken = [one for after, kind in product(BREAK_AT, LIVE) for one in break_live(kind, name, after, hosts)]
+        broken = [
+            one for after, kind in product(BREAK_AT, BROKEN_KINDS) for one in break_live(kind, name, after, hosts)
+        ]
         row = [name]
         for learned in (True, False):
             ticks = [one.tick for one in broken if one.learned == learned]
             when = Counter(tick for tick in ticks if tick is not None)
-            row.append(Found(sum(when[tick] for tick in range(1, PATIENCE + 1)), len(ticks)))
+            row.append(DetectionCount(sum(when[tick] for tick in range(1, DETECTION_TICKS + 1)), len(ticks)))
             row.append(", ".join(f"{tick}: {when[tick]}" for tick in sorted(when)))
         rows.append(row)
         print(f"broken: {name}", flush=True)
-    columns = [f"{who}: found in {PATIENCE} ticks" for who in ("had learned", "had not")]
+    columns = [f"{who}: found in {DETECTION_TICKS} ticks" for who in ("had learned", "had not")]
     columns = ["what was done", columns[0], "in tick: hosts", columns[1], "in tick: hosts"]
     show("Hosts broken while they train", columns, rows, markdown)

@@ -6,21 +6,21 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-PATIENCE = 3
+DETECTION_TICKS = 3
 """Number of ticks within which a fault should be detected."""
 
 
-class Found(NamedTuple):
+class DetectionCount(NamedTuple):
     """Counts of a fault: detected in time, and injected."""
 
     found: int
-    of: int
+    injected: int
 
     def __str__(self) -> str:
-        return f"{self.found:,} of {self.of:,} ({self.found / self.of:.1%})" if self.of else "–"
+        return f"{self.found:,} of {self.injected:,} ({self.found / self.injected:.1%})" if self.injected else "–"
 
-    def add(self, found: bool) -> "Found":
-        return Found(self.found + found, self.of + 1)
+    def add(self, found: bool) -> "DetectionCount":
+        return DetectionCount(self.found + found, self.injected + 1)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], markdown: bool) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.governor.kinds import KINDS, QUICK, open_pool
-from esper_lightning.envs.guard import Guard
-from esper_lightning.governor import Decision, Reading, Verdict
+from esper_lightning.controllers.heuristic import Heuristic
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.governor.judge import EpochStats, Judgement, Verdict
+from esper_lightning.governor.monitor import HostMonitor
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
-from esper_lightning.tamiyo.heuristic import Heuristic
 
 CONTROLLERS: dict[str, tuple[Callable[[], Any], LifecycleConfig]] = {
     "random": (lambda: RandomValid(0), QUICK),
@@ -27,10 +27,10 @@ EPISODES = {12: (20, 14, 8, 8), 40: (12, 8, 5, 5)}
 """Number of hosts of each kind under each controller, by horizon."""
 
 
-class Seen(NamedTuple):
+class GovernorInput(NamedTuple):
     """Inputs of the Governor after one tick."""
 
-    reading: Reading
+    reading: EpochStats
     skipped_steps: int
     alphas: list[float]
 
@@ -47,7 +47,7 @@ class Trace(NamedTuple):
     horizon: int
     chance: float
     steps: int  # optimizer steps per tick
-    ticks: list[Seen]
+    ticks: list[GovernorInput]
 
     @property
     def healthy(self) -> bool:
@@ -71,21 +71,21 @@ class Trace(NamedTuple):
         ]
 
 
-class Recorder(Guard):
+class Recorder(HostMonitor):
     """A `HostMonitor` that records its inputs, judges every host healthy, and takes no snapshots."""
 
-    def begin(self) -> None:
-        super().begin()
-        self.ticks: list[Seen] = []
+    def reset(self) -> None:
+        super().reset()
+        self.ticks: list[GovernorInput] = []
 
-    def vet(self, op: str, growth: float) -> list[str]:
+    def refusal_reasons(self, op: str, growth: float) -> list[str]:
         return []
 
-    def judge(self, reading: Reading, skipped_steps: int, alphas: list[float]) -> Verdict:
-        self.ticks.append(Seen(reading, skipped_steps, alphas))
-        return Verdict(Decision.HEALTHY, "", reading.loss, math.nan, math.nan, 0, 0)
+    def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
+        self.ticks.append(GovernorInput(stats, skipped_steps, alphas))
+        return Judgement(Verdict.HEALTHY, "", stats.loss, math.nan, math.nan, 0, 0)
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def take_snapshot(self, state: dict[str, Any]) -> None:
         pass
 
 
@@ -94,13 +94,16 @@ def record(kind: str, controller: str, horizon: int, hosts: int) -> list[Trace]:
     make, lifecycle = CONTROLLERS[controller]
     pool, acting = open_pool(KINDS[kind], horizon, hosts, lifecycle, "fused"), make()
     for env in pool.envs:
-        env.guard = Recorder(env.guard.config, env.guard.chance, env.guard.steps)
+        env.monitor = Recorder(env.monitor.config, env.monitor.chance_loss, env.monitor.steps_per_epoch)
     first = 1000 * list(CONTROLLERS).index(controller) + 100 * horizon
     pool.reset(range(first, first + hosts))
     acting.reset(pool)
     for _ in range(horizon):
         pool.step(acting.act(pool))
-    return [Trace(kind, controller, horizon, env.guard.chance, env.guard.steps, env.guard.ticks) for env in pool.envs]
+    return [
+        Trace(kind, controller, horizon, env.monitor.chance_loss, env.monitor.steps_per_epoch, env.monitor.ticks)
+        for env in pool.envs
+    ]
 
 
 def record_all() -> Iterator[Trace]:
@@ -119,8 +122,8 @@ def save(traces: Sequence[Trace], path: Path) -> None:
 def load(path: Path) -> list[Trace]:
     """Read traces from JSON."""
 
-    def seen(reading: list, skipped_steps: int, alphas: list[float]) -> Seen:
+    def seen(reading: list, skipped_steps: int, alphas: list[float]) -> GovernorInput:
         loss, train_loss, gradients, *flags = reading
-        return Seen(Reading(loss, train_loss, tuple(gradients), *flags), skipped_steps, alphas)
+        return GovernorInput(EpochStats(loss, train_loss, tuple(gradients), *flags), skipped_steps, alphas)
 
     return [Trace(*rest, [seen(*tick) for tick in ticks]) for *rest, ticks in json.loads(path.read_text())]

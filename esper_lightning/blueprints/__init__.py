@@ -11,19 +11,28 @@ from esper_lightning.blueprints import conv as conv  # importing these three reg
 from esper_lightning.blueprints import dense as dense
 from esper_lightning.blueprints import transformer as transformer
 from esper_lightning.blueprints.initialise import build_on, initialise
-from esper_lightning.blueprints.registry import Birth, Blueprint, build_seed, check_known, get, names, nearest, register
+from esper_lightning.blueprints.registry import (
+    Birth,
+    Blueprint,
+    blueprint_names,
+    build_seed,
+    check_blueprint_name,
+    get_blueprint,
+    register,
+    suggest_name,
+)
 from esper_lightning.blueprints.residual import Residual
 
 __all__ = [
     "Birth",
     "Blueprint",
     "Residual",
+    "blueprint_names",
     "build_on",
     "build_seed",
-    "check_known",
-    "get",
+    "check_blueprint_name",
+    "get_blueprint",
     "initialise",
-    "names",
-    "nearest",
     "register",
+    "suggest_name",
 ]

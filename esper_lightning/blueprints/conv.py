@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints.registry import register
-from esper_lightning.blueprints.residual import Norm, Residual
+from esper_lightning.blueprints.residual import LearnedNorm, Residual
 
 MIN_INNER = 8
 """Minimum number of inner channels of a bottleneck; fewer carry too little information."""
@@ -43,7 +43,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float)
 @register("norm", {"image"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)
 def norm(channels: int) -> nn.Module:
     """Build an interpolation from the identity to GroupNorm (https://arxiv.org/abs/1803.08494)."""
-    return Norm(GroupNorm(group_norm_groups(channels), channels))
+    return LearnedNorm(GroupNorm(group_norm_groups(channels), channels))
 
 
 @register(

@@ -6,7 +6,7 @@ c = width C, n = number of positions: T for a sequence, 1 for a vector.
 from torch import nn
 
 from esper_lightning.blueprints.registry import register
-from esper_lightning.blueprints.residual import Norm, Residual
+from esper_lightning.blueprints.residual import LearnedNorm, Residual
 
 SMALL_RANK, LARGE_RANK = 8, 32
 """Inner width of the two kinds of lora, independent of the feature's width."""
@@ -15,7 +15,7 @@ SMALL_RANK, LARGE_RANK = 8, 32
 @register("norm", {"sequence", "vector"}, parameters=lambda c: 2 * c + 1, flops=lambda c, n: 0)
 def norm(width: int) -> nn.Module:
     """Build an interpolation from the identity to LayerNorm (https://arxiv.org/abs/1607.06450)."""
-    return Norm(nn.LayerNorm(width))
+    return LearnedNorm(nn.LayerNorm(width))
 
 
 @register(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-WEIGHTED = (
+WEIGHTED_LAYERS = (
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -17,7 +17,7 @@ WEIGHTED = (
 )
 """Layers initialised uniformly within 1/sqrt(fan in)."""
 
-CONSTANT = (
+CONSTANT_LAYERS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -69,22 +69,22 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
     may also change them (set a last layer to zero, for example). A method `initialise_whole(generator)` initialises a
     module and all its children. Raises ValueError for an unsupported module.
     """
-    whole: Callable[[torch.Generator], None] | None = getattr(network, "initialise_whole", None)
-    if whole is not None:
-        whole(generator)
+    initialise_whole: Callable[[torch.Generator], None] | None = getattr(network, "initialise_whole", None)
+    if initialise_whole is not None:
+        initialise_whole(generator)
         return
     for child in network.children():
         initialise(child, generator)
-    own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)
-    if own is not None:
-        own(generator)
-    elif isinstance(network, WEIGHTED):
+    initialise_own: Callable[[torch.Generator], None] | None = getattr(network, "initialise", None)
+    if initialise_own is not None:
+        initialise_own(generator)
+    elif isinstance(network, WEIGHTED_LAYERS):
         _initialise_weighted(network, generator)
     elif isinstance(network, nn.Embedding | nn.EmbeddingBag):
         _initialise_embedding(network, generator)
     elif isinstance(network, nn.MultiheadAttention):
         _initialise_attention(network, generator)
-    elif isinstance(network, CONSTANT):
+    elif isinstance(network, CONSTANT_LAYERS):
         network.reset_parameters()
     elif [*network.parameters(recurse=False), *network.buffers(recurse=False)]:
         raise ValueError(f"cannot initialise a {type(network).__name__}: give it a method initialise(generator)")

@@ -38,7 +38,7 @@ class Blueprint(NamedTuple):
         return self.devices is None or device.type in self.devices
 
 
-Build = TypeVar("Build", bound=Callable[[int], nn.Module])
+Builder = TypeVar("Build", bound=Callable[[int], nn.Module])
 
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
@@ -49,52 +49,52 @@ def register(
     parameters: Callable[[int], int],
     flops: Callable[[int, int], int],
     devices: AbstractSet[str] | None = None,
-) -> Callable[[Build], Build]:
+) -> Callable[[Builder], Builder]:
     """Return a decorator that registers a seed module as `name` for `layouts`; arguments are the fields of `Blueprint`.
 
     Raises ValueError if the name is already registered for one of the layouts.
     """
 
-    def add(build: Build) -> Build:
+    def add(build: Builder) -> Builder:
         for layout in sorted(layouts):
             if (layout, name) in _BLUEPRINTS:
                 raise ValueError(f"blueprint {name!r} is already registered for {layout} features; choose another name")
-        only = None if devices is None else frozenset(devices)
-        blueprint = Blueprint(name, frozenset(layouts), build, parameters, flops, only)
+        device_types = None if devices is None else frozenset(devices)
+        blueprint = Blueprint(name, frozenset(layouts), build, parameters, flops, device_types)
         _BLUEPRINTS.update({(layout, name): blueprint for layout in layouts})
         return build
 
     return add
 
 
-def names(layout: str, device: torch.device | None = None) -> list[str]:
+def blueprint_names(layout: str, device: torch.device | None = None) -> list[str]:
     """Return the names of the blueprints for `layout` (and `device`, if given), in the order of registration."""
     return [
         name
-        for (its_layout, name), blueprint in _BLUEPRINTS.items()
-        if its_layout == layout and (device is None or blueprint.runs_on(device))
+        for (known_layout, name), blueprint in _BLUEPRINTS.items()
+        if known_layout == layout and (device is None or blueprint.runs_on(device))
     ]
 
 
-def check_known(name: str) -> None:
+def check_blueprint_name(name: str) -> None:
     """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`."""
     known = list(dict.fromkeys(known for _, known in _BLUEPRINTS))
     if name not in known:
-        raise ValueError(f"unknown blueprint {name!r}; {nearest(name, known)}")
+        raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known)}")
 
 
-def nearest(name: str, available: Sequence[str]) -> str:
+def suggest_name(name: str, available: Sequence[str]) -> str:
     """Return the end of an error message for an unknown `name`: the most similar available name, or all of them."""
-    near = difflib.get_close_matches(name, available, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(available)}"
+    matches = difflib.get_close_matches(name, available, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else f"there are: {', '.join(available)}"
 
 
-def get(name: str, layout: str) -> Blueprint:
+def get_blueprint(name: str, layout: str) -> Blueprint:
     """Return the blueprint `name` for `layout`. Raises ValueError, with the names that fit, if there is none."""
-    check_known(name)
+    check_blueprint_name(name)
     if (layout, name) not in _BLUEPRINTS:
-        fitting = ", ".join(names(layout)) or "none"
-        raise ValueError(f"blueprint {name!r} does not grow on {layout} features; these do: {fitting}")
+        available = ", ".join(blueprint_names(layout)) or "none"
+        raise ValueError(f"blueprint {name!r} does not grow on {layout} features; these do: {available}")
     return _BLUEPRINTS[layout, name]
 
 
@@ -107,7 +107,7 @@ def build_seed(
     `start_at_random(generator)`, if it has one, and birth "identity" calls `start_as_identity()`. Raises ValueError if
     the blueprint is unknown, does not fit, or lacks `start_as_identity` for birth "identity".
     """
-    blueprint = get(name, layout)
+    blueprint = get_blueprint(name, layout)
     if not blueprint.runs_on(device):
         raise ValueError(
             f"blueprint {name!r} does not run on {device.type}; it runs on: {', '.join(sorted(blueprint.devices))}"

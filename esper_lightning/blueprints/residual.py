@@ -19,8 +19,8 @@ class Residual(nn.Module):
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
         if not body or not [*body[-1].parameters(recurse=False)]:
-            last = type(body[-1]).__name__ if body else "nothing"
-            raise ValueError(f"Residual: the body ends with {last}; end it with a linear layer or a convolution")
+            last_name = type(body[-1]).__name__ if body else "nothing"
+            raise ValueError(f"Residual: the body ends with {last_name}; end it with a linear layer or a convolution")
         self.body = nn.Sequential(*body)
 
     def start_as_identity(self) -> None:
@@ -32,7 +32,7 @@ class Residual(nn.Module):
         return x + self.body(x)
 
 
-class Norm(nn.Module):
+class LearnedNorm(nn.Module):
     """Learned interpolation from x to its normalisation: x + tanh(scale)·(norm(x) - x).
 
     Args:
@@ -57,9 +57,9 @@ class Norm(nn.Module):
         nn.init.uniform_(self.scale, -1.0, 1.0, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
-        return self.towards(x, self.norm(x), self.scale)
+        return self.interpolate(x, self.norm(x), self.scale)
 
     @staticmethod
-    def towards(x: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+    def interpolate(x: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
         """Return x + tanh(scale)·(normed - x), the output of `forward`; `scale` broadcasts."""
         return x + torch.tanh(scale) * (normed - x)

@@ -26,7 +26,7 @@ def attention_heads(width: int) -> int:
     return next(heads for heads in (4, 2, 1) if width % heads == 0)
 
 
-class Attend(nn.Module):
+class AttentionCore(nn.Module):
     """Causal scaled dot-product attention without projections: each position attends to itself and all earlier ones.
 
     Args:
@@ -45,7 +45,7 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class AttendWindow(Attend):
+class WindowedAttentionCore(AttentionCore):
     """Causal attention over the last `WINDOW` positions only (https://arxiv.org/abs/2004.05150).
 
     It uses FlexAttention (https://arxiv.org/abs/2412.05496), which skips blocks of scores outside the window.
@@ -57,12 +57,12 @@ class AttendWindow(Attend):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # each [B, H, T, D] -> [B, H, T, D]
         positions, channels = q.shape[-2:]
-        missing = max(0, MIN_FLEX_CHANNELS - channels)
-        q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))  # zero channels do not change the scores
-        mask = self.mask(positions, q.device)
+        padding = max(0, MIN_FLEX_CHANNELS - channels)
+        q, k, v = (F.pad(each, (0, padding)) for each in (q, k, v))  # zero channels do not change the scores
+        mask = self.block_mask(positions, q.device)
         return compiled_flex_attention()(q, k, v, block_mask=mask, scale=channels**-0.5)[..., :channels]
 
-    def mask(self, positions: int, device: torch.device) -> BlockMask:
+    def block_mask(self, positions: int, device: torch.device) -> BlockMask:
         """Return the block mask of the window, cached because building it takes longer than the attention itself.
 
         The cache belongs to this module: a shared mask might be built on the CUDA stream of one host and read on the
@@ -87,8 +87,8 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
-def _with_projections(width: int, attend: type[Attend]) -> nn.Module:
-    return Residual(nn.Linear(width, 3 * width), attend(attention_heads(width)), nn.Linear(width, width))
+def _residual_attention(width: int, core_type: type[AttentionCore]) -> nn.Module:
+    return Residual(nn.Linear(width, 3 * width), core_type(attention_heads(width)), nn.Linear(width, width))
 
 
 def _parameters(c: int) -> int:
@@ -102,10 +102,10 @@ def _flops(c: int, n: int) -> int:
 @register("attention", {"sequence"}, _parameters, _flops)
 def attention(width: int) -> nn.Module:
     """Build residual causal self-attention (https://arxiv.org/abs/1706.03762)."""
-    return _with_projections(width, Attend)
+    return _residual_attention(width, AttentionCore)
 
 
 @register("flex_attention", {"sequence"}, _parameters, _flops, devices={"cuda"})
 def windowed_attention(width: int) -> nn.Module:
     """Build residual causal self-attention within a window; FLOPs are counted as without the window."""
-    return _with_projections(width, AttendWindow)
+    return _residual_attention(width, WindowedAttentionCore)

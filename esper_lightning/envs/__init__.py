@@ -1,12 +1,12 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
-from esper_lightning.envs.actions import HEADS, Action, ActionConfig, ActionSpace, Op
 from esper_lightning.envs.config import EnvConfig, HostFactory
-from esper_lightning.envs.masks import Masks
-from esper_lightning.envs.mixed import MixedPool
-from esper_lightning.envs.observation import Observation
-from esper_lightning.envs.pool import HostPool
-from esper_lightning.envs.result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
+from esper_lightning.envs.host_pool import HostPool
+from esper_lightning.envs.multi_task import MixedPool
+from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.spaces.masks import Masks
+from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.step_result import HostEvent, HostVerdict, HostVeto, PoolMetrics, StepResult
 
 __all__ = [
     "HEADS",

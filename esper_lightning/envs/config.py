@@ -7,15 +7,25 @@ from typing import Literal
 import torch
 from torch import nn
 
-from esper_lightning.envs.actions import ActionConfig
-from esper_lightning.envs.execution import COMPILED, ONLY_ON
-from esper_lightning.envs.family import PRICE, FamilyConfig
-from esper_lightning.envs.observation import SightConfig
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.governor import GovernorConfig
+from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.spaces.actions import ActionConfig
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tasks import TaskData
+
+REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
+"""Device type required by each executor that supports only one."""
+
+
+COMPILING_EXECUTORS = frozenset({"loop", "streams"})
+"""Executors that support compiled hosts.
+
+Threads are excluded because torch may compile at any call, and no other thread may run a network meanwhile; fused is
+excluded because it uses kernels of its own."""
+
 
 HostFactory = Callable[[Sequence[int], int], nn.Module]
 """Factory of host networks: shape of one input and number of outputs -> a host with slots."""
@@ -44,7 +54,7 @@ class EnvConfig:
     """Actions on offer."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Objective J of a grown network: accuracy minus the price of growth."""
+    """Objective J of a grown network, accuracy minus the price of growth."""
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Reward of a step."""
@@ -53,26 +63,28 @@ class EnvConfig:
     """Detection of diverged hosts, and rollback."""
 
     family: FamilyConfig = field(default_factory=FamilyConfig)
-    """Distribution over contexts: hidden variables that differ between episodes."""
+    """Distribution over contexts, the hidden variables that differ between episodes."""
 
-    sight: SightConfig = field(default_factory=SightConfig)
+    sight: ObservationConfig = field(default_factory=ObservationConfig)
     """Features that a policy observes."""
 
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
-        if self.objective.price_to is not None and any(PRICE in facts for facts in self.family.train):
-            raise ValueError(f"objective.price_to and a fact {PRICE}: the price cannot be drawn twice; leave one out")
-        by_itself = self.lifecycle.auto_blend and self.lifecycle.auto_probation
-        if by_itself and self.actions.advance:
+        if self.objective.price_to is not None and any(PRICE_VARIABLE in facts for facts in self.family.train):
+            raise ValueError(
+                f"objective.price_to and a fact {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
+            )
+        advances_automatically = self.lifecycle.auto_blend and self.lifecycle.auto_probation
+        if advances_automatically and self.actions.advance:
             raise ValueError("actions.advance has nothing to do; switch off lifecycle.auto_blend or auto_probation")
-        if not by_itself and not self.actions.advance:
+        if not advances_automatically and not self.actions.advance:
             raise ValueError(
                 "lifecycle.auto_blend or auto_probation is off, so no seed gets on; switch on actions.advance"
             )
 
 
-def check_fits(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
+def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
     """Raise ValueError if the settings do not fit each other, the task's data or the device."""
     if n_envs < 1:
         raise ValueError(f"n_envs must be at least 1, got {n_envs}")
@@ -82,12 +94,12 @@ def check_fits(config: EnvConfig, data: TaskData, n_envs: int, device: torch.dev
             f"training samples"
         )
     config.training.augment.check(data.input_shape)
-    if config.training.compile is not None and config.executor not in (*COMPILED, "auto"):
+    if config.training.compile is not None and config.executor not in (*COMPILING_EXECUTORS, "auto"):
         raise ValueError(
             f"executor {config.executor!r} cannot run compiled hosts; use env.executor loop, or leave training.compile "
             f"out"
         )
-    only = ONLY_ON.get(config.executor, device.type)
-    if device.type != only:
-        there = {"cpu": "the CPU", "cuda": "CUDA"}[only]
-        raise ValueError(f"executor {config.executor!r} runs on {there}, not on {device}; use env.executor loop")
+    required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
+    if device.type != required_device:
+        device_name = {"cpu": "the CPU", "cuda": "CUDA"}[required_device]
+        raise ValueError(f"executor {config.executor!r} runs on {device_name}, not on {device}; use env.executor loop")

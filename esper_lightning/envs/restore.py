@@ -2,23 +2,33 @@
 
 from typing import Any
 
-from esper_lightning.envs.actions import Op
-from esper_lightning.envs.measured import Score, Validation
-from esper_lightning.governor import Watch
-from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
-from esper_lightning.rewards import Account
+from esper_lightning.envs.measurements import Score, Validation
+from esper_lightning.envs.spaces.actions import Op
+from esper_lightning.governor.judge import GovernorState
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.rewards import SeedAccount
+from esper_lightning.serialization.checks import check_count, check_keys, check_numbers
 
-HOST = ("seed", "tick", "last_op", "objective", "history", "validated", "host_gradient", "scaler", "skipped_steps")
-GUARD = ("losses", "counts", "healthy_ticks", "alphas", "snapshot")
-HISTORY = ("train_loss", "train_accuracy", "loss", "accuracy")
-SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+HOST_KEYS = (
+    "rng_seed",
+    "tick",
+    "last_op",
+    "objective",
+    "history",
+    "validated",
+    "host_gradient",
+    "scaler",
+    "skipped_steps",
+)
+MONITOR_KEYS = ("losses", "counts", "healthy_ticks", "alphas", "snapshot")
+HISTORY_KEYS = ("train_loss", "train_accuracy", "loss", "accuracy")
+SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def check_host(state: Any, horizon: int, slots: int) -> None:
     """Raise ValueError if a host of K = `slots` slots cannot have this state. Loading `growing` checks that part."""
-    check_parts("a host", state, (*HOST, "lr_factor", "growing"))
-    check_count("a host's seed", state["seed"], 2**64 - 1)
+    check_keys("a host", state, (*HOST_KEYS, "lr_factor", "growing"))
+    check_count("a host's RNG seed", state["rng_seed"], 2**64 - 1)
     check_count("a host's tick", state["tick"], horizon)
     check_count("a host's last op", state["last_op"], len(Op) - 1)
     check_count("a host's skipped steps", state["skipped_steps"])
@@ -26,10 +36,10 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
     (factor,) = check_numbers("a host's factor of the learning rate", [state["lr_factor"]], finite=True)
     if not 0.0 < factor <= 1.0:
         raise ValueError(f"a host's factor of the learning rate is {factor}, outside of (0, 1]")
-    history = check_parts("a host's history", state["history"], HISTORY)
-    if len(history) > len(HISTORY):
-        raise ValueError(f"a host's history holds more than {', '.join(HISTORY)}")
-    for name in HISTORY:
+    history = check_keys("a host's history", state["history"], HISTORY_KEYS)
+    if len(history) > len(HISTORY_KEYS):
+        raise ValueError(f"a host's history holds more than {', '.join(HISTORY_KEYS)}")
+    for name in HISTORY_KEYS:
         if len(check_numbers(f"a host's {name}", history[name])) > horizon + 1:
             raise ValueError(f"a host's {name} is of more than {horizon} ticks")
     if not history["loss"] or not history["accuracy"]:
@@ -38,35 +48,35 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
     if state["host_gradient"] is not None:
         check_numbers("a host's gradient", state["host_gradient"], len(GradientStats._fields))
     if state["scaler"]:
-        scaler = check_parts("a host's loss scale", state["scaler"], SCALER)
-        check_numbers("a host's loss scale", [scaler[name] for name in SCALER], finite=True)
+        scaler = check_keys("a host's loss scale", state["scaler"], SCALER_KEYS)
+        check_numbers("a host's loss scale", [scaler[name] for name in SCALER_KEYS], finite=True)
 
 
-def check_accounts(state: Any, horizon: int, slots: int) -> list[Account]:
+def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
     """Return the saved reward accounts of K = `slots` slots, or new ones for an older checkpoint without accounts.
 
     Raises ValueError if they are invalid.
     """
     if state is None:
-        return [Account() for _ in range(slots)]
+        return [SeedAccount() for _ in range(slots)]
     if not isinstance(state, list) or len(state) != slots:
         raise ValueError(f"a host's accounts must be a list of {slots}, one for each slot")
     accounts = []
     for saved in state:
-        start, rest, credit = check_numbers("a host's account", saved, len(Account._fields))
+        start, rest, credit = check_numbers("a host's account", saved, len(SeedAccount._fields))
         check_numbers("a host's account", [start, credit], finite=True)
         check_count("ticks that were left to a seed", rest, horizon)
-        accounts.append(Account(float(start), rest, float(credit)))
+        accounts.append(SeedAccount(float(start), rest, float(credit)))
     return accounts
 
 
-def check_guard(state: Any, horizon: int, slots: int) -> None:
+def check_monitor(state: Any, horizon: int, slots: int) -> None:
     """Raise ValueError if this is no valid state of the Governor for a host of K = `slots` slots."""
-    check_parts("the Governor's state", state, GUARD)
+    check_keys("the Governor's state", state, MONITOR_KEYS)
     check_numbers("the Governor's losses", state["losses"], finite=True)
-    _, *fresh = Watch()
+    _, *initial_counts = GovernorState()
     counts = state["counts"]
-    if not isinstance(counts, list) or [type(count) for count in counts] != [type(count) for count in fresh]:
+    if not isinstance(counts, list) or [type(count) for count in counts] != [type(count) for count in initial_counts]:
         raise ValueError("the Governor's counts are of the wrong number or type")
     for count in counts:
         check_count("a count of the Governor", int(count))
@@ -76,9 +86,9 @@ def check_guard(state: Any, horizon: int, slots: int) -> None:
     check_host(state["snapshot"], horizon, slots)
 
 
-def as_state(validation: Validation) -> dict[str, Any]:
+def validation_state(validation: Validation) -> dict[str, Any]:
     """Convert a validation to the form in checkpoints: lists of loss and accuracy by name."""
-    scores = {"all_seeds": validation.all_seeds, "committed": validation.committed, "host_only": validation.host_only}
+    scores = {"all_seeds": validation.all_seeds, "fossilized": validation.fossilized, "host_only": validation.host_only}
     named = {name: None if score is None else list(score) for name, score in scores.items()}
     return named | {"without": [list(score) for score in validation.without]}
 
@@ -91,7 +101,7 @@ def check_validation(state: Any, slots: int) -> Validation | None:
     if state is None:
         return None
     what = "a host's validation"
-    check_parts(what, state, Validation._fields)
+    check_keys(what, state, Validation._fields)
     if not isinstance(state["without"], list) or len(state["without"]) != slots:
         raise ValueError(f"{what} is not one without the seed in each of {slots} slots")
 
@@ -100,4 +110,4 @@ def check_validation(state: Any, slots: int) -> Validation | None:
 
     host_only = None if state["host_only"] is None else score(state["host_only"])
     without = [score(saved) for saved in state["without"]]
-    return Validation(score(state["all_seeds"]), without, score(state["committed"]), host_only)
+    return Validation(score(state["all_seeds"]), without, score(state["fossilized"]), host_only)

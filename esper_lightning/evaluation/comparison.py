@@ -8,21 +8,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.blueprints import nearest
-from esper_lightning.data import HostPoolData
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.controllers.fixed_schedule import (
+    FixedSchedule,
+    RecordingController,
+    SchedulePerPrice,
+    most_common_schedule,
+    parameter_prices,
+    yoke_schedules,
+)
+from esper_lightning.controllers.heuristic import HeuristicConfig
+from esper_lightning.controllers.hill_climbing import ClimbingConfig
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.periodic import PeriodicConfig
+from esper_lightning.controllers.schedule import Schedule
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.compare import Outcome, play
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, credit_seeds
-from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
-from esper_lightning.evaluation.learned import Tamiyo
-from esper_lightning.evaluation.rules import (
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.baselines import (
     HAND_WRITTEN,
     check_schedules,
-    fixed,
-    make_rules,
+    make_baselines,
+    make_fixed_schedules,
     read_schedules,
 )
-from esper_lightning.evaluation.search import (
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
+from esper_lightning.evaluation.play import Outcome, play_episode
+from esper_lightning.evaluation.search.search import (
     BestSchedules,
     SearchConfig,
     check_budget,
@@ -30,14 +43,8 @@ from esper_lightning.evaluation.search import (
     search,
     search_per_price,
 )
-from esper_lightning.evaluation.static import Static, affordable_ticks
-from esper_lightning.rollout import EVALUATION, episode_seeds
-from esper_lightning.tamiyo.climbing import ClimbingConfig
-from esper_lightning.tamiyo.controller import Controller
-from esper_lightning.tamiyo.heuristic import HeuristicConfig
-from esper_lightning.tamiyo.periodic import PeriodicConfig
-from esper_lightning.tamiyo.replay import FixedPerPrice, FixedSchedule, Recording, most_common, prices_in, yoked
-from esper_lightning.tamiyo.schedule import Schedule
+from esper_lightning.evaluation.static_host import StaticController, affordable_ticks
+from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 
 TAMIYO = "tamiyo"
 
@@ -45,14 +52,14 @@ REPLAYED, YOKED = "replayed", "yoked"
 """Names of two open-loop controls: the policy's most frequent schedule, played on every host; and for each host the
 schedule that the policy chose for another host of the same context."""
 
-BEST, PER_PRICE = "best fixed", "best per price"
+BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
 """Names of the controllers that play the results of the schedule search."""
 
-RACERS = 96
+SEARCH_ENVS = 96
 """Number of environments in which the search evaluates candidate schedules side by side."""
 
 
-class Contender(NamedTuple):
+class Entry(NamedTuple):
     """One row of the comparison: a controller and its outcomes."""
 
     name: str
@@ -64,13 +71,13 @@ class Contender(NamedTuple):
         return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
 
 
-class Contest(NamedTuple):
+class ComparisonResult(NamedTuple):
     """Result of a comparison, ready to be reported."""
 
-    tamiyos: list[Tamiyo]
-    seeds: list[int]
+    policies: list[TrainedPolicy]
+    rng_seeds: list[int]
     """RNG seeds of the hosts."""
-    contenders: list[Contender]
+    entries: list[Entry]
     """Rows of the comparison; the trained policy comes first."""
     schedules: dict[str, Schedule]
     """Schedules to save, by file name without suffix.
@@ -79,26 +86,26 @@ class Contest(NamedTuple):
     credits: list[SeedCredit]
 
     @property
-    def ours(self) -> Contender:
-        return self.contenders[0]
+    def policy_entry(self) -> Entry:
+        return self.entries[0]
 
-    def lead(self, other: Contender) -> np.ndarray:  # [S, H]
+    def lead(self, other: Entry) -> np.ndarray:  # [S, H]
         """Return the objective of the policy minus that of `other`, paired by host.
 
         It is also paired by training seed if both entries have one outcome per training seed.
         """
-        return self.ours.values("objective") - other.values("objective")
+        return self.policy_entry.values("objective") - other.values("objective")
 
-    def ahead(self, other: Contender) -> tuple[Interval, float]:
+    def mean_lead(self, other: Entry) -> tuple[Interval, float]:
         """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
         lead = self.lead(other)
         return mean_interval(lead), effect_size(lead)
 
 
-class Learned(NamedTuple):
+class LearnedEntries(NamedTuple):
     """Results of the trained policies and of the controls derived from them."""
 
-    rows: dict[str, list[Outcome]]
+    outcomes: dict[str, list[Outcome]]
     schedules: dict[str, Schedule]
     """Most frequent schedule of each policy, by file name without suffix."""
     notes: list[str]
@@ -150,33 +157,35 @@ class Comparison:
         self.seed = seed
         self.credit = credit
         self.search = search
-        self.found = None if search is None or search.found is None else read_best_schedules(search.found)
+        self.found_schedules = None if search is None or search.found is None else read_best_schedules(search.found)
         self.against = against
         self.controls = controls
         self.held_out = held_out
-        self.rules = (heuristic, climbing, periodic)
+        self.rule_configs = (heuristic, climbing, periodic)
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
         if schedule is not None and "schedule" in (schedules or {}):
             raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
-        ours = ["sampled", REPLAYED, YOKED, BEST, PER_PRICE]
-        taken = {TAMIYO, *ours, *make_rules(seed, *self.rules)} & set(schedules or {})
+        reserved = ["sampled", REPLAYED, YOKED, BEST_FIXED, BEST_PER_PRICE]
+        taken = {TAMIYO, *reserved, *make_baselines(seed, *self.rule_configs)} & set(schedules or {})
         if taken:
             raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
-        known = [*ours, *self.controllers()]
+        known = [*reserved, *self.make_controllers()]
         for name in against or ():
             if name not in known:
-                raise ValueError(f"evaluation.against: unknown controller {name!r}; {nearest(name, known)}")
-        per_price = search is not None and (search.per_price if self.found is None else bool(self.found.per_price))
-        for name, there in ((BEST, search is not None), (PER_PRICE, per_price)):
-            if name in (against or ()) and not there:
-                setting = "search.steps" if name == BEST else "search.per_price"
+                raise ValueError(f"evaluation.against: unknown controller {name!r}; {suggest_name(name, known)}")
+        per_price = search is not None and (
+            search.per_price if self.found_schedules is None else bool(self.found_schedules.per_price)
+        )
+        for name, is_available in ((BEST_FIXED, search is not None), (BEST_PER_PRICE, per_price)):
+            if name in (against or ()) and not is_available:
+                setting = "search.steps" if name == BEST_FIXED else "search.per_price"
                 raise ValueError(f"evaluation.against: {name!r} must be searched first; set evaluation.{setting}")
-        if controls and hosts and not any(self.wants(name) for name in HAND_WRITTEN):
+        if controls and hosts and not any(self.includes(name) for name in HAND_WRITTEN):
             raise ValueError(
                 "evaluation.controls wants a rule for its twin; name one in evaluation.against, or switch it off"
             )
 
-    def wants(self, name: str) -> bool:
+    def includes(self, name: str) -> bool:
         """Return True if the comparison includes this controller."""
         return self.against is None or name in self.against
 
@@ -186,100 +195,115 @@ class Comparison:
         The same happens if held-out contexts are requested and there are none.
         """
         check_schedules(self.schedules, pool)
-        if self.found is not None:
-            check_schedules(self.found.by_file(), pool)
-        elif self.search is not None and (self.wants(BEST) or self.wants(PER_PRICE)):
-            check_budget(replace(self.search, per_price=self.search.per_price and self.wants(PER_PRICE)), pool, RACERS)
+        if self.found_schedules is not None:
+            check_schedules(self.found_schedules.by_file(), pool)
+        elif self.search is not None and (self.includes(BEST_FIXED) or self.includes(BEST_PER_PRICE)):
+            check_budget(
+                replace(self.search, per_price=self.search.per_price and self.includes(BEST_PER_PRICE)),
+                pool,
+                SEARCH_ENVS,
+            )
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
                 "evaluation.held_out: there are no held-out members; name some in data.env.family.held_out"
             )
 
-    def controllers(self) -> dict[str, Controller]:
+    def make_controllers(self) -> dict[str, Controller]:
         """Return new instances of all controllers that do not depend on training, by name."""
-        return make_rules(self.seed, *self.rules) | fixed(self.schedules)
+        return make_baselines(self.seed, *self.rule_configs) | make_fixed_schedules(self.schedules)
 
-    def play(self, data: HostPoolData, tamiyos: Sequence[Tamiyo], task: str | None = None) -> Contest:
+    def run(self, data: HostPoolData, policies: Sequence[TrainedPolicy], task: str | None = None) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first). It creates its own pools."""
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
-        seeds = episode_seeds(self.seed, EVALUATION, 0, self.hosts)
-        learned = self._learned(pool, seeds, tamiyos, make_pool)
-        found = dict(learned.schedules)
-        others = {name: controller for name, controller in self.controllers().items() if self.wants(name)}
-        best = self._searched(make_pool, [*self.schedules.values(), *learned.schedules.values()])
-        found |= best.by_file()
-        if best.fixed is not None and self.wants(BEST):
-            others[BEST] = FixedSchedule(best.fixed)
-        if best.per_price and self.wants(PER_PRICE):
-            others[PER_PRICE] = FixedPerPrice(best.per_price)
-        rules = {name: [play(pool, name, controller, seeds)] for name, controller in others.items()}
-        controls = self._controls(pool, seeds, learned.rows[TAMIYO], rules) if self.controls else {}
-        blind = {name: learned.rows.pop(name) for name in (REPLAYED, YOKED)}
-        rows = learned.rows | rules | blind | controls
-        contenders = [Contender(name, outcomes) for name, outcomes in rows.items() if outcomes]
-        return Contest(list(tamiyos), seeds, contenders, found, learned.notes, learned.credits)
+        rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, self.hosts)
+        learned = self._play_policies(pool, rng_seeds, policies, make_pool)
+        schedules = dict(learned.schedules)
+        controllers = {name: controller for name, controller in self.make_controllers().items() if self.includes(name)}
+        best = self._find_best_schedules(make_pool, [*self.schedules.values(), *learned.schedules.values()])
+        schedules |= best.by_file()
+        if best.fixed is not None and self.includes(BEST_FIXED):
+            controllers[BEST_FIXED] = FixedSchedule(best.fixed)
+        if best.per_price and self.includes(BEST_PER_PRICE):
+            controllers[BEST_PER_PRICE] = SchedulePerPrice(best.per_price)
+        rules = {name: [play_episode(pool, name, controller, rng_seeds)] for name, controller in controllers.items()}
+        controls = self._play_static_controls(pool, rng_seeds, learned.outcomes[TAMIYO], rules) if self.controls else {}
+        open_loop = {name: learned.outcomes.pop(name) for name in (REPLAYED, YOKED)}
+        outcomes_by_name = learned.outcomes | rules | open_loop | controls
+        entries = [Entry(name, outcomes) for name, outcomes in outcomes_by_name.items() if outcomes]
+        return ComparisonResult(list(policies), rng_seeds, entries, schedules, learned.notes, learned.credits)
 
-    def _searched(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
+    def _find_best_schedules(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
         """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
         if self.search is None:
             return BestSchedules(None, {})
-        if self.found is not None:
-            return self.found
+        if self.found_schedules is not None:
+            return self.found_schedules
         known = list(dict.fromkeys(known))
-        fixed = search(make_pool(RACERS), self.search, known).schedule if self.wants(BEST) else None
-        wanted = self.search.per_price and self.wants(PER_PRICE)
-        return BestSchedules(fixed, search_per_price(make_pool(RACERS), self.search, known) if wanted else {})
+        fixed = search(make_pool(SEARCH_ENVS), self.search, known).schedule if self.includes(BEST_FIXED) else None
+        wanted = self.search.per_price and self.includes(BEST_PER_PRICE)
+        return BestSchedules(fixed, search_per_price(make_pool(SEARCH_ENVS), self.search, known) if wanted else {})
 
-    def _learned(
-        self, pool: HostPool, seeds: Sequence[int], tamiyos: Sequence[Tamiyo], make_pool: Callable[..., HostPool]
-    ) -> Learned:
+    def _play_policies(
+        self,
+        pool: HostPool,
+        rng_seeds: Sequence[int],
+        policies: Sequence[TrainedPolicy],
+        make_pool: Callable[..., HostPool],
+    ) -> LearnedEntries:
         """Play the policies, and the sampled, replayed and yoked controls derived from them."""
-        learned = Learned({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
-        for number, tamiyo in enumerate(tamiyos):
-            recording = Recording(tamiyo.greedy())
-            outcome = play(pool, TAMIYO, recording, seeds)
+        learned = LearnedEntries({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
+        for number, policy in enumerate(policies):
+            recording = RecordingController(policy.greedy())
+            outcome = play_episode(pool, TAMIYO, recording, rng_seeds)
             if number == 0 and self.credit.hosts:
-                pairs = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
-                learned.credits.extend(credit_seeds(pool, pairs, self.credit))
+                fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
+                learned.credits.extend(measure_credit(pool, fork_pool, self.credit))
             schedules = recording.schedules
-            common, times = most_common(schedules)
-            name, whose = "schedule", ""
-            if len(tamiyos) > 1:
-                name, whose = f"schedule{number}", f" of training seed {tamiyo.training_seed}"
+            common, frequency = most_common_schedule(schedules)
+            name, suffix = "schedule", ""
+            if len(policies) > 1:
+                name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
             learned.schedules[name] = common
             learned.notes.append(
-                f"{times} of {self.hosts} hosts{whose} grew by the same schedule: {name}.json; there are "
+                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; there are "
                 f"{len(set(schedules))} different ones"
             )
-            learned.rows[TAMIYO].append(outcome)
+            learned.outcomes[TAMIYO].append(outcome)
             others = {
-                "sampled": tamiyo.sampled(self.seed),
+                "sampled": policy.sampled(self.seed),
                 REPLAYED: FixedSchedule(common),
-                YOKED: FixedSchedule(yoked(schedules, outcome.members, prices_in(pool))),
+                YOKED: FixedSchedule(yoke_schedules(schedules, outcome.contexts, parameter_prices(pool))),
             }
             for other, controller in others.items():
-                if self.wants(other):
-                    learned.rows[other].append(play(pool, other, controller, seeds))
-        alone = sum(number == 1 for number in Counter(learned.rows[TAMIYO][0].members).values())
-        if alone and self.wants(YOKED):
+                if self.includes(other):
+                    learned.outcomes[other].append(play_episode(pool, other, controller, rng_seeds))
+        n_singletons = sum(number == 1 for number in Counter(learned.outcomes[TAMIYO][0].contexts).values())
+        if n_singletons and self.includes(YOKED):
             learned.notes.append(
-                f"{alone} of {self.hosts} hosts were the only ones of their kind: yoked plays their own schedules"
+                f"{n_singletons} of {self.hosts} hosts were the only ones of their kind: "
+                "yoked plays their own schedules"
             )
         return learned
 
-    def _controls(
-        self, pool: HostPool, seeds: Sequence[int], tamiyo: list[Outcome], rules: Mapping[str, list[Outcome]]
+    def _play_static_controls(
+        self,
+        pool: HostPool,
+        rng_seeds: Sequence[int],
+        policy_outcomes: list[Outcome],
+        rules: Mapping[str, list[Outcome]],
     ) -> dict[str, list[Outcome]]:
         """Play static twins of the final hosts of the policy and of the best baseline; return outcomes by name."""
         best = max((name for name in HAND_WRITTEN if name in rules), key=lambda name: rules[name][0].objective.mean())
         twins: dict[str, list[Outcome]] = {}
-        for name, grown in ((TAMIYO, tamiyo), (best, rules[best])):
-            for outcome in grown:
-                controller = Static(outcome.kept)
-                whole, equal = f"static {name}", f"static {name}, equal FLOPs"
-                static = play(pool, whole, controller, seeds)
+        for name, outcomes in ((TAMIYO, policy_outcomes), (best, rules[best])):
+            for outcome in outcomes:
+                controller = StaticController(outcome.topologies)
+                static_name, equal_flops_name = f"static {name}", f"static {name}, equal FLOPs"
+                static = play_episode(pool, static_name, controller, rng_seeds)
                 ticks = affordable_ticks(static, outcome.flops)
-                twins.setdefault(whole, []).append(static)
-                twins.setdefault(equal, []).append(play(pool, equal, controller, seeds, ticks))
+                twins.setdefault(static_name, []).append(static)
+                twins.setdefault(equal_flops_name, []).append(
+                    play_episode(pool, equal_flops_name, controller, rng_seeds, ticks)
+                )
         return twins

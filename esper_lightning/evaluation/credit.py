@@ -1,15 +1,53 @@
 """Credit of each fossilized seed by three measures: ablation, Shapley value and matched continuation without it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.fork import matched_fork
-from esper_lightning.evaluation.intervals import Interval
-from esper_lightning.growth.counterfactual import Variant, leave_one_out
-from esper_lightning.growth.shapley import Credit, share_out
+from esper_lightning.evaluation.statistics import Interval, mean_interval
+from esper_lightning.growth.counterfactual import SeedVariant, leave_one_out
+from esper_lightning.growth.shapley import Credit, allocate_credit
+
+
+class Fork(NamedTuple):
+    """Accuracy on the test split after the fork, in points of 100, [R] each. Row r of both arrays saw the same data."""
+
+    with_seed: np.ndarray
+    without_seed: np.ndarray
+
+    @property
+    def effect(self) -> Interval:
+        """Mean accuracy difference caused by the seed, paired over repetitions, with its interval."""
+        return mean_interval(self.with_seed - self.without_seed)
+
+
+def matched_fork(pool: HostPool, state: Mapping[str, Any], slot: str, ticks: int) -> Fork:
+    """Continue one host for `ticks` host epochs, R times with the seed in `slot` and R times without it.
+
+    Repetition r of both draws the same minibatches. No actions are taken: seeds advance automatically only.
+
+    Args:
+        pool: Pool with 2 * R environments of the host's kind; its state is overwritten.
+        state: `HostEnv.state_dict` of the host.
+        slot: Slot of the seed, which may be live or fossilized.
+        ticks: Host epochs of the continuation. 0: compare immediately.
+    """
+    if pool.n_envs < 2 or pool.n_envs % 2:
+        raise ValueError(f"a matched fork needs pairs of environments, the pool has {pool.n_envs}; give it 2·R")
+    if ticks < 0:
+        raise ValueError(f"a matched fork needs at least 0 host epochs, got {ticks}")
+    for i in range(pool.n_envs):
+        pool.load_host(i, state)
+        env = pool.envs[i]
+        env.generator.manual_seed(i // 2)
+        if i % 2:
+            env.growing.remove_seed(slot)
+    pool.train_without_actions(ticks)
+    accuracy = 100.0 * pool.test_accuracy(fossilized_only=False).double().numpy()
+    return Fork(accuracy[::2], accuracy[1::2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +95,7 @@ class SeedCredit(NamedTuple):
     """Causal effect: accuracy after continuing with the seed minus accuracy after continuing without it."""
 
 
-def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> list[SeedCredit]:
+def measure_credit(pool: HostPool, fork_pool: HostPool, config: CreditConfig) -> list[SeedCredit]:
     """Measure the credit of the fossilized seeds of the pool's first hosts.
 
     Seeds that are not fossilized are removed, as always at the end of an episode.
@@ -67,27 +105,29 @@ def credit_seeds(pool: HostPool, pairs_pool: HostPool, config: CreditConfig) -> 
         fork_pool: Pool of the same kind with 2 * repetitions environments; its state is overwritten.
         config: Number of hosts and precision.
     """
-    found = []
+    seed_credits = []
     for i, env in enumerate(pool.envs[: config.hosts]):
         for slot in env.slots:
             if slot.live:
-                env.growing.remove(slot.name)
+                env.growing.remove_seed(slot.name)
         players = [slot.name for slot in env.slots if slot.occupied]
         if not players:
             continue
 
-        def worth(variants: list[Variant], host: int = i) -> list[float]:
-            return (100.0 * pool.accuracy_of(host, variants, pool.data.test)).tolist()
+        def coalition_values(variants: list[SeedVariant], host: int = i) -> list[float]:
+            return (100.0 * pool.variant_accuracies(host, variants, pool.data.test)).tolist()
 
-        shares = share_out(worth, players, config.pairs, np.random.default_rng(i))
-        without = leave_one_out(players)
-        known = shares.worth or dict(zip(without, worth(without), strict=True))
-        everything = frozenset(players)
+        shares = allocate_credit(coalition_values, players, config.pairs, np.random.default_rng(i))
+        ablations = leave_one_out(players)
+        values = shares.coalition_values or dict(zip(ablations, coalition_values(ablations), strict=True))
+        all_seeds = frozenset(players)
         state = env.state_dict()
         for player in players:
-            contribution = known[everything] - known[everything - {player}]
-            effect = matched_fork(pairs_pool, state, player, config.fork_ticks).effect
-            shared = shares.interaction_of(player)
-            kind = env.growing.slots[player].blueprint
-            found.append(SeedCredit(i, player, kind, contribution, shares.credit[player], shared, effect))
-    return found
+            contribution = values[all_seeds] - values[all_seeds - {player}]
+            effect = matched_fork(fork_pool, state, player, config.fork_ticks).effect
+            interaction = shares.interaction_of(player)
+            blueprint = env.growing.slots[player].blueprint
+            seed_credits.append(
+                SeedCredit(i, player, blueprint, contribution, shares.credit[player], interaction, effect)
+            )
+    return seed_credits

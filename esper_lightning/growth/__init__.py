@@ -5,9 +5,9 @@ from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
-from esper_lightning.growth.network import SeedEvent, slots_of
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.shapley import credit, interactions
 from esper_lightning.growth.slot import SeedSlot

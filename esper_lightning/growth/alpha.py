@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from esper_lightning.blueprints import nearest
+from esper_lightning.blueprints import suggest_name
 
 Curve = Literal["linear", "cosine", "sigmoid6", "sigmoid12", "sigmoid24"]
 
@@ -48,7 +48,7 @@ class Ramp(NamedTuple):
 def check_ramp(ramp: Ramp) -> Ramp:
     """Return the ramp. Raises ValueError if its curve, length or range of alpha is invalid."""
     if ramp.curve not in CURVES:
-        raise ValueError(f"unknown curve {ramp.curve!r}; {nearest(ramp.curve, list(CURVES))}")
+        raise ValueError(f"unknown curve {ramp.curve!r}; {suggest_name(ramp.curve, list(CURVES))}")
     if type(ramp.ticks) is not int or ramp.ticks < 0:
         raise ValueError(f"a ramp takes a whole number of ticks, at least 0, got {ramp.ticks}")
     if not (0.0 <= ramp.start <= 1.0 and 0.0 <= ramp.target <= 1.0):
@@ -56,5 +56,5 @@ def check_ramp(ramp: Ramp) -> Ramp:
     return ramp
 
 
-FULL = Ramp(start=0.0, target=1.0, ticks=1, curve="linear")
+DEFAULT_RAMP = Ramp(start=0.0, target=1.0, ticks=1, curve="linear")
 """Ramp of an empty slot: a valid placeholder that is never followed."""

@@ -8,22 +8,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from esper_lightning.growth.nested import pick, put, tensors
-from esper_lightning.growth.network import slots_of
-from esper_lightning.growth.running import Example, evaluating, run
-from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.survey import (
+from esper_lightning.growth.attach_checks import (
+    BATCH_LENGTH_ERRORS,
     LAYOUTS,
-    REFUSALS,
-    Place,
+    SlotSite,
     check_batch_axis,
-    check_module,
-    check_names,
-    doubled,
+    check_module_name,
     dry_run,
+    is_doubled,
+    parse_slot_requests,
 )
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, get_at, iter_tensors, replace_at
+from esper_lightning.growth.slot import SeedSlot
 
-CONTAINER = "grown_slots"
+CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
 
 
@@ -32,34 +31,34 @@ class AttachedSlots(nn.ModuleDict):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[str, Place] = {}
-        self.handles: dict[str, RemovableHandle] = {}
+        self.sites: dict[str, SlotSite] = {}
+        self.hook_handles: dict[str, RemovableHandle] = {}
 
     def forward(self, x: Any) -> Any:
         return x
 
 
-class _Grow:
+class _SlotHook:
     """Forward hook that passes one tensor of a module's output through a slot.
 
     It is an object and not a closure, so that a deep copy of the network uses its own copies of the slots.
     """
 
-    def __init__(self, slot: SeedSlot, place: Place) -> None:
+    def __init__(self, slot: SeedSlot, site: SlotSite) -> None:
         self.slot = slot
-        self.place = place
+        self.site = site
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        feature, moved = pick(output, self.place.path), self.place.channels_last
-        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if moved else self.slot(feature)
-        return put(output, self.place.path, grown)
+        feature, channels_last = get_at(output, self.site.path), self.site.channels_last
+        grown = self.slot(feature.movedim(-1, 1)).movedim(1, -1) if channels_last else self.slot(feature)
+        return replace_at(output, self.site.path, grown)
 
 
 def attach_slots(
     network: nn.Module,
     names: Sequence[str],
-    example_input: Example,
-    isolate: bool | None = None,
+    example_input: ExampleInput,
+    detach_input: bool | None = None,
     channels_last: Sequence[str] = (),
 ) -> dict[str, SeedSlot]:
     """Attach a slot after each named module of `network`, in place. Empty slots leave the outputs unchanged.
@@ -83,21 +82,21 @@ def attach_slots(
     """
     if hasattr(network, "_orig_mod"):
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
-    wanted = check_names(network, names, channels_last)
-    with evaluating(network), torch.no_grad(), ExitStack() as undo:
-        found, outputs = dry_run(network, wanted, example_input)
-        check_batch_axis(network, wanted, found, example_input)
+    requests = parse_slot_requests(network, names, channels_last)
+    with evaluation_mode(network), torch.no_grad(), ExitStack() as undo:
+        found, outputs = dry_run(network, requests, example_input)
+        check_batch_axis(network, requests, found, example_input)
         attached: list[str] = []
         undo.callback(detach_slots, network, attached)
-        for name, (place, feature) in found.items():
+        for name, (site, feature) in found.items():
             layout, axis = LAYOUTS[feature.ndim]
-            width = feature.shape[-1 if place.channels_last else axis]
-            slot = SeedSlot(name, layout, width, isolate)
-            _attach(network, place, slot.to(feature.device, feature.dtype))
+            width = feature.shape[-1 if site.channels_last else axis]
+            slot = SeedSlot(name, layout, width, detach_input)
+            _attach(network, site, slot.to(feature.device, feature.dtype))
             attached.append(name)
         for name in found:
             slot = slots_of(network)[name]
-            slot.trunk = _is_trunk(network, slot, example_input, outputs)
+            slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs)
         undo.pop_all()
     return slots_of(network)
 
@@ -111,19 +110,19 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
     container = _container(network)
     if container is None and names is None:
         raise ValueError("the network has no attached slots; there is nothing to detach")
-    for name in list(container.places) if names is None else names:
-        container.handles.pop(name).remove()
-        del container.places[name], container[_key(name)]
-    if container is not None and not container.places:
-        delattr(network, CONTAINER)
+    for name in list(container.sites) if names is None else names:
+        container.hook_handles.pop(name).remove()
+        del container.sites[name], container[_container_key(name)]
+    if container is not None and not container.sites:
+        delattr(network, CONTAINER_NAME)
 
 
-def _key(name: str) -> str:
+def _container_key(name: str) -> str:
     # Module names must not contain dots or equal an attribute of nn.ModuleDict (`keys`, `values`).
     return f"at/{name.replace('.', '/')}"
 
 
-def attachments(network: nn.Module) -> list[dict[str, Any]]:
+def attachment_records(network: nn.Module) -> list[dict[str, Any]]:
     """Return where and how each slot was attached, in plain JSON types."""
     container = _container(network)
     if container is None:
@@ -132,33 +131,33 @@ def attachments(network: nn.Module) -> list[dict[str, Any]]:
     return [
         {
             "slot": name,
-            "module": place.module,
-            "path": list(place.path),
-            "channels_last": place.channels_last,
+            "module": site.module,
+            "path": list(site.path),
+            "channels_last": site.channels_last,
             "layout": slots[name].layout,
             "width": slots[name].width,
-            "isolate": slots[name].isolate,
-            "trunk": slots[name].trunk,
+            "isolate": slots[name].detach_input,
+            "trunk": slots[name].on_single_path,
         }
-        for name, place in container.places.items()
+        for name, site in container.sites.items()
     ]
 
 
-def attach_known(network: nn.Module, known: Sequence[Mapping[str, Any]]) -> None:
+def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]) -> None:
     """Attach slots from the records that `attachment_records` returned for an equal network; needs no example."""
-    some = next(network.parameters(), torch.zeros(()))
+    reference = next(network.parameters(), torch.zeros(()))
     modules = dict(network.named_modules())
-    for entry in known:
-        _check_known(entry)
-        check_module(entry["module"], list(modules))
-        slot = SeedSlot(entry["slot"], entry["layout"], entry["width"], entry["isolate"], entry["trunk"])
-        place = Place(entry["module"], tuple(entry["path"]), entry["channels_last"])
-        _attach(network, place, slot.to(some.device, some.dtype))
+    for record in records:
+        _check_record(record)
+        check_module_name(record["module"], list(modules))
+        slot = SeedSlot(record["slot"], record["layout"], record["width"], record["isolate"], record["trunk"])
+        site = SlotSite(record["module"], tuple(record["path"]), record["channels_last"])
+        _attach(network, site, slot.to(reference.device, reference.dtype))
 
 
-def _check_known(entry: Any) -> None:
+def _check_record(record: Any) -> None:
     """Raise ValueError unless a record has every field with its type."""
-    kinds = {
+    field_types = {
         "slot": str,
         "module": str,
         "path": list,
@@ -167,42 +166,45 @@ def _check_known(entry: Any) -> None:
         "trunk": bool,
         "width": int,
     }
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"the list of attached places is damaged: an entry is {entry!r}")
-    for name, kind in kinds.items():
-        if type(entry.get(name)) is not kind:
-            raise ValueError(f"the list of attached places is damaged: {name} is {entry.get(name, 'missing')!r}")
+    if not isinstance(record, Mapping):
+        raise ValueError(f"the list of attached places is damaged: an entry is {record!r}")
+    for name, field_type in field_types.items():
+        if type(record.get(name)) is not field_type:
+            raise ValueError(f"the list of attached places is damaged: {name} is {record.get(name, 'missing')!r}")
     layouts = [layout for layout, _ in LAYOUTS.values()]
     if (
-        entry.get("layout") not in layouts
-        or entry["width"] < 1
-        or any(type(k) not in (int, str) for k in entry["path"])
+        record.get("layout") not in layouts
+        or record["width"] < 1
+        or any(type(k) not in (int, str) for k in record["path"])
     ):
-        raise ValueError(f"the list of attached places is damaged at slot {entry['slot']!r}: {dict(entry)}")
+        raise ValueError(f"the list of attached places is damaged at slot {record['slot']!r}: {dict(record)}")
 
 
-def _attach(network: nn.Module, place: Place, slot: SeedSlot) -> None:
+def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:
     container = _container(network)
     if container is None:
         container = AttachedSlots()
-        network.add_module(CONTAINER, container)
-    container[_key(slot.name)] = slot.train(network.training)
-    container.places[slot.name] = place
-    hook = _Grow(slot, place)
-    container.handles[slot.name] = network.get_submodule(place.module).register_forward_hook(hook)
+        network.add_module(CONTAINER_NAME, container)
+    container[_container_key(slot.name)] = slot.train(network.training)
+    container.sites[slot.name] = site
+    hook = _SlotHook(slot, site)
+    container.hook_handles[slot.name] = network.get_submodule(site.module).register_forward_hook(hook)
 
 
 def _container(network: nn.Module) -> AttachedSlots | None:
-    return getattr(network, CONTAINER, None)
+    return getattr(network, CONTAINER_NAME, None)
 
 
-def _is_trunk(network: nn.Module, slot: SeedSlot, example: Example, outputs: Any) -> bool:
+def _is_on_single_path(network: nn.Module, slot: SeedSlot, example: ExampleInput, outputs: Any) -> bool:
     """Return True if all later layers get their data through `slot` alone, tested by doubling the batch there."""
-    slot.branch = lambda _, x: torch.cat([x, x])
+    slot.override = lambda _, x: torch.cat([x, x])
     try:
-        longer = run(network, example)
-    except REFUSALS:  # the doubled batch was combined with data that bypassed the slot
+        outputs_of_doubled = call_network(network, example)
+    except BATCH_LENGTH_ERRORS:  # the doubled batch was combined with data that bypassed the slot
         return False
     finally:
-        slot.branch = None
-    return all(doubled(twice, once) for twice, once in zip(tensors(longer), tensors(outputs), strict=True))
+        slot.override = None
+    return all(
+        is_doubled(twice, once)
+        for twice, once in zip(iter_tensors(outputs_of_doubled), iter_tensors(outputs), strict=True)
+    )

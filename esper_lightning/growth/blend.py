@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-Style = Literal["add", "multiply", "gate"]
+BlendStyle = Literal["add", "multiply", "gate"]
 
 MIN_GATE_WIDTH = 8
 """Minimum number of hidden features of the gate, whose input is only C channel means."""
@@ -40,22 +40,22 @@ def add(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:
     return torch.lerp(h, s.to(h.dtype), alpha.to(h.dtype))
 
 
-def multiply(h: Tensor, s: Tensor, seen: Tensor, alpha: Tensor) -> Tensor:
+def multiply(h: Tensor, s: Tensor, seed_input: Tensor, alpha: Tensor) -> Tensor:
     """Return h·(1 + alpha·tanh(s - seed_input)): the seed scales each element of the feature by at most 2.
 
     `seed_input` is `h`, or `h` detached so that it gets no gradient through the seed.
     """
-    return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seen))
+    return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seed_input))
 
 
-def mix(style: Style, x: Tensor, seed: nn.Module, seen: Tensor, alpha: Tensor) -> Tensor:
+def mix(style: BlendStyle, x: Tensor, seed: nn.Module, seed_input: Tensor, alpha: Tensor) -> Tensor:
     """Blend `seed(seed_input)` into `x`; with style "gate", `seed` is a GatedSeed."""
-    grown = seed(seen)
+    seed_output = seed(seed_input)
     if style == "add":
-        return add(x, grown, alpha)
+        return add(x, seed_output, alpha)
     if style == "gate":
-        return add(x, grown, alpha * seed.gate(seen))
-    return multiply(x, grown, seen, alpha)
+        return add(x, seed_output, alpha * seed.gate(seed_input))
+    return multiply(x, seed_output, seed_input, alpha)
 
 
 class SampleGate(nn.Module):
@@ -66,14 +66,14 @@ class SampleGate(nn.Module):
         channel_axis: Axis of the channels in the feature: 1 for images and vectors, -1 for sequences.
     """
 
-    def __init__(self, width: int, channels: int) -> None:
+    def __init__(self, width: int, channel_axis: int) -> None:
         super().__init__()
-        self.channels = channels
-        inner = max(MIN_GATE_WIDTH, width // 4)
-        self.layers = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, 1), nn.Sigmoid())
+        self.channel_axis = channel_axis
+        hidden_width = max(MIN_GATE_WIDTH, width // 4)
+        self.layers = nn.Sequential(nn.Linear(width, hidden_width), nn.ReLU(), nn.Linear(hidden_width, 1), nn.Sigmoid())
 
     def forward(self, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …], to broadcast against the feature
-        means = h.movedim(self.channels, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
+        means = h.movedim(self.channel_axis, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
         gates = self.layers(means)
         return gates.view(*gates.shape, *[1] * (h.ndim - 2))
 

@@ -13,79 +13,80 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.nested import map_tensors
-from esper_lightning.growth.network import slots_of
-from esper_lightning.growth.running import batch_size, evaluating, repeat_rows
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.nested import batch_size, evaluation_mode, map_tensors, repeat_rows
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 
-Variant = frozenset[str]
+SeedVariant = frozenset[str]
 """Names of the slots whose seed is active."""
 
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]
 """Inputs (one tensor, or several in a tuple) and targets."""
 
-Score = Callable[[Any, Tensor], Tensor]
+ScoreFunction = Callable[[Any, Tensor], Tensor]
 """Function of outputs [B, …] and targets [B, …] that returns one score per sample, [B]."""
 
 
-def leave_one_out(slots: Iterable[str]) -> list[Variant]:
+def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
     """Return K + 1 combinations: all seeds, then all seeds except each one in turn."""
-    everything = frozenset(slots)
-    return [everything, *(everything - {slot} for slot in slots)]
+    all_slots = frozenset(slots)
+    return [all_slots, *(all_slots - {slot} for slot in slots)]
 
 
-def committed_only(network: nn.Module) -> Variant:
+def fossilized_only(network: nn.Module) -> SeedVariant:
     """Return the combination of the fossilized seeds: what remains if no other seed is fossilized."""
     return frozenset(name for name, slot in slots_of(network).items() if slot.stage is Stage.FOSSILIZED)
 
 
-def full_family(slots: Sequence[str]) -> list[Variant]:
+def all_variants(slots: Sequence[str]) -> list[SeedVariant]:
     """Return all 2^k combinations of k slots, from none to all."""
     return [frozenset(chosen) for k in range(len(slots) + 1) for chosen in combinations(slots, k)]
 
 
-class _Split:
+class _BatchSplit:
     """State of one forward pass: the batch consists of equal parts, each for a list of combinations."""
 
     def __init__(
-        self, variants: Sequence[Variant], slots: Iterable[SeedSlot], watch: Callable[[int], None] | None
+        self, variants: Sequence[SeedVariant], slots: Iterable[SeedSlot], on_split: Callable[[int], None] | None
     ) -> None:
         self.variants = variants
-        self.watch = watch
+        self.on_split = on_split
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
-            if slot.blended and not slot.trunk:
-                on, off = self._sides(slot)
-                self.parts = [members for members in on + off if members]
+            if slot.blended and not slot.on_single_path:
+                active, inactive = self._split_parts(slot)
+                self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
 
-    def _sides(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
-        on = [[v for v in part if slot.name in self.variants[v]] for part in self.parts]
-        off = [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
-        return on, off
+    def _split_parts(self, slot: SeedSlot) -> tuple[list[list[int]], list[list[int]]]:
+        active = [[v for v in part if slot.name in self.variants[v]] for part in self.parts]
+        inactive = [[v for v in part if slot.name not in self.variants[v]] for part in self.parts]
+        return active, inactive
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         if not slot.blended:
             return x
-        on, off = self._sides(slot)
-        if not any(off):
-            return slot.express(x)
-        if not any(on):
+        active, inactive = self._split_parts(slot)
+        if not any(inactive):
+            return slot.blend_output(x)
+        if not any(active):
             return x
         chunks = x.chunk(len(self.parts))
-        if all(not (a and b) for a, b in zip(on, off, strict=True)):
+        if all(not (a and b) for a, b in zip(active, inactive, strict=True)):
             # The batch is split already, at the input or by an earlier pass through this slot.
-            return torch.cat([slot.express(c) if members else c for c, members in zip(chunks, on, strict=True)])
-        with_seed = [slot.express(chunk) for chunk, members in zip(chunks, on, strict=True) if members]
-        without = [chunk for chunk, members in zip(chunks, off, strict=True) if members]
-        self.parts = [members for members in on + off if members]
-        if self.watch is not None:
-            self.watch(len(self.parts))
+            return torch.cat(
+                [slot.blend_output(c) if variant_ids else c for c, variant_ids in zip(chunks, active, strict=True)]
+            )
+        with_seed = [slot.blend_output(chunk) for chunk, variant_ids in zip(chunks, active, strict=True) if variant_ids]
+        without = [chunk for chunk, variant_ids in zip(chunks, inactive, strict=True) if variant_ids]
+        self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
+        if self.on_split is not None:
+            self.on_split(len(self.parts))
         return torch.cat(with_seed + without)
 
 
 def forward_variants(
-    network: nn.Module, variants: Sequence[Variant], *inputs: Tensor, watch: Callable[[int], None] | None = None
+    network: nn.Module, variants: Sequence[SeedVariant], *inputs: Tensor, on_split: Callable[[int], None] | None = None
 ) -> tuple[Any, list[int]]:
     """Run `network` on `inputs` once per distinct combination of active seeds.
 
@@ -103,25 +104,25 @@ def forward_variants(
         Outputs [G·B, …] of the G distinct combinations, one after the other, and for each variant its index in 0 … G-1.
     """
     slots = slots_of(network).values()
-    split = _Split(variants, slots, watch)
-    if watch is not None:
-        watch(len(split.parts))
+    split = _BatchSplit(variants, slots, on_split)
+    if on_split is not None:
+        on_split(len(split.parts))
     if len(split.parts) > 1:
         inputs = repeat_rows(inputs, batch_size(inputs), len(split.parts))
     for slot in slots:
-        slot.branch = split
+        slot.override = split
     try:
         outputs = network(*inputs)
     finally:
         for slot in slots:
-            slot.branch = None
-    place = {v: part for part, members in enumerate(split.parts) for v in members}
-    return outputs, [place[v] for v in range(len(variants))]
+            slot.override = None
+    part_of_variant = {v: part for part, variant_ids in enumerate(split.parts) for v in variant_ids}
+    return outputs, [part_of_variant[v] for v in range(len(variants))]
 
 
 @torch.no_grad()
 def measure_variants(
-    network: nn.Module, variants: Sequence[Variant], batches: Iterable[Batch], score: Score
+    network: nn.Module, variants: Sequence[SeedVariant], batches: Iterable[Batch], score: ScoreFunction
 ) -> Tensor:  # [V]
     """Return the mean score of every combination on the same data, in evaluation mode; restores the network's mode.
 
@@ -133,31 +134,33 @@ def measure_variants(
             correct prediction.
     """
     totals, samples = None, 0
-    with evaluating(network):
+    with evaluation_mode(network):
         for inputs, targets in batches:
-            given = inputs if isinstance(inputs, tuple) else (inputs,)
-            outputs, places = forward_variants(network, variants, *given)
-            sums = torch.stack([_sum(score, part, targets) for part in _groups(outputs, max(places) + 1)])[places]
-            totals = sums if totals is None else totals + sums
+            network_inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            outputs, variant_parts = forward_variants(network, variants, *network_inputs)
+            score_sums = torch.stack(
+                [_sum_scores(score, part, targets) for part in _split_outputs(outputs, max(variant_parts) + 1)]
+            )[variant_parts]
+            totals = score_sums if totals is None else totals + score_sums
             samples += len(targets)
     if totals is None:
         raise ValueError("there are no batches to measure on; an iterator may be used up")
     return totals / samples
 
 
-def _groups(outputs: Any, groups: int) -> list[Any]:
+def _split_outputs(outputs: Any, num_groups: int) -> list[Any]:
     """Split the outputs into those of each distinct combination."""
-    return [map_tensors(outputs, lambda x, group=group: x.chunk(groups)[group]) for group in range(groups)]
+    return [map_tensors(outputs, lambda x, group=group: x.chunk(num_groups)[group]) for group in range(num_groups)]
 
 
-def _sum(score: Score, outputs: Any, targets: Tensor) -> Tensor:
+def _sum_scores(score: ScoreFunction, outputs: Any, targets: Tensor) -> Tensor:
     scores = score(outputs, targets)
     if scores.shape != (len(targets),):
         raise ValueError(f"a score is a number per sample, [{len(targets)}], and no mean; got {list(scores.shape)}")
     return scores.sum()
 
 
-def contributions(network: nn.Module, batches: Iterable[Batch], score: Score) -> dict[str, float]:
+def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
     """Return the contribution of each blended seed by slot: 100·(score with all seeds - score without this seed).
 
     If the score is 1.0 for a correct prediction, contributions are accuracy points. Arguments: see `measure_variants`.
@@ -165,5 +168,8 @@ def contributions(network: nn.Module, batches: Iterable[Batch], score: Score) ->
     blended = [name for name, slot in slots_of(network).items() if slot.blended]
     if not blended:
         return {}
-    whole, *without = measure_variants(network, leave_one_out(blended), batches, score).tolist()
-    return {name: 100.0 * (whole - rest) for name, rest in zip(blended, without, strict=True)}
+    score_with_all, *scores_without = measure_variants(network, leave_one_out(blended), batches, score).tolist()
+    return {
+        name: 100.0 * (score_with_all - score_without)
+        for name, score_without in zip(blended, scores_without, strict=True)
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from esper_lightning.blueprints import Birth
-from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.gradient_stats import GradientStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ class Evidence(NamedTuple):
     """Host epochs in the present stage."""
     in_optimizer: bool
     """Whether an optimizer holds the seed's parameters."""
-    alpha_share: float
+    alpha_progress: float
     """Ratio of alpha in the last host epoch and its target, the smaller divided by the larger; in [0, 1]."""
-    alpha_rests: bool
+    alpha_at_target: bool
     """Whether alpha was at its target, which is not 0, throughout the last host epoch."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
@@ -93,69 +93,69 @@ class Evidence(NamedTuple):
     """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
 
 
-def against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Return the reasons why the seed's gradient is not healthy: not measured, too large, or vanished or exploded."""
     gradient = evidence.gradient
     if gradient is None:
         return ["gradient not measured"]
-    against = []
+    reasons = []
     if not gradient.norm <= config.max_gradient_norm:  # also catches NaN
-        against.append(f"gradient norm {gradient.norm:.3g} above {config.max_gradient_norm:g}")
+        reasons.append(f"gradient norm {gradient.norm:.3g} above {config.max_gradient_norm:g}")
     if gradient.health < config.min_gradient_health:
-        against.append(f"gradient health {gradient.health:.2f} below {config.min_gradient_health:g}")
-    return against
+        reasons.append(f"gradient health {gradient.health:.2f} below {config.min_gradient_health:g}")
+    return reasons
 
 
-def against_training(evidence: Evidence) -> list[str]:
+def reasons_against_training(evidence: Evidence) -> list[str]:
     """Gate G1, GERMINATED to TRAINING: an optimizer must hold the seed's parameters."""
     return [] if evidence.in_optimizer else ["no optimizer holds its parameters"]
 
 
-def against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def reasons_against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Gate G2, TRAINING to BLENDING: the seed must have trained long enough, with a healthy gradient."""
-    against = against_gradient(evidence, config)
+    reasons = reasons_against_gradient(evidence, config)
     if evidence.ticks_in_stage < config.training_ticks:
-        against.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
-    return against
+        reasons.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
+    return reasons
 
 
-def against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def reasons_against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Gate G3, BLENDING to PROBATIONARY: alpha must be near its target."""
-    if evidence.alpha_share < config.min_alpha_reached:
-        return [f"alpha at {evidence.alpha_share:.2f} of its target, below {config.min_alpha_reached:g}"]
+    if evidence.alpha_progress < config.min_alpha_reached:
+        return [f"alpha at {evidence.alpha_progress:.2f} of its target, below {config.min_alpha_reached:g}"]
     return []
 
 
-def against_culling(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def reasons_against_culling(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Gate G4, to CULLED: the seed must have the minimum age."""
     if evidence.age < config.min_cull_age:
         return [f"{evidence.age} ticks old, younger than {config.min_cull_age}"]
     return []
 
 
-def against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+def reasons_against_fossilizing(evidence: Evidence, config: LifecycleConfig) -> list[str]:
     """Gate G5, PROBATIONARY to FOSSILIZED: healthy gradient, alpha at its target, and a sufficient contribution."""
-    against = against_gradient(evidence, config)
-    if not evidence.alpha_rests:
-        against.append("alpha is still moving")
+    reasons = reasons_against_gradient(evidence, config)
+    if not evidence.alpha_at_target:
+        reasons.append("alpha is still moving")
     if config.min_contribution is None:
-        return against
+        return reasons
     if evidence.contribution is None or math.isnan(evidence.contribution):
-        against.append("contribution not measured")
+        reasons.append("contribution not measured")
     elif evidence.contribution < config.min_contribution:
-        against.append(f"contribution {evidence.contribution:+.2f} points below {config.min_contribution:g}")
-    return against
+        reasons.append(f"contribution {evidence.contribution:+.2f} points below {config.min_contribution:g}")
+    return reasons
 
 
 def reasons_to_cull(evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[str]:
     """Return the reasons to cull a probationary seed automatically; empty if it may stay."""
     if not config.auto_cull:
         return []
-    why = []
+    reasons = []
     if evidence.contribution is not None and not evidence.contribution > 0.0:  # also catches NaN
-        why.append(f"contribution {evidence.contribution:+.2f} points is not positive")
+        reasons.append(f"contribution {evidence.contribution:+.2f} points is not positive")
     limit = config.probation_limit(horizon)
     if evidence.ticks_in_stage >= limit:
-        unknown = ", contribution never measured" if evidence.contribution is None else ""
-        why.append(f"on probation for {limit} ticks{unknown}")
-    return why
+        note = ", contribution never measured" if evidence.contribution is None else ""
+        reasons.append(f"on probation for {limit} ticks{note}")
+    return reasons

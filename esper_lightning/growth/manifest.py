@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from esper_lightning.growth.alpha import Ramp, check_ramp
-from esper_lightning.growth.blend import Style
-from esper_lightning.growth.network import new_seed, slots_of
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.lifecycle import new_seed, slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
 
 Manifest = list[dict[str, Any]]
 
-MOST = 2**53
+MAX_TICKS = 2**53
 """Largest number of ticks, exact in floating point."""
 
 
@@ -43,10 +43,10 @@ def rebuild(network: nn.Module, structure: Manifest) -> None:
 
     Raises ValueError, and changes nothing, if the manifest has other slots than the network or an invalid entry.
     """
-    install(plan(network, structure))
+    install_slot_records(build_slot_records(network, structure))
 
 
-class Place(NamedTuple):
+class SlotRecord(NamedTuple):
     """A slot with the state and modules to be installed in it."""
 
     slot: SeedSlot
@@ -56,20 +56,20 @@ class Place(NamedTuple):
     folded: nn.Module | None
 
 
-def plan(network: nn.Module, structure: Manifest) -> list[Place]:
+def build_slot_records(network: nn.Module, structure: Manifest) -> list[SlotRecord]:
     """Build the modules of a manifest with placeholder weights; leaves the network unchanged."""
     slots = slots_of(network)
     if not isinstance(structure, list) or not all(isinstance(entry, dict) for entry in structure):
         raise ValueError(f"a manifest is a list with an entry per slot, got {type(structure).__name__}")
-    named = [entry.get("slot") for entry in structure]
-    if named != list(slots):
-        raise ValueError(f"the manifest is of a network with slots {named}, this one has {list(slots)}")
-    return [_place(slots[entry["slot"]], entry) for entry in structure]
+    slot_names = [entry.get("slot") for entry in structure]
+    if slot_names != list(slots):
+        raise ValueError(f"the manifest is of a network with slots {slot_names}, this one has {list(slots)}")
+    return [_build_slot_record(slots[entry["slot"]], entry) for entry in structure]
 
 
-def install(places: list[Place]) -> None:
+def install_slot_records(records: list[SlotRecord]) -> None:
     """Install the records of `build_slot_records` in their slots."""
-    for slot, entry, ramp, seed, folded in places:
+    for slot, entry, ramp, seed, folded in records:
         slot.empty()
         slot.stage = Stage[entry["stage"]]
         slot.blueprint, slot.style = entry["blueprint"], entry["style"]
@@ -79,36 +79,36 @@ def install(places: list[Place]) -> None:
         slot.alpha.fill_(slot.alpha_now)
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
+def _is_tick_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TICKS
 
 
-CHECKS: dict[str, Callable[[Any], bool]] = {
+ENTRY_CHECKS: dict[str, Callable[[Any], bool]] = {
     "stage": lambda value: isinstance(value, str) and value in Stage.__members__,
     "blueprint": lambda value: value is None or isinstance(value, str),
-    "style": lambda value: value in get_args(Style),
+    "style": lambda value: value in get_args(BlendStyle),
     "ramp": lambda value: (
         isinstance(value, list)
         and len(value) == len(Ramp._fields)
         and all(type(number) in (int, float) for number in value[:2])
         and isinstance(value[3], str)
     ),
-    "ramp_ticks": _count,
-    "age": _count,
-    "ticks_in_stage": _count,
+    "ramp_ticks": _is_tick_count,
+    "age": _is_tick_count,
+    "ticks_in_stage": _is_tick_count,
     "folded": lambda value: value is None or (type(value) is int and value in (1, 3)),
 }
 """Checks of type and range for the values of a manifest entry; layout and width are compared with the slot instead."""
 
 
-def _place(slot: SeedSlot, entry: dict[str, Any]) -> Place:
+def _build_slot_record(slot: SeedSlot, entry: dict[str, Any]) -> SlotRecord:
     try:
-        for name, sound in CHECKS.items():
-            if name not in entry or not sound(entry[name]):
+        for name, is_valid in ENTRY_CHECKS.items():
+            if name not in entry or not is_valid(entry[name]):
                 raise ValueError(f"{name} is {entry.get(name, 'missing')!r}")
-        for name, ours in (("layout", slot.layout), ("width", slot.width)):
-            if type(entry.get(name)) is not type(ours) or entry[name] != ours:
-                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}, the slot's is {ours!r}")
+        for name, expected in (("layout", slot.layout), ("width", slot.width)):
+            if type(entry.get(name)) is not type(expected) or entry[name] != expected:
+                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}, the slot's is {expected!r}")
         occupied = Stage[entry["stage"]] in OCCUPIED
         if occupied != (entry["blueprint"] is not None):
             raise ValueError(f"stage {entry['stage']} with blueprint {entry['blueprint']!r}")
@@ -120,7 +120,7 @@ def _place(slot: SeedSlot, entry: dict[str, Any]) -> Place:
         if entry["folded"] is not None and slot.layout != "image":
             raise ValueError(f"folded is {entry['folded']!r}, which only image features can have")
         folded = None if entry["folded"] is None else slot.layer_for(entry["folded"])
-        return Place(slot, entry, check_ramp(Ramp(*entry["ramp"])), seed, folded)
+        return SlotRecord(slot, entry, check_ramp(Ramp(*entry["ramp"])), seed, folded)
     except ValueError as error:
         raise ValueError(
             f"slot {slot.name!r}: the manifest's entry is damaged or of another version: {error}"

@@ -2,40 +2,41 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-Path = tuple[int | str, ...]
+KeyPath = tuple[int | str, ...]
 """Indices and keys that select a part of a nested value; an empty path selects the value itself."""
 
 
-def _parts(value: Any) -> list[tuple[int | str, Any]]:
+def _children(value: Any) -> list[tuple[int | str, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, tuple | list) else []
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in `value`, depth first."""
     if isinstance(value, Tensor):
         yield value
-    for _, part in _parts(value):
-        yield from tensors(part)
+    for _, part in _children(value):
+        yield from iter_tensors(part)
 
 
-def first_tensor(value: Any) -> Path | None:
+def first_tensor_path(value: Any) -> KeyPath | None:
     """Return the path to the first floating-point tensor, depth first; None if there is none."""
     if isinstance(value, Tensor):
         return () if value.is_floating_point() else None
-    for key, part in _parts(value):
-        path = first_tensor(part)
+    for key, part in _children(value):
+        path = first_tensor_path(part)
         if path is not None:
             return (key, *path)
     return None
 
 
-def resolve(value: Any, keys: list[str]) -> Path:
+def resolve_path(value: Any, keys: list[str]) -> KeyPath:
     """Return the path for keys given as text: each is a key of a mapping if it has that key, otherwise an index.
 
     Raises LookupError if a key does not exist; elements of a tensor cannot be selected.
@@ -51,35 +52,72 @@ def resolve(value: Any, keys: list[str]) -> Path:
         part = value[key]
     except TypeError:
         raise LookupError(key) from None
-    return (key, *resolve(part, keys[1:]))
+    return (key, *resolve_path(part, keys[1:]))
 
 
-def pick(value: Any, path: Path) -> Any:
+def get_at(value: Any, path: KeyPath) -> Any:
     """Return the part of `value` at `path`."""
     for key in path:
         value = value[key]
     return value
 
 
-def put(value: Any, path: Path, part: Any) -> Any:
+def replace_at(value: Any, path: KeyPath, part: Any) -> Any:
     """Return `value` with the part at `path` replaced; containers along the path are copied, all else is shared."""
     if not path:
         return part
     key, *rest = path
-    inner = put(value[key], tuple(rest), part)
+    new_child = replace_at(value[key], tuple(rest), part)
     if isinstance(value, tuple):
         parts = list(value)
-        parts[key] = inner
+        parts[key] = new_child
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    changed = copy.copy(value)
-    changed[key] = inner
-    return changed
+    copied = copy.copy(value)
+    copied[key] = new_child
+    return copied
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return `value` with `change` applied to every tensor; the containers are copied."""
     if isinstance(value, Tensor):
         return change(value)
-    for key, part in _parts(value):
-        value = put(value, (key,), map_tensors(part, change))
+    for key, part in _children(value):
+        value = replace_at(value, (key,), map_tensors(part, change))
     return value
+
+
+ExampleInput = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""Input of a network: one tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+
+
+def call_network(network: nn.Module, example: ExampleInput) -> Any:
+    """Return the network's output for `example`."""
+    if isinstance(example, Mapping):
+        return network(**example)
+    return network(*example) if isinstance(example, tuple) else network(example)
+
+
+def batch_size(example: Any) -> int:
+    """Return the number of rows of the first tensor in an example."""
+    return len(next(iter_tensors(example)))
+
+
+def repeat_rows(example: Any, rows: int, times: int) -> Any:
+    """Return `example` with every tensor of `rows` rows repeated `times` times; others (a mask, say) are unchanged."""
+
+    def repeat(x: Tensor) -> Tensor:
+        return x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim and len(x) == rows else x
+
+    return map_tensors(example, repeat)
+
+
+@contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Set evaluation mode within a `with` block; then restore each module's mode, new modules taking the network's."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in network.modules():
+            module.training = modes.get(module, modes[network])

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, check_known, names
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.network import count_parameters, germinate, slots_of
+from esper_lightning.blueprints import Birth, blueprint_names, check_blueprint_name
+from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
 
-PROBE_SEED = 0
+PROBE_RNG_SEED = 0
 
-AFTER_A_STEP = 0.01
+ZERO_WEIGHT_NOISE_STD = 0.01
 """Standard deviation of the noise that replaces zero weights, about the size of one optimizer step."""
 
 
@@ -31,26 +31,26 @@ def probe_seeds(
         birth: Initial state of seeds.
     """
     slots = slots_of(network)
-    generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_SEED)
+    generator = torch.Generator(next(network.parameters()).device).manual_seed(PROBE_RNG_SEED)
     reasons: dict[tuple[str, str], list[str]] = {}
     network.train()
-    _leave_zero(network, generator)
+    _perturb_zero_parameters(network, generator)
     for blueprint in blueprints:
-        check_known(blueprint)  # raises ValueError for an unknown name
-        trial = _Trial()
+        check_blueprint_name(blueprint)  # raises ValueError for an unknown name
+        override = _ProbeOverride()
         for slot in slots.values():
             slot.empty()
-            slot.branch = trial
-            if blueprint in names(slot.layout, slot.alpha.device):
-                trial.germinate(slot, blueprint, generator, birth)
+            slot.override = override
+            if blueprint in blueprint_names(slot.layout, slot.alpha.device):
+                override.germinate(slot, blueprint, generator, birth)
         loss_of(network).backward()
         for slot in slots.values():
-            reasons[slot.name, blueprint] = _reasons(slot, trial)
+            reasons[slot.name, blueprint] = _reasons_against(slot, override)
     return reasons
 
 
 @torch.no_grad()
-def _leave_zero(network: nn.Module, generator: torch.Generator) -> None:
+def _perturb_zero_parameters(network: nn.Module, generator: torch.Generator) -> None:
     """Replace parameters that are all zero by small noise.
 
     Such a parameter (for example the head of torchvision's VisionTransformer) passes no gradient back before its first
@@ -58,43 +58,43 @@ def _leave_zero(network: nn.Module, generator: torch.Generator) -> None:
     """
     for parameter in network.parameters():
         if parameter.requires_grad and not parameter.any():
-            parameter.normal_(std=AFTER_A_STEP, generator=generator)
+            parameter.normal_(std=ZERO_WEIGHT_NOISE_STD, generator=generator)
 
 
-class _Trial:
+class _ProbeOverride:
     """Override of the slots' forward pass that runs each seed, and records an error instead of raising it."""
 
     def __init__(self) -> None:
-        self.reached: set[str] = set()
-        self.against: dict[str, str] = {}
+        self.reached_slots: set[str] = set()
+        self.errors: dict[str, str] = {}
 
     def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, birth: Birth) -> None:
         try:
-            germinate(slot, blueprint, FULL, generator, birth=birth)
+            germinate(slot, blueprint, DEFAULT_RAMP, generator, birth=birth)
         except ValueError as error:  # the blueprint does not support this birth or width
-            self.against[slot.name] = str(error)
+            self.errors[slot.name] = str(error)
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        self.reached.add(slot.name)
+        self.reached_slots.add(slot.name)
         if not slot.occupied:
             return x
         try:
-            after = slot.seed(x.detach()).shape
+            output_shape = slot.seed(x.detach()).shape
         except (RuntimeError, ValueError) as error:  # torch does not accept the feature's shape
-            self.against[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
+            self.errors[slot.name] = f"cannot run on features of shape {tuple(x.shape)}: {error}"
             return x
-        if after != x.shape:
-            self.against[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(after)}"
+        if output_shape != x.shape:
+            self.errors[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(output_shape)}"
             return x
-        return slot.express(x)
+        return slot.blend_output(x)
 
 
-def _reasons(slot: SeedSlot, trial: _Trial) -> list[str]:
-    if slot.name in trial.against:
-        return [trial.against[slot.name]]
+def _reasons_against(slot: SeedSlot, override: _ProbeOverride) -> list[str]:
+    if slot.name in override.errors:
+        return [override.errors[slot.name]]
     if not slot.occupied:
         return [f"does not grow on {slot.layout} features on {slot.alpha.device.type}"]
-    if slot.name not in trial.reached:
+    if slot.name not in override.reached_slots:
         return ["the host's forward pass does not reach the slot"]
     if count_parameters(slot.seed) == 0:
         return ["has no parameters"]

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_known, attachments, detach_slots
-from esper_lightning.growth.manifest import Place, install, manifest, plan
-from esper_lightning.growth.network import slots_of
-from esper_lightning.growth.reading import read_tensors
+from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.manifest import SlotRecord, build_slot_records, install_slot_records, manifest
+from esper_lightning.serialization.safe_load import read_tensors
 
-FORMAT = 1
+FORMAT_VERSION = 1
 """Version of the file format; files of another version are refused."""
 
-TOPOLOGY, WEIGHTS = "topology.json", "weights.pt"
+TOPOLOGY_FILE, WEIGHTS_FILE = "topology.json", "weights.pt"
 
 
 def save(network: nn.Module, folder: str | Path) -> None:
     """Write a grown network to `folder`: `topology.json`, and `weights.pt`, which `weights_only=True` loads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    topology = {"format": FORMAT, "attached": attachments(network), "slots": manifest(network)}
-    replace_file(folder / WEIGHTS, lambda path: torch.save(network.state_dict(), path))
-    replace_file(folder / TOPOLOGY, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
+    topology = {"format": FORMAT_VERSION, "attached": attachment_records(network), "slots": manifest(network)}
+    replace_file(folder / WEIGHTS_FILE, lambda path: torch.save(network.state_dict(), path))
+    replace_file(folder / TOPOLOGY_FILE, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
 
 
 def load(network: nn.Module, folder: str | Path) -> None:
@@ -36,21 +36,23 @@ def load(network: nn.Module, folder: str | Path) -> None:
     unchanged, if the files are missing, damaged, or of another network.
     """
     folder = Path(folder)
-    for name in (TOPOLOGY, WEIGHTS):
+    for name in (TOPOLOGY_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}; name a folder that growth.save has written")
-    topology = _read_topology(folder / TOPOLOGY)
-    weights = _read_weights(folder / WEIGHTS, next(network.parameters(), torch.zeros(())).device)
-    there = set(slots_of(network))
-    missing = [entry for entry in topology["attached"] if not isinstance(entry, dict) or entry.get("slot") not in there]
+    topology = _read_topology(folder / TOPOLOGY_FILE)
+    weights = _read_weights(folder / WEIGHTS_FILE, next(network.parameters(), torch.zeros(())).device)
+    slots_before = set(slots_of(network))
+    missing_records = [
+        entry for entry in topology["attached"] if not isinstance(entry, dict) or entry.get("slot") not in slots_before
+    ]
     try:
-        attach_known(network, missing)
-        places = plan(network, topology["slots"])
-        _check_weights(network, places, weights, folder / WEIGHTS)
+        attach_from_records(network, missing_records)
+        records = build_slot_records(network, topology["slots"])
+        _check_weights(network, records, weights, folder / WEIGHTS_FILE)
     except ValueError:
-        detach_slots(network, set(slots_of(network)) - there)
+        detach_slots(network, set(slots_of(network)) - slots_before)
         raise
-    install(places)
+    install_slot_records(records)
     network.load_state_dict(weights)
 
 
@@ -59,8 +61,8 @@ def _read_topology(path: Path) -> dict[str, Any]:
         topology = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # not text, not JSON, or nested too deeply
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(topology, dict) or topology.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of format {FORMAT}; save the network again with this version")
+    if not isinstance(topology, dict) or topology.get("format") != FORMAT_VERSION:
+        raise ValueError(f"{path} is not of format {FORMAT_VERSION}; save the network again with this version")
     if not all(isinstance(topology.get(name), list) for name in ("attached", "slots")):
         raise ValueError(f"{path} is damaged: it lacks a list of attached places or of slots")
     return topology
@@ -73,20 +75,24 @@ def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def _check_weights(network: nn.Module, places: list[Place], weights: dict[str, Tensor], path: Path) -> None:
+def _check_weights(network: nn.Module, records: list[SlotRecord], weights: dict[str, Tensor], path: Path) -> None:
     """Raise ValueError unless `weights` fit the network with the planned content of its slots."""
     # A shared module has several names, and its weights appear under each.
-    planned = {place.slot: place for place in places}
-    names = [(name, planned[m]) for name, m in network.named_modules(remove_duplicate=False) if m in planned]
-    inside = tuple(f"{name}." for name, _ in names)
-    expected = {name: _shape(value) for name, value in network.state_dict().items() if not name.startswith(inside)}
-    for name, place in names:
-        for part, module in (("seed", place.seed), ("folded", place.folded or nn.Identity())):
+    record_of_slot = {record.slot: record for record in records}
+    names = [
+        (name, record_of_slot[m]) for name, m in network.named_modules(remove_duplicate=False) if m in record_of_slot
+    ]
+    slot_prefixes = tuple(f"{name}." for name, _ in names)
+    expected = {
+        name: _shape(value) for name, value in network.state_dict().items() if not name.startswith(slot_prefixes)
+    }
+    for name, record in names:
+        for part, module in (("seed", record.seed), ("folded", record.folded or nn.Identity())):
             expected |= {f"{name}.{part}.{key}": _shape(value) for key, value in module.state_dict().items()}
     found = {name: _shape(value) for name, value in weights.items()}
     if found != expected:
-        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise ValueError(f"{path} is of another network: {wrong[0]} and {len(wrong) - 1} more do not fit")
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(f"{path} is of another network: {differing[0]} and {len(differing) - 1} more do not fit")
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -96,9 +102,9 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a temporary file and rename it to `path`, so that a crash leaves the earlier file intact."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(draft)
-        draft.replace(path)
+        write(temporary)
+        temporary.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

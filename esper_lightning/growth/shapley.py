@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.growth.counterfactual import Variant, full_family
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants
 
 MAX_EXACT = 4
 """Maximum number of players for which all 2^k coalitions are evaluated; with more, orders are sampled."""
 
 
-def shapley_values(worth: Mapping[Variant, float], players: Sequence[str]) -> dict[str, float]:
+def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[str, float]:
     """Return exact Shapley values from the values of all 2^k coalitions (Shapley 1953, doi:10.1515/9781400881970-018).
 
     A Shapley value is the mean marginal value of a player over all orders of joining. They sum to v(all) - v(none).
@@ -26,14 +26,15 @@ def shapley_values(worth: Mapping[Variant, float], players: Sequence[str]) -> di
     def value(player: str) -> float:
         others = [other for other in players if other != player]
         return math.fsum(
-            (worth[joined | {player}] - worth[joined]) / (k * math.comb(k - 1, len(joined)))
-            for joined in full_family(others)
+            (coalition_values[coalition | {player}] - coalition_values[coalition])
+            / (k * math.comb(k - 1, len(coalition)))
+            for coalition in all_variants(others)
         )
 
     return {player: value(player) for player in players}
 
 
-def interactions(worth: Mapping[Variant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
+def interactions(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
     """Return the Shapley interaction index of every pair (Grabisch & Roubens 1999, doi:10.1007/s001820050125).
 
     Positive: the two players are worth more together than separately; negative: one can replace the other.
@@ -43,8 +44,9 @@ def interactions(worth: Mapping[Variant, float], players: Sequence[str]) -> dict
     def index(a: str, b: str) -> float:
         others = [other for other in players if other not in (a, b)]
         return math.fsum(
-            (worth[s | {a, b}] - worth[s | {a}] - worth[s | {b}] + worth[s]) / ((k - 1) * math.comb(k - 2, len(s)))
-            for s in full_family(others)
+            (coalition_values[s | {a, b}] - coalition_values[s | {a}] - coalition_values[s | {b}] + coalition_values[s])
+            / ((k - 1) * math.comb(k - 2, len(s)))
+            for s in all_variants(others)
         )
 
     return {(a, b): index(a, b) for a, b in combinations(players, 2)}
@@ -59,7 +61,10 @@ class Credit(NamedTuple):
 
 
 def sampled_shapley(
-    worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
+    value_function: Callable[[list[SeedVariant]], Sequence[float]],
+    players: Sequence[str],
+    pairs: int,
+    rng: np.random.Generator,
 ) -> dict[str, Credit]:
     """Return Shapley values estimated from random orders, each with its reverse (https://arxiv.org/abs/2104.12199).
 
@@ -80,8 +85,8 @@ def sampled_shapley(
     drawn = [rng.permutation(len(players)) for _ in range(pairs)]
     orders = [[players[i] for i in order] for each in drawn for order in (each, each[::-1])]
     chains = [[frozenset(order[:n]) for n in range(len(players) + 1)] for order in orders]
-    distinct = list(dict.fromkeys(joined for chain in chains for joined in chain))
-    values = dict(zip(distinct, worth(distinct), strict=True))
+    distinct = list(dict.fromkeys(coalition for chain in chains for coalition in chain))
+    values = dict(zip(distinct, value_function(distinct), strict=True))
     marginal = np.empty((2 * pairs, len(players)))
     for row, order, chain in zip(marginal, orders, chains, strict=True):
         for n, player in enumerate(order):
@@ -91,10 +96,10 @@ def sampled_shapley(
     return {p: Credit(float(v), float(e)) for p, v, e in zip(players, means.mean(0), errors, strict=True)}
 
 
-class Shares(NamedTuple):
+class CreditAllocation(NamedTuple):
     """Allocation of the value of all players to the individual players."""
 
-    worth: dict[Variant, float]
+    coalition_values: dict[SeedVariant, float]
     """Value of every coalition if all were evaluated; otherwise empty."""
     credit: dict[str, Credit]
     """Shapley value of each player."""
@@ -108,20 +113,26 @@ class Shares(NamedTuple):
         return sum(value for pair, value in self.interactions.items() if player in pair)
 
 
-def share_out(
-    worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
-) -> Shares:
+def allocate_credit(
+    value_function: Callable[[list[SeedVariant]], Sequence[float]],
+    players: Sequence[str],
+    pairs: int,
+    rng: np.random.Generator,
+) -> CreditAllocation:
     """Return exact Shapley values for up to MAX_EXACT players, sampled for more. Arguments: see `sampled_shapley`."""
     if len(players) > MAX_EXACT:
-        return Shares({}, sampled_shapley(worth, players, pairs, rng), None)
-    family = full_family(players)
-    known = dict(zip(family, worth(family), strict=True))
-    exact = {player: Credit(value, 0.0) for player, value in shapley_values(known, players).items()}
-    return Shares(known, exact, interactions(known, players))
+        return CreditAllocation({}, sampled_shapley(value_function, players, pairs, rng), None)
+    coalitions = all_variants(players)
+    coalition_values = dict(zip(coalitions, value_function(coalitions), strict=True))
+    exact_credit = {player: Credit(value, 0.0) for player, value in shapley_values(coalition_values, players).items()}
+    return CreditAllocation(coalition_values, exact_credit, interactions(coalition_values, players))
 
 
 def credit(
-    worth: Callable[[list[Variant]], Sequence[float]], players: Sequence[str], pairs: int, rng: np.random.Generator
+    value_function: Callable[[list[SeedVariant]], Sequence[float]],
+    players: Sequence[str],
+    pairs: int,
+    rng: np.random.Generator,
 ) -> dict[str, Credit]:
     """Return only the Shapley values of `allocate_credit`. Arguments: see `sampled_shapley`."""
-    return share_out(worth, players, pairs, rng).credit
+    return allocate_credit(value_function, players, pairs, rng).credit

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.blend import Style, mix, straight_through
+from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
+from esper_lightning.growth.blend import BlendStyle, mix, straight_through
 from esper_lightning.growth.stages import BLENDED, LIVE, OCCUPIED, STRAIGHT_THROUGH, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -46,16 +46,21 @@ class SeedSlot(nn.Module):
     """Weight of the seed's output in the coming host epoch, in [0, 1]; shape []."""
 
     def __init__(
-        self, name: str, layout: Layout | Absent, width: int, isolate: bool | None = None, trunk: bool = True
+        self,
+        name: str,
+        layout: Layout | Absent,
+        width: int,
+        detach_input: bool | None = None,
+        on_single_path: bool = True,
     ) -> None:
         super().__init__()
         self.name = name
         self.layout = layout
         self.width = width
-        self.isolate = layout == "image" if isolate is None else isolate
-        self.trunk = trunk
+        self.detach_input = layout == "image" if detach_input is None else detach_input
+        self.on_single_path = on_single_path
         self.folded: nn.Module | None = None
-        self.branch: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
+        self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
         # Not persistent, because the manifest determines it: empty slots then add no keys to the state dict.
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
         self.empty()
@@ -65,8 +70,8 @@ class SeedSlot(nn.Module):
         self.stage = Stage.DORMANT
         self.seed: nn.Module = nn.Identity()
         self.blueprint: str | None = None
-        self.style: Style = "add"
-        self.ramp: Ramp = FULL
+        self.style: BlendStyle = "add"
+        self.ramp: Ramp = DEFAULT_RAMP
         self.ramp_ticks = 0
         self.age = 0
         self.ticks_in_stage = 0
@@ -125,10 +130,10 @@ class SeedSlot(nn.Module):
         return self.alpha_now - self.alpha_before
 
     @property
-    def alpha_share(self) -> float:
+    def alpha_progress(self) -> float:
         """Ratio of alpha in the last host epoch and its target, the smaller over the larger; 0 for a fading seed."""
-        last, target = self.alpha_before, self.ramp.target
-        return min(last, target) / max(last, target) if last > 0.0 else 0.0
+        alpha, target = self.alpha_before, self.ramp.target
+        return min(alpha, target) / max(alpha, target) if alpha > 0.0 else 0.0
 
     def move_to(self, stage: Stage) -> None:
         """Change the stage. Raises ValueError if the transition table forbids it."""
@@ -137,12 +142,12 @@ class SeedSlot(nn.Module):
         self.ticks_in_stage = 0
         self.alpha.fill_(self.alpha_now)
 
-    def aim(self, ramp: Ramp) -> None:
+    def start_ramp(self, ramp: Ramp) -> None:
         """Start another ramp of alpha with the coming host epoch."""
         self.ramp, self.ramp_ticks = ramp, 0
         self.alpha.fill_(self.alpha_now)
 
-    def tick(self) -> None:
+    def end_epoch(self) -> None:
         """Count one host epoch and move alpha along its ramp."""
         self.age += self.occupied
         self.ticks_in_stage += 1
@@ -153,23 +158,23 @@ class SeedSlot(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         if self.folded is not None:
             x = self.folded(x)
-        if self.branch is not None:
-            return self.branch(self, x)
-        return self.express(x)
+        if self.override is not None:
+            return self.override(self, x)
+        return self.blend_output(x)
 
-    def express(self, x: Tensor) -> Tensor:
+    def blend_output(self, x: Tensor) -> Tensor:
         """Return the host's feature blended with the seed's output according to stage and alpha."""
         if self.stage in STRAIGHT_THROUGH:
             # In evaluation mode the seed has no effect, so it is not run. In training it learns as if it were blended
             # with its style at full alpha.
-            return straight_through(x, self._mix(seen := x.detach(), seen, None)) if self.training else x
+            return straight_through(x, self._mix(seed_input := x.detach(), seed_input, None)) if self.training else x
         if not self.blended:
             return x
-        whole = self.stage is Stage.FOSSILIZED and self.ramp.target == 1.0
-        return self._mix(x, x.detach() if self.isolate and self.live else x, None if whole else self.alpha)
+        at_full_alpha = self.stage is Stage.FOSSILIZED and self.ramp.target == 1.0
+        return self._mix(x, x.detach() if self.detach_input and self.live else x, None if at_full_alpha else self.alpha)
 
-    def _mix(self, x: Tensor, seen: Tensor, alpha: Tensor | None) -> Tensor:
+    def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:
         """Blend the seed's output for `seed_input` into `x`; alpha None means full alpha."""
         if alpha is None and self.style == "add":
-            return self.seed(seen).to(x.dtype)
-        return mix(self.style, x, self.seed, seen, x.new_ones(()) if alpha is None else alpha)
+            return self.seed(seed_input).to(x.dtype)
+        return mix(self.style, x, self.seed, seed_input, x.new_ones(()) if alpha is None else alpha)

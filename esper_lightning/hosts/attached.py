@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import nearest
-from esper_lightning.growth.attach import attach_known, attach_slots, attachments
-from esper_lightning.growth.network import slots_of
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
+from esper_lightning.growth.lifecycle import slots_of
 
 CPU = torch.device("cpu")
 """Device for trial networks; the host itself may be on the meta device, which has no values."""
 
-ROWS = 2
+TRIAL_BATCH_SIZE = 2
 """Batch size of a trial forward pass; with 1 the batch axis would be ambiguous."""
 
-SEEDS = 2**62
+MAX_RNG_SEED = 2**62
 """Upper bound of RNG seeds for torch's global generator, from which network constructors draw."""
 
 
@@ -51,19 +51,19 @@ class Attached(nn.Module):
         channels_last: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self._make = imported(network)
+        self._make = import_object(network)
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
-        wanted = (network, json.dumps(self._settings), tuple(input_shape), outputs, tokens)
-        places = find_places(*wanted, tuple(slots), isolate, tuple(channels_last or ()))
-        self.network = made(self._make, self._settings)
-        attach_known(self, [place | {"module": f"network.{place['module']}"} for place in places])
+        network_key = (network, json.dumps(self._settings), tuple(input_shape), outputs, tokens)
+        records = find_slot_records(*network_key, tuple(slots), isolate, tuple(channels_last or ()))
+        self.network = make_network(self._make, self._settings)
+        attach_from_records(self, [place | {"module": f"network.{place['module']}"} for place in records])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
-        seed = torch.randint(SEEDS, (), generator=generator, device=generator.device).item()
+        rng_seed = torch.randint(MAX_RNG_SEED, (), generator=generator, device=generator.device).item()
         with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            fresh = made(self._make, self._settings)
+            torch.manual_seed(rng_seed)
+            fresh = make_network(self._make, self._settings)
         for slot in slots_of(self).values():
             slot.initialise(generator)
         self.network.load_state_dict(fresh.state_dict())
@@ -73,7 +73,7 @@ class Attached(nn.Module):
 
 
 @lru_cache(maxsize=32)
-def find_places(
+def find_slot_records(
     network: str,
     settings: str,
     input_shape: tuple[int, ...],
@@ -88,26 +88,26 @@ def find_places(
     Raises ValueError if a slot cannot be attached, or if the output does not fit the task.
     """
     with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        trial = made(imported(network), json.loads(settings)).eval()
-        shape = (ROWS, *input_shape)
+        trial = make_network(import_object(network), json.loads(settings)).eval()
+        shape = (TRIAL_BATCH_SIZE, *input_shape)
         example = torch.zeros(shape, dtype=torch.int64) if tokens else torch.randn(shape)
         try:
             with torch.no_grad():
-                answer = trial(example)
+                output = trial(example)
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
-            raise ValueError(f"host Attached: {network} does not take inputs {list(input_shape)}: {said}") from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"host Attached: {network} does not take inputs {list(input_shape)}: {reason}") from error
         attach_slots(trial, slots, example, isolate, channels_last)
-    if not isinstance(answer, Tensor) or answer.shape[-1] != outputs:
-        what = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+    if not isinstance(output, Tensor) or output.shape[-1] != outputs:
+        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"host Attached: {network} answers with {what}, the task has {outputs} classes; name the argument that "
+            f"host Attached: {network} answers with {found}, the task has {outputs} classes; name the argument that "
             f"takes their number by data.host.init_args.classes_as"
         )
-    return attachments(trial)
+    return attachment_records(trial)
 
 
-def made(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
+def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
     """Return `make(**settings)`. Raises ValueError if the arguments do not fit."""
     try:
         return make(**settings)
@@ -115,13 +115,13 @@ def made(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error
 
 
-def imported(path: str) -> Callable[..., nn.Module]:
+def import_object(path: str) -> Callable[..., nn.Module]:
     """Return the object with the import path `package.module.name`. Raises ValueError if there is none."""
     module, _, name = path.rpartition(".")
     try:
-        home = importlib.import_module(module)
+        module_object = importlib.import_module(module)
     except (ImportError, ValueError) as error:
         raise ValueError(f"host Attached: cannot import {module!r} for {path!r}: {error}") from error
-    if not hasattr(home, name):
-        raise ValueError(f"host Attached: {module} has no {name!r}; {nearest(name, dir(home))}")
-    return getattr(home, name)
+    if not hasattr(module_object, name):
+        raise ValueError(f"host Attached: {module} has no {name!r}; {suggest_name(name, dir(module_object))}")
+    return getattr(module_object, name)

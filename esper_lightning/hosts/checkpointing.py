@@ -16,11 +16,11 @@ def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, che
     """
     if not (checkpoint_activations and host.training and torch.is_grad_enabled()):
         return block(x)
-    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _buffers_spared(host)))
+    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _preserve_buffers(host)))
 
 
 @contextmanager
-def _buffers_spared(network: nn.Module) -> Iterator[None]:
+def _preserve_buffers(network: nn.Module) -> Iterator[None]:
     """Discard writes to buffers within this context, because BatchNorm would count a recomputed batch twice.
 
     See https://github.com/pytorch/pytorch/issues/96136.

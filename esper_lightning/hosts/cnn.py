@@ -63,10 +63,10 @@ class CNN(nn.Module):
             nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
-        ends = [[f"block{i + 1}", f"block{i + 1}.pool"][: 2 if i < self.pools else 1] for i in range(blocks)]
-        places = {name: width for names, width in zip(ends, widths[1:], strict=True) for name in names}
-        behind = [names[-1] for names in ends]
-        self.slots = Slots(behind if slots is None else slots, places, "image", isolate)
+        block_slots = [[f"block{i + 1}", f"block{i + 1}.pool"][: 2 if i < self.pools else 1] for i in range(blocks)]
+        slot_widths = {name: width for names, width in zip(block_slots, widths[1:], strict=True) for name in names}
+        default_slots = [names[-1] for names in block_slots]
+        self.slots = Slots(default_slots if slots is None else slots, slot_widths, "image", isolate)
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]
@@ -79,8 +79,8 @@ class CNN(nn.Module):
         return self.head(x.mean((2, 3)))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C', H', W']
-        x = self.slots.at(f"block{i + 1}", F.relu(self.norms[i](self.convs[i](x))))
-        return self.slots.at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
+        x = self.slots.forward_at(f"block{i + 1}", F.relu(self.norms[i](self.convs[i](x))))
+        return self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
 
 
 def _check(input_shape: Sequence[int], base: int, blocks: int, kernel: int, pools: int) -> None:

@@ -36,12 +36,12 @@ class MLP(nn.Module):
             raise ValueError(f"host MLP: width and layers must be positive, got {width}, {layers}")
         widths = [math.prod(input_shape)] + [width] * layers
         self.layers = nn.ModuleList(nn.Linear(c, d) for c, d in pairwise(widths))
-        places = {f"layer{i + 1}": width for i in range(layers)}
-        self.slots = Slots(list(places) if slots is None else slots, places, "vector", isolate)
+        slot_widths = {f"layer{i + 1}": width for i in range(layers)}
+        self.slots = Slots(list(slot_widths) if slots is None else slots, slot_widths, "vector", isolate)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, …] -> [B, outputs]
         x = x.flatten(1)
         for i, layer in enumerate(self.layers):
-            x = self.slots.at(f"layer{i + 1}", F.relu(layer(x)))
+            x = self.slots.forward_at(f"layer{i + 1}", F.relu(layer(x)))
         return self.head(x)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from esper_lightning.growth.network import check_slot_names
+from esper_lightning.growth.lifecycle import check_slot_names
 from esper_lightning.growth.slot import Layout, SeedSlot
 
 
@@ -18,18 +18,24 @@ class Slots(nn.ModuleDict):
         isolate: See SeedSlot.
     """
 
-    def __init__(self, wanted: Sequence[str], places: Mapping[str, int], layout: Layout, isolate: bool | None) -> None:
-        check_slot_names(wanted, places)
+    def __init__(
+        self, slot_names: Sequence[str], slot_widths: Mapping[str, int], layout: Layout, isolate: bool | None
+    ) -> None:
+        check_slot_names(slot_names, slot_widths)
         super().__init__(
-            {_key(name): SeedSlot(name, layout, places[name], isolate) for name in places if name in wanted}
+            {
+                _module_key(name): SeedSlot(name, layout, slot_widths[name], isolate)
+                for name in slot_widths
+                if name in slot_names
+            }
         )
 
-    def at(self, place: str, x: Tensor) -> Tensor:  # same shape in and out
+    def forward_at(self, name: str, x: Tensor) -> Tensor:  # same shape in and out
         """Return the output of the named slot for the feature `x`, or `x` itself if there is no such slot."""
-        key = _key(place)
+        key = _module_key(name)
         return self[key](x) if key in self else x
 
 
-def _key(place: str) -> str:
+def _module_key(name: str) -> str:
     # nn.ModuleDict allows no dots in keys; `SeedSlot.name` keeps the dot.
-    return place.replace(".", "_")
+    return name.replace(".", "_")

@@ -22,7 +22,7 @@ class TokenEmbedding(nn.Embedding):
         return F.linear(x, self.weight)
 
 
-class Positions(nn.Embedding):
+class PositionEmbedding(nn.Embedding):
     """Learned position embedding that is added to its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C], same out
@@ -96,10 +96,12 @@ class GPT(nn.Module):
         _check(input_shape, width, blocks, heads, context)
         self.checkpoint_activations = checkpoint_activations
         self.tokens = TokenEmbedding(outputs, width)
-        self.positions = Positions(context, width)
+        self.positions = PositionEmbedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        places = {f"layer{i + 1}": width for i in range(blocks)}
-        self.slots = Slots(list(places)[(blocks - 1) % 2 :: 2] if slots is None else slots, places, "sequence", isolate)
+        slot_widths = {f"layer{i + 1}": width for i in range(blocks)}
+        self.slots = Slots(
+            list(slot_widths)[(blocks - 1) % 2 :: 2] if slots is None else slots, slot_widths, "sequence", isolate
+        )
         self.norm = nn.LayerNorm(width)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -121,7 +123,7 @@ class GPT(nn.Module):
         return self.tokens.logits(self.norm(x))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
-        return self.slots.at(f"layer{i + 1}", self.blocks[i](x))
+        return self.slots.forward_at(f"layer{i + 1}", self.blocks[i](x))
 
 
 def _check(input_shape: Sequence[int], width: int, blocks: int, heads: int, context: int) -> None:

@@ -27,12 +27,12 @@ def gae(
     return advantages, advantages + values
 
 
-def normalise(advantages: Tensor, counted: Tensor, floor: float) -> Tensor:
+def normalise(advantages: Tensor, included: Tensor, floor: float) -> Tensor:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
     The standard deviation is at least `floor`, so that noise is not amplified when all returns are alike.
     """
-    sample = advantages[counted]
+    sample = advantages[included]
     if sample.numel() < 2:
         return torch.zeros_like(advantages)
     return (advantages - sample.mean()) / sample.std(correction=0).clamp(min=floor)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -172,41 +172,43 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 
 def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     """Compute the loss terms of a minibatch of whole sequences, relative to the policy that acted."""
-    seen = (rollout.observation, rollout.state, rollout.masks, rollout.starts, rollout.privileged)
-    distribution, values, _ = policy(*seen)
-    learned = ~rollout.masks.forced  # a forced action teaches the policy nothing
+    policy_inputs = (rollout.observation, rollout.state, rollout.masks, rollout.starts, rollout.privileged)
+    distribution, values, _ = policy(*policy_inputs)
+    unforced = ~rollout.masks.forced  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob
     ratio = log_ratio.exp()
     surrogate = clipped_surrogate(ratio, rollout.advantages, config.clip)
-    entropy, share = distribution.entropy()  # [T, n, heads] both
+    entropy, relevance = distribution.entropy()  # [T, n, heads] both
     weights = config.entropy_weights or {}
-    per_head = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
+    head_weights = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
     with torch.no_grad():
-        kl = masked_mean(kl_estimate(log_ratio), learned)
-        kl_k1 = masked_mean(-log_ratio, learned)
-        clipped = masked_mean((ratio - 1.0).abs() > config.clip, learned)
-        steps = learned[..., None] * share
-        free = (learned[..., None] * distribution.freedom()).sum((0, 1))
+        kl = masked_mean(kl_estimate(log_ratio), unforced)
+        kl_k1 = masked_mean(-log_ratio, unforced)
+        clip_fraction = masked_mean((ratio - 1.0).abs() > config.clip, unforced)
+        relevant_steps = unforced[..., None] * relevance
+        free_steps = (unforced[..., None] * distribution.choice_probability()).sum((0, 1))
         # Steps without a choice are excluded, because their entropy is 0 for any policy.
-        head_entropy = (entropy * steps).sum((0, 1)) / free.clamp(min=1e-6)
+        head_entropy = (entropy * relevant_steps).sum((0, 1)) / free_steps.clamp(min=1e-6)
         ratio_low, ratio_high = ratio.aminmax()
     return PPOTerms(
-        policy=masked_mean(surrogate, learned),
+        policy=masked_mean(surrogate, unforced),
         value=masked_mean(value_loss(values, rollout.values, rollout.targets, config.value_clip), ~rollout.masks.ended),
-        entropy=masked_mean((entropy * share * per_head).sum(-1), learned),
+        entropy=masked_mean((entropy * relevance * head_weights).sum(-1), unforced),
         head_entropy=head_entropy,
-        head_freedom=free / learned.sum().clamp(min=1),
+        head_freedom=free_steps / unforced.sum().clamp(min=1),
         kl=kl,
         kl_k1=kl_k1,
-        clip_fraction=clipped,
+        clip_fraction=clip_fraction,
         ratio_error=torch.max(ratio_high - 1.0, 1.0 - ratio_low),
         ratio_low=ratio_low,
         ratio_high=ratio_high,
-        ratio=torch.where(learned, ratio.detach(), torch.nan),
+        ratio=torch.where(unforced, ratio.detach(), torch.nan),
     )
 
 
-def update_metrics(watched: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str]) -> dict[str, float]:
+def update_metrics(
+    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str]
+) -> dict[str, float]:
     """Return the metrics of one update by name.
 
     Args:
@@ -215,23 +217,23 @@ def update_metrics(watched: Sequence[PPOTerms], grad_norms: Sequence[Tensor], he
         heads: Names of the policy's heads.
     """
 
-    def over(name: str) -> Tensor:
-        return torch.stack([getattr(terms, name) for terms in watched])
+    def stacked(name: str) -> Tensor:
+        return torch.stack([getattr(terms, name) for terms in minibatch_terms])
 
-    first, last = watched[0], watched[-1]
-    found = {
-        "loss.policy": over("policy").mean(),
-        "loss.value": over("value").mean(),
-        "entropy": over("entropy").mean(),
+    first, last = minibatch_terms[0], minibatch_terms[-1]
+    metrics = {
+        "loss.policy": stacked("policy").mean(),
+        "loss.value": stacked("value").mean(),
+        "entropy": stacked("entropy").mean(),
         "kl": last.kl,
         "kl_k1": last.kl_k1,
-        "clip_fraction": over("clip_fraction").mean(),
+        "clip_fraction": stacked("clip_fraction").mean(),
         "first_ratio_error": first.ratio_error,
-        "ratio_low": over("ratio_low").min(),
-        "ratio_high": over("ratio_high").max(),
+        "ratio_low": stacked("ratio_low").min(),
+        "ratio_high": stacked("ratio_high").max(),
         "grad_norm": torch.stack(list(grad_norms)).mean() if grad_norms else torch.zeros_like(last.kl),
     }
-    numbers = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+    numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
     for name, values in (("entropy", first.head_entropy), ("freedom", first.head_freedom)):
         numbers |= {f"{name}.{head}": number for head, number in zip(heads, values.tolist(), strict=True)}
     return numbers | {"minibatches": float(len(grad_norms))}

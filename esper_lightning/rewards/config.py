@@ -49,12 +49,12 @@ class RewardConfig:
     """Treat the horizon as the end of shaping; copied from model.ppo.horizon_is_end, so set that instead."""
 
     @property
-    def bare(self) -> bool:
+    def needs_host_only(self) -> bool:
         """True if every host must also be validated with all seeds switched off."""
         return self.mode == "shaped"
 
     @property
-    def looks_at_seeds(self) -> bool:
+    def depends_on_seeds(self) -> bool:
         """True if the reward depends on what happens to seeds."""
         return self.mode not in ("objective", "kept", "sparse")
 

@@ -11,13 +11,13 @@ from typing import NamedTuple, get_args
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
 from esper_lightning.rewards import terms
 from esper_lightning.rewards.config import ModeName, RewardConfig
-from esper_lightning.rewards.terms import MOST_POINTS
-from esper_lightning.rewards.tick import Account, SlotTick, Tick
+from esper_lightning.rewards.terms import MAX_POINTS
+from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStep
 
-YOUNG = 5
+EARLY_CULL_AGE_TICKS = 5
 """Age in ticks below which a cull counts as early (minimal)."""
 
-GRACE = 3
+RENT_GRACE_TICKS = 3
 """Age in ticks below which a seed costs no rent (loss)."""
 
 OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
@@ -25,221 +25,237 @@ OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
 
 AUTO_CULL_COST = 0.2
 RANSOM_COST = 0.3
-MOST_POTENTIAL = max(terms.POTENTIALS) + terms.MOST_FOR_TICKS
+MAX_POTENTIAL = max(terms.POTENTIALS) + terms.MAX_POTENTIAL_FOR_TICKS
 
 
 class Term(NamedTuple):
     """Term of a reward."""
 
-    pay: Callable[[Tick, RewardConfig], float]
+    compute: Callable[[HostStep, RewardConfig], float]
     """Function that returns the term for one step."""
     bound: Callable[[RewardConfig, int], float]
     """Function of the config and the number of slots K that returns an upper bound of the term's absolute value."""
-    closes: bool = False
+    paid_after_rollback: bool = False
     """Also paid where a rollback ends the trajectory, because the term takes back what earlier steps lent."""
 
 
-def objective_change(tick: Tick, config: RewardConfig) -> float:
-    return tick.objective - tick.objective_before
+def objective_change(step: HostStep, config: RewardConfig) -> float:
+    return step.objective - step.objective_before
 
 
-def kept_objective_change(tick: Tick, config: RewardConfig) -> float:
-    return tick.kept_objective - tick.kept_objective_before
+def fossilized_objective_change(step: HostStep, config: RewardConfig) -> float:
+    return step.fossilized_objective - step.fossilized_objective_before
 
 
-def objective_at_end(tick: Tick, config: RewardConfig) -> float:
-    return terms.clip(tick.objective, -1.0, 1.0) if tick.last else 0.0
+def objective_at_end(step: HostStep, config: RewardConfig) -> float:
+    return terms.clip(step.objective, -1.0, 1.0) if step.at_horizon else 0.0
 
 
-def early_cull(tick: Tick, config: RewardConfig) -> float:
-    return -0.1 * any(slot.dismissed and slot.before.age < YOUNG for slot in tick.slots)
+def early_cull_cost(step: HostStep, config: RewardConfig) -> float:
+    return -0.1 * any(slot.cull_decided and slot.before.age < EARLY_CULL_AGE_TICKS for slot in step.slots)
 
 
-def shaping(tick: Tick, config: RewardConfig) -> float:
-    before = sum(terms.potential(slot.before.stage, slot.before.ticks_in_stage) for slot in tick.slots)
-    after = sum(terms.potential(slot.after.stage, slot.after.ticks_in_stage) for slot in tick.slots)
-    over = tick.diverged or (tick.last and config.horizon_is_end)
-    return config.shaping * terms.shaping(before, 0.0 if over else after, config.gamma)
+def stage_shaping(step: HostStep, config: RewardConfig) -> float:
+    before = sum(terms.potential(slot.before.stage, slot.before.ticks_in_stage) for slot in step.slots)
+    after = sum(terms.potential(slot.after.stage, slot.after.ticks_in_stage) for slot in step.slots)
+    ended = step.diverged or (step.at_horizon and config.horizon_is_end)
+    return config.shaping * terms.shaping(before, 0.0 if ended else after, config.gamma)
 
 
-def any_op(tick: Tick, config: RewardConfig) -> float:
-    return -0.01 * (tick.op != "WAIT")
+def flat_op_cost(step: HostStep, config: RewardConfig) -> float:
+    return -0.01 * (step.op != "WAIT")
 
 
-def op_cost(tick: Tick, config: RewardConfig) -> float:
-    return -OP_COSTS.get(tick.op, 0.0)
+def op_cost(step: HostStep, config: RewardConfig) -> float:
+    return -OP_COSTS.get(step.op, 0.0)
 
 
-def auto_cull(tick: Tick, config: RewardConfig) -> float:
-    return -AUTO_CULL_COST * sum(slot.left and not slot.acted.fading for slot in tick.slots)
+def auto_cull_cost(step: HostStep, config: RewardConfig) -> float:
+    return -AUTO_CULL_COST * sum(slot.removed_after_training and not slot.after_action.fading for slot in step.slots)
 
 
-def gain_at_end(tick: Tick, config: RewardConfig) -> float:
-    return 5.0 * (tick.kept_accuracy - tick.accuracy_at_start) if tick.last else 0.0
+def accuracy_gain_at_end(step: HostStep, config: RewardConfig) -> float:
+    return 5.0 * (step.fossilized_accuracy - step.accuracy_at_start) if step.at_horizon else 0.0
 
 
-def good_fossils(tick: Tick, config: RewardConfig) -> float:
-    fossils = [slot for slot in tick.slots if slot.acted.stage is Stage.FOSSILIZED]
-    return 2.0 * sum(slot.contribution >= terms.CONTRIBUTES for slot in fossils) if tick.last else 0.0
+def contributing_seeds_at_end(step: HostStep, config: RewardConfig) -> float:
+    fossilized = [slot for slot in step.slots if slot.after_action.stage is Stage.FOSSILIZED]
+    return (
+        2.0 * sum(slot.contribution >= terms.MIN_CONTRIBUTION_POINTS for slot in fossilized) if step.at_horizon else 0.0
+    )
 
 
-def progress(slot: SlotTick, accuracy: float) -> float:
+def points_since_germination(slot: SlotStep, accuracy: float) -> float:
     """Return the accuracy points gained since the seed was germinated."""
-    return MOST_POINTS * (accuracy - slot.account.start)
+    return MAX_POINTS * (accuracy - slot.account.accuracy_at_germination)
 
 
-def attribution(tick: Tick, config: RewardConfig) -> float:
+def seed_attribution(step: HostStep, config: RewardConfig) -> float:
     """Return the accuracy points attributed to blended seeds; a culled seed's last payment is taken back."""
     clean, clean_before = (
-        MOST_POINTS * (whole - bare)
-        for whole, bare in ((tick.accuracy, tick.bare), (tick.accuracy_before, tick.bare_before))
+        MAX_POINTS * (whole - bare)
+        for whole, bare in (
+            (step.accuracy, step.host_only_accuracy),
+            (step.accuracy_before, step.host_only_accuracy_before),
+        )
     )
     paid = 0.0
-    for slot in tick.slots:
-        if slot.acted.stage in BLENDED and not (slot.left and slot.acted.fading):
-            paid += terms.attribution(slot.contribution, progress(slot, tick.accuracy), clean)
-        if slot.culled and slot.before.stage in BLENDED:
-            paid -= terms.attribution(slot.contribution_before, progress(slot, tick.accuracy_before), clean_before)
+    for slot in step.slots:
+        if slot.after_action.stage in BLENDED and not (slot.removed_after_training and slot.after_action.fading):
+            paid += terms.attribution(slot.contribution, points_since_germination(slot, step.accuracy), clean)
+        if slot.culled_by_action and slot.before.stage in BLENDED:
+            paid -= terms.attribution(
+                slot.contribution_before, points_since_germination(slot, step.accuracy_before), clean_before
+            )
     return paid
 
 
-def ransom(tick: Tick, config: RewardConfig) -> float:
-    clean = MOST_POINTS * (tick.accuracy - tick.bare)
-    live = [slot for slot in tick.slots if slot.acted.stage in LIVE]
+def ransom_cost(step: HostStep, config: RewardConfig) -> float:
+    clean = MAX_POINTS * (step.accuracy - step.host_only_accuracy)
+    live = [slot for slot in step.slots if slot.after_action.stage in LIVE]
     return -RANSOM_COST * sum(terms.is_ransom(slot.contribution, clean) for slot in live)
 
 
-def warnings(tick: Tick, config: RewardConfig) -> float:
+def warning_costs(step: HostStep, config: RewardConfig) -> float:
     cost = 0.0
-    for slot in tick.slots:
-        if slot.acted.stage is Stage.BLENDING and progress(slot, tick.accuracy) < 0.0:
-            cost += terms.blending_warning(slot.acted.ticks_in_stage)
-        good = slot.before.stage is Stage.PROBATIONARY and slot.contribution_before >= terms.CONTRIBUTES
-        if good and tick.op == "WAIT":
+    for slot in step.slots:
+        if slot.after_action.stage is Stage.BLENDING and points_since_germination(slot, step.accuracy) < 0.0:
+            cost += terms.blending_warning(slot.after_action.ticks_in_stage)
+        contributes = (
+            slot.before.stage is Stage.PROBATIONARY and slot.contribution_before >= terms.MIN_CONTRIBUTION_POINTS
+        )
+        if contributes and step.op == "WAIT":
             cost += terms.waiting_warning(slot.before.ticks_in_stage)
     return -cost
 
 
-def rent_of_all(tick: Tick, config: RewardConfig) -> float:
-    return -terms.log_rent(sum(slot.growth for slot in tick.slots), config.rent, config.rent_cap)
+def total_rent(step: HostStep, config: RewardConfig) -> float:
+    return -terms.log_rent(sum(slot.growth for slot in step.slots), config.rent, config.rent_cap)
 
 
-def rent_after_grace(tick: Tick, config: RewardConfig) -> float:
-    growth = sum(slot.growth for slot in tick.slots if slot.acted.age >= GRACE)
+def rent_after_grace(step: HostStep, config: RewardConfig) -> float:
+    growth = sum(slot.growth for slot in step.slots if slot.after_action.age >= RENT_GRACE_TICKS)
     return -terms.log_rent(growth, config.rent, config.rent_cap)
 
 
-def rent_of_effective(tick: Tick, config: RewardConfig) -> float:
-    effective = sum(slot.alpha * slot.growth for slot in tick.slots)
-    return -min(0.1 * effective / config.budget, config.rent_cap)
+def alpha_weighted_rent(step: HostStep, config: RewardConfig) -> float:
+    weighted_growth = sum(slot.alpha * slot.growth for slot in step.slots)
+    return -min(0.1 * weighted_growth / config.budget, config.rent_cap)
 
 
-def drip(tick: Tick, config: RewardConfig) -> float:
-    fossils = [slot for slot in tick.slots if slot.acted.stage is Stage.FOSSILIZED]
-    known = [slot for slot in fossils if slot.account.rest]  # 0 in checkpoints from before accounts existed
-    return sum(terms.drip(slot.contribution, config.fossilize_bonus, slot.account.rest) for slot in known)
+def delayed_bonus(step: HostStep, config: RewardConfig) -> float:
+    fossilized = [slot for slot in step.slots if slot.after_action.stage is Stage.FOSSILIZED]
+    with_account = [
+        slot for slot in fossilized if slot.account.ticks_left
+    ]  # 0 in checkpoints from before accounts existed
+    return sum(
+        terms.delayed_bonus_per_tick(slot.contribution, config.fossilize_bonus, slot.account.ticks_left)
+        for slot in with_account
+    )
 
 
-def credit_now(slot: SlotTick, tick: Tick) -> float:
+def credit_of_slot(slot: SlotStep, step: HostStep) -> float:
     """Return a seed's credit in accuracy points after the step.
 
     It is frozen once the seed is fossilized, and 0 if the seed was removed or not fossilized in time.
     """
-    if slot.acted.stage is Stage.FOSSILIZED:
+    if slot.after_action.stage is Stage.FOSSILIZED:
         return slot.account.credit
-    if tick.diverged or tick.last or slot.acted.stage not in LIVE or slot.left:
+    if step.diverged or step.at_horizon or slot.after_action.stage not in LIVE or slot.removed_after_training:
         return 0.0
-    due = terms.credit_due(slot.contribution, progress(slot, tick.accuracy))
+    due = terms.credit_due(slot.contribution, points_since_germination(slot, step.accuracy))
     return terms.credit_after(slot.account.credit, due)
 
 
-def settled(slot: SlotTick, tick: Tick) -> Account:
+def account_after(slot: SlotStep, step: HostStep) -> SeedAccount:
     """Return the slot's account after the step."""
-    return slot.account._replace(credit=credit_now(slot, tick))
+    return slot.account._replace(credit=credit_of_slot(slot, step))
 
 
-def credit_change(tick: Tick, config: RewardConfig) -> float:
-    return sum(credit_now(slot, tick) - slot.account.credit for slot in tick.slots)
+def credit_change(step: HostStep, config: RewardConfig) -> float:
+    return sum(credit_of_slot(slot, step) - slot.account.credit for slot in step.slots)
 
 
-def loss_change(tick: Tick, config: RewardConfig) -> float:
-    return terms.loss_change(tick.loss_before, tick.loss, config.loss_deviation)
+def loss_change(step: HostStep, config: RewardConfig) -> float:
+    return terms.loss_change(step.loss_before, step.loss, config.loss_deviation)
 
 
-def loss_at_end(tick: Tick, config: RewardConfig) -> float:
-    return terms.loss_left(tick.kept_loss, tick.chance) if tick.last else 0.0
+def loss_at_end(step: HostStep, config: RewardConfig) -> float:
+    return terms.chance_loss_overcome(step.fossilized_loss, step.chance_loss) if step.at_horizon else 0.0
 
 
-def fixed(bound: float) -> Callable[[RewardConfig, int], float]:
+def constant_bound(bound: float) -> Callable[[RewardConfig, int], float]:
     return lambda config, slots: bound
 
 
-def per_slot(bound: float) -> Callable[[RewardConfig, int], float]:
+def bound_per_slot(bound: float) -> Callable[[RewardConfig, int], float]:
     return lambda config, slots: bound * slots
 
 
-def accuracy_at_end(weight: float) -> Term:
-    return Term(lambda tick, config: weight * tick.kept_accuracy if tick.last else 0.0, fixed(weight))
+def accuracy_at_end_term(weight: float) -> Term:
+    return Term(
+        lambda tick, config: weight * tick.fossilized_accuracy if tick.at_horizon else 0.0, constant_bound(weight)
+    )
 
 
-def bonus_of(share: float) -> Term:
+def fossilize_bonus_term(share: float) -> Term:
     """Return a term that pays `share` of the bonus for a seed in the step in which it is fossilized."""
 
-    def paid(tick: Tick, config: RewardConfig) -> float:
-        kept = [slot for slot in tick.slots if slot.kept]
-        return share * sum(terms.fossil_bonus(slot.contribution, config.fossilize_bonus) for slot in kept)
+    def compute(tick: HostStep, config: RewardConfig) -> float:
+        kept = [slot for slot in tick.slots if slot.newly_fossilized]
+        return share * sum(terms.fossilize_bonus(slot.contribution, config.fossilize_bonus) for slot in kept)
 
-    return Term(paid, lambda config, slots: share * config.fossilize_bonus * slots)
+    return Term(compute, lambda config, slots: share * config.fossilize_bonus * slots)
 
 
-def of_rent(config: RewardConfig, slots: int) -> float:
+def rent_bound(config: RewardConfig, slots: int) -> float:
     return config.rent_cap
 
 
-AT_END = Term(objective_at_end, fixed(1.0))
-SHAPING = Term(shaping, lambda config, slots: config.shaping * MOST_POTENTIAL * slots, closes=True)
-RENT = Term(rent_of_effective, of_rent)
-GAIN = Term(gain_at_end, fixed(5.0))
+OBJECTIVE_AT_END = Term(objective_at_end, constant_bound(1.0))
+SHAPING = Term(stage_shaping, lambda config, slots: config.shaping * MAX_POTENTIAL * slots, paid_after_rollback=True)
+RENT = Term(alpha_weighted_rent, rent_bound)
+ACCURACY_GAIN = Term(accuracy_gain_at_end, constant_bound(5.0))
 
 MODES: Mapping[ModeName, Mapping[str, Term]] = {
-    "objective": {"objective": Term(objective_change, fixed(2.0))},
-    "kept": {"kept": Term(kept_objective_change, fixed(2.0))},
-    "sparse": {"end": AT_END},
-    "minimal": {"end": AT_END, "early_cull": Term(early_cull, fixed(0.1))},
+    "objective": {"objective": Term(objective_change, constant_bound(2.0))},
+    "kept": {"kept": Term(fossilized_objective_change, constant_bound(2.0))},
+    "sparse": {"end": OBJECTIVE_AT_END},
+    "minimal": {"end": OBJECTIVE_AT_END, "early_cull": Term(early_cull_cost, constant_bound(0.1))},
     "simplified": {
         "shaping": SHAPING,
-        "op": Term(any_op, fixed(0.01)),
-        "end": accuracy_at_end(3.0),
-        "fossils": Term(good_fossils, per_slot(2.0)),
+        "op": Term(flat_op_cost, constant_bound(0.01)),
+        "end": accuracy_at_end_term(3.0),
+        "fossils": Term(contributing_seeds_at_end, bound_per_slot(2.0)),
     },
     "shaped": {
-        "attribution": Term(attribution, per_slot(2.0 * MOST_POINTS)),
-        "ransom": Term(ransom, per_slot(RANSOM_COST)),
+        "attribution": Term(seed_attribution, bound_per_slot(2.0 * MAX_POINTS)),
+        "ransom": Term(ransom_cost, bound_per_slot(RANSOM_COST)),
         "shaping": SHAPING,
-        "rent": Term(rent_of_all, of_rent),
-        "warnings": Term(warnings, per_slot(0.4)),
-        "op": Term(op_cost, fixed(max(OP_COSTS.values()))),
-        "auto_cull": Term(auto_cull, per_slot(AUTO_CULL_COST)),
-        "end": accuracy_at_end(0.05 * MOST_POINTS),
+        "rent": Term(total_rent, rent_bound),
+        "warnings": Term(warning_costs, bound_per_slot(0.4)),
+        "op": Term(op_cost, constant_bound(max(OP_COSTS.values()))),
+        "auto_cull": Term(auto_cull_cost, bound_per_slot(AUTO_CULL_COST)),
+        "end": accuracy_at_end_term(0.05 * MAX_POINTS),
     },
     "basic": {
         "shaping": SHAPING,
         "rent": RENT,
-        "bonus": bonus_of(1.0),
-        "end": GAIN,
+        "bonus": fossilize_bonus_term(1.0),
+        "end": ACCURACY_GAIN,
     },
     "basic_plus": {
         "shaping": SHAPING,
         "rent": RENT,
-        "bonus": bonus_of(terms.AT_ONCE),
-        "drip": Term(drip, per_slot(max(terms.MOST_DRIP, -terms.LEAST_DRIP))),
-        "end": GAIN,
+        "bonus": fossilize_bonus_term(terms.FOSSILIZE_BONUS_IMMEDIATE_SHARE),
+        "drip": Term(delayed_bonus, bound_per_slot(max(terms.MAX_DELAYED_BONUS, -terms.MIN_DELAYED_BONUS))),
+        "end": ACCURACY_GAIN,
     },
-    "escrow": {"credit": Term(credit_change, per_slot(MOST_POINTS), closes=True)},
+    "escrow": {"credit": Term(credit_change, bound_per_slot(MAX_POINTS), paid_after_rollback=True)},
     "loss": {
-        "loss": Term(loss_change, fixed(terms.MOST_LOSS_CHANGE)),
-        "rent": Term(rent_after_grace, of_rent),
-        "end": Term(loss_at_end, fixed(1.0)),
+        "loss": Term(loss_change, constant_bound(terms.MAX_LOSS_CHANGE)),
+        "rent": Term(rent_after_grace, rent_bound),
+        "end": Term(loss_at_end, constant_bound(1.0)),
     },
 }
 """Terms by mode and name. The names appear in plots as `reward/<name>`."""
@@ -247,21 +263,13 @@ MODES: Mapping[ModeName, Mapping[str, Term]] = {
 assert set(MODES) == set(get_args(ModeName))
 
 
-def pay(tick: Tick, config: RewardConfig) -> dict[str, float]:
+def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's mode for one step; their sum is the reward.
 
     In a step that ends with a rollback only terms with `paid_after_rollback` are paid.
     """
 
-    def counts(term: Term) -> bool:
-        return not tick.over and (term.closes or not tick.diverged)
+    def is_paid(term: Term) -> bool:
+        return not step.already_ended and (term.paid_after_rollback or not step.diverged)
 
-    return {name: term.pay(tick, config) if counts(term) else 0.0 for name, term in MODES[config.mode].items()}
-
-
-def bound(config: RewardConfig, slots: int) -> float:
-    """Return an upper bound of the absolute reward of one step, without the penalty of a rollback.
-
-    In the modes `objective` and `kept` it holds if `objective.rent_cap` is at most 1, so that J lies in [-1, 1].
-    """
-    return sum(term.bound(config, slots) for term in MODES[config.mode].values())
+    return {name: term.compute(step, config) if is_paid(term) else 0.0 for name, term in MODES[config.mode].items()}

@@ -50,21 +50,21 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.{name} must not be negative, got {value}")
 
     @property
-    def varies(self) -> bool:
+    def prices_vary(self) -> bool:
         """True if prices differ between episodes."""
         return self.price_to is not None or self.compute_price_to is not None
 
     @property
-    def prices_compute(self) -> bool:
+    def charges_compute(self) -> bool:
         """True if compute has a price."""
         return self.compute_price != 0.0 or self.compute_price_to is not None
 
-    def prices(self, seed: int) -> Prices:
+    def prices(self, rng_seed: int) -> Prices:
         """Return the prices of the episode with this RNG seed, the same for every controller."""
-        if not self.varies:
+        if not self.prices_vary:
             return Prices(self.price, self.compute_price)
-        drawn = random.Random(seed)
-        shares = drawn.random(), drawn.random()
+        rng = random.Random(rng_seed)
+        shares = rng.random(), rng.random()
         ranges = (self.price, self.price_to), (self.compute_price, self.compute_price_to)
         return Prices(
             *(
@@ -79,7 +79,7 @@ def rent(
     host_parameters: Tensor | int,
     config: ObjectiveConfig,
     price: Tensor | None = None,
-    compute: Tensor | float = 0.0,
+    compute_cost: Tensor | float = 0.0,
 ) -> Tensor:
     """Return the rent [N] of grown networks: price·ln(1 + growth), capped.
 
@@ -91,8 +91,8 @@ def rent(
         compute_cost: Rent for compute, [N], from `compute_rent`. The cap applies to the sum.
     """
     growth = (parameters - host_parameters) / torch.as_tensor(host_parameters).clamp(min=config.smallest_host)
-    charged = (config.price if price is None else price) * torch.log1p(growth)
-    return (charged + compute).clamp(max=config.rent_cap)
+    parameter_rent = (config.price if price is None else price) * torch.log1p(growth)
+    return (parameter_rent + compute_cost).clamp(max=config.rent_cap)
 
 
 def compute_rent(flops: Tensor, host_flops: Tensor | int, price: Tensor) -> Tensor:
@@ -106,10 +106,10 @@ def objective(
     host_parameters: Tensor | int,
     config: ObjectiveConfig,
     price: Tensor | None = None,
-    compute: Tensor | float = 0.0,
+    compute_cost: Tensor | float = 0.0,
 ) -> Tensor:
     """Return J [N] of networks with `accuracy` [N] in 0 … 1 and `parameters` [N]; see `rent` for the other arguments.
 
     The reward of a step is the change of J, so the rewards of an episode sum to J at its end minus J at its start.
     """
-    return accuracy - rent(parameters, host_parameters, config, price, compute)
+    return accuracy - rent(parameters, host_parameters, config, price, compute_cost)

@@ -8,28 +8,28 @@ import math
 POTENTIALS = (0.0, 1.0, 2.0, 3.5, 5.5, 6.0, 0.0, 0.0)
 """Potential by stage: DORMANT, GERMINATED, TRAINING, BLENDING, PROBATIONARY, FOSSILIZED, CULLED, EMBARGOED."""
 
-POTENTIAL_PER_TICK, MOST_FOR_TICKS = 0.3, 2.0
+POTENTIAL_PER_TICK, MAX_POTENTIAL_FOR_TICKS = 0.3, 2.0
 """Potential added by each tick in a stage whose potential is not 0, and the largest sum of these additions."""
 
-MOST_POINTS = 100.0
+MAX_POINTS = 100.0
 """Largest possible contribution, in accuracy points."""
 
-CONTRIBUTES = 1.0
+MIN_CONTRIBUTION_POINTS = 1.0
 """Least contribution of a good seed, in accuracy points; equals the default of the gate before fossilization."""
 
-BONUS_POINTS = 10.0
+FULL_BONUS_POINTS = 10.0
 """Contribution in accuracy points that earns the whole bonus for fossilization; observations show it as 1."""
 
-AT_ONCE = 0.3
+FOSSILIZE_BONUS_IMMEDIATE_SHARE = 0.3
 """Share of the bonus for fossilization that `basic_plus` pays immediately."""
 
-LEAST_DRIP, MOST_DRIP = -0.05, 0.1
+MIN_DELAYED_BONUS, MAX_DELAYED_BONUS = -0.05, 0.1
 """Least and largest delayed part of the bonus, for one seed in one tick."""
 
-MOST_CREDIT_STEP = 2.0
+MAX_CREDIT_STEP = 2.0
 """Largest change of a seed's credit in one tick, in accuracy points."""
 
-MOST_LOSS_CHANGE = 5.0
+MAX_LOSS_CHANGE = 5.0
 """Largest rewarded change of the loss in one tick, in deviations."""
 
 
@@ -40,7 +40,7 @@ def clip(x: float, low: float, high: float) -> float:
 def potential(stage: int, ticks_in_stage: int) -> float:
     """Return the potential of a slot, which grows as its seed comes closer to being fossilized."""
     base = POTENTIALS[stage]
-    return base + min(POTENTIAL_PER_TICK * ticks_in_stage, MOST_FOR_TICKS) if base > 0.0 else 0.0
+    return base + min(POTENTIAL_PER_TICK * ticks_in_stage, MAX_POTENTIAL_FOR_TICKS) if base > 0.0 else 0.0
 
 
 def shaping(before: float, after: float, gamma: float) -> float:
@@ -52,7 +52,7 @@ def shaping(before: float, after: float, gamma: float) -> float:
     return gamma * after - before
 
 
-def attribution(contribution: float, progress: float, clean: float) -> float:
+def attribution(contribution: float, progress: float, gain_over_host_only: float) -> float:
     """Return the accuracy points of the host that are attributed to one seed.
 
     Args:
@@ -66,12 +66,12 @@ def attribution(contribution: float, progress: float, clean: float) -> float:
     if progress <= 0.0:
         return 0.0
     gain = math.sqrt(progress * contribution) if progress <= contribution else contribution
-    return gain / (1.0 + math.exp(-3.0 * clean)) if clean < 0.0 else gain
+    return gain / (1.0 + math.exp(-3.0 * gain_over_host_only)) if gain_over_host_only < 0.0 else gain
 
 
-def is_ransom(contribution: float, clean: float) -> bool:
+def is_ransom(contribution: float, gain_over_host_only: float) -> bool:
     """Return True if the host depends on the seed although all seeds together reduce its accuracy."""
-    return contribution > 0.1 and clean < -0.2
+    return contribution > 0.1 and gain_over_host_only < -0.2
 
 
 def credit_due(contribution: float, progress: float) -> float:
@@ -81,20 +81,24 @@ def credit_due(contribution: float, progress: float) -> float:
 
 def credit_after(credit: float, due: float) -> float:
     """Return the credit in accuracy points after a bounded step from the credit paid so far towards the credit due."""
-    return credit + clip(due - credit, -MOST_CREDIT_STEP, MOST_CREDIT_STEP)
+    return credit + clip(due - credit, -MAX_CREDIT_STEP, MAX_CREDIT_STEP)
 
 
-def fossil_bonus(contribution: float, bonus: float) -> float:
+def fossilize_bonus(contribution: float, bonus: float) -> float:
     """Return the bonus for fossilizing a seed, proportional to its contribution and of the same sign."""
-    return bonus * clip(contribution / BONUS_POINTS, -1.0, 1.0)
+    return bonus * clip(contribution / FULL_BONUS_POINTS, -1.0, 1.0)
 
 
-def drip(contribution: float, bonus: float, rest: int) -> float:
+def delayed_bonus_per_tick(contribution: float, bonus: float, ticks_left: int) -> float:
     """Return one tick's part of the delayed bonus, in proportion to the fossilized seed's present contribution.
 
     With a constant contribution over all `ticks_left` ticks, and unless clipped, the parts sum to the delayed share.
     """
-    return clip((1.0 - AT_ONCE) * fossil_bonus(contribution, bonus) / rest, LEAST_DRIP, MOST_DRIP)
+    return clip(
+        (1.0 - FOSSILIZE_BONUS_IMMEDIATE_SHARE) * fossilize_bonus(contribution, bonus) / ticks_left,
+        MIN_DELAYED_BONUS,
+        MAX_DELAYED_BONUS,
+    )
 
 
 def log_rent(growth: float, weight: float, cap: float) -> float:
@@ -115,14 +119,14 @@ def waiting_warning(ticks_in_stage: int) -> float:
 def loss_change(before: float, after: float, deviation: float) -> float:
     """Return the fall of a loss in deviations, clipped; a rise counts half. A loss that is not finite is the worst."""
     if not math.isfinite(after):
-        change = -MOST_LOSS_CHANGE
+        change = -MAX_LOSS_CHANGE
     elif not math.isfinite(before):
-        change = MOST_LOSS_CHANGE
+        change = MAX_LOSS_CHANGE
     else:
-        change = clip((before - after) / deviation, -MOST_LOSS_CHANGE, MOST_LOSS_CHANGE)
+        change = clip((before - after) / deviation, -MAX_LOSS_CHANGE, MAX_LOSS_CHANGE)
     return change if change > 0.0 else 0.5 * change
 
 
-def loss_left(loss: float, chance: float) -> float:
+def chance_loss_overcome(loss: float, chance_loss: float) -> float:
     """Return the share of the loss of guessing that was overcome, 0 … 1; 0 if the loss is not finite."""
-    return clip((chance - loss) / chance, 0.0, 1.0) if math.isfinite(loss) else 0.0
+    return clip((chance_loss - loss) / chance_loss, 0.0, 1.0) if math.isfinite(loss) else 0.0

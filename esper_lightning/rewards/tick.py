@@ -5,18 +5,18 @@ from typing import NamedTuple
 from esper_lightning.growth.stages import LIVE, OCCUPIED, Stage
 
 
-class Account(NamedTuple):
+class SeedAccount(NamedTuple):
     """Memory of the reward for the seed in one slot; a part of the host's state."""
 
-    start: float = 0.0
+    accuracy_at_germination: float = 0.0
     """Validation accuracy of the host when the seed was germinated."""
-    rest: int = 0
+    ticks_left: int = 0
     """Ticks from the seed's fossilization to the horizon, both included; 0: not fossilized."""
     credit: float = 0.0
     """Accuracy points that mode `escrow` has paid for the seed so far."""
 
 
-class Seed(NamedTuple):
+class SlotStatus(NamedTuple):
     """State of a slot at one moment."""
 
     stage: Stage
@@ -26,16 +26,16 @@ class Seed(NamedTuple):
     """A slow cull is under way."""
 
 
-class SlotTick(NamedTuple):
+class SlotStep(NamedTuple):
     """One slot in one environment step: before the action, right after it, and at the end of the step."""
 
-    before: Seed
+    before: SlotStatus
     """State before the action."""
-    acted: Seed
+    after_action: SlotStatus
     """State right after the action, before the host trains."""
-    after: Seed
+    after: SlotStatus
     """State at the end of the step."""
-    account: Account
+    account: SeedAccount
     """Account right after the action."""
     contribution_before: float
     """Contribution in accuracy points of 100, as last measured before the action; 0 for a seed that is not blended."""
@@ -47,29 +47,29 @@ class SlotTick(NamedTuple):
     """Weight of the seed in the host's output during this step."""
 
     @property
-    def dismissed(self) -> bool:
+    def cull_decided(self) -> bool:
         """True if the action of this step culls the seed, at once or by starting to fade it out."""
-        begins_to_fade = self.acted.fading and not self.before.fading
-        return self.before.stage in LIVE and (self.acted.stage is Stage.CULLED or begins_to_fade)
+        begins_to_fade = self.after_action.fading and not self.before.fading
+        return self.before.stage in LIVE and (self.after_action.stage is Stage.CULLED or begins_to_fade)
 
     @property
-    def left(self) -> bool:
+    def removed_after_training(self) -> bool:
         """True if the seed was removed after it trained in this step: automatically, or because it had faded out."""
-        return self.acted.stage in LIVE and self.after.stage not in OCCUPIED
+        return self.after_action.stage in LIVE and self.after.stage not in OCCUPIED
 
     @property
-    def culled(self) -> bool:
+    def culled_by_action(self) -> bool:
         """True if the seed was removed in this step by an action: at once, or at the end of fading out."""
-        at_once = self.before.stage in LIVE and self.acted.stage is Stage.CULLED
-        return at_once or (self.left and self.acted.fading)
+        immediately = self.before.stage in LIVE and self.after_action.stage is Stage.CULLED
+        return immediately or (self.removed_after_training and self.after_action.fading)
 
     @property
-    def kept(self) -> bool:
+    def newly_fossilized(self) -> bool:
         """True if the seed was fossilized in this step."""
-        return self.acted.stage is Stage.FOSSILIZED and self.before.stage is not Stage.FOSSILIZED
+        return self.after_action.stage is Stage.FOSSILIZED and self.before.stage is not Stage.FOSSILIZED
 
 
-class Tick(NamedTuple):
+class HostStep(NamedTuple):
     """One environment step of one host: the action, and the measurements before and after it.
 
     Accuracies lie in 0 … 1. Accuracies and losses are validated with all live seeds unless stated otherwise.
@@ -77,9 +77,9 @@ class Tick(NamedTuple):
 
     op: str
     """Name of the op that was carried out, after vetoes."""
-    over: bool
+    already_ended: bool
     """The host's episode had ended before this step; nothing happens any more."""
-    last: bool
+    at_horizon: bool
     """The step reaches the horizon; seeds that are not fossilized are dropped."""
     diverged: bool
     """The host was rolled back: the trajectory ends, and the measurements do not result from the action."""
@@ -87,9 +87,9 @@ class Tick(NamedTuple):
     """J before the action."""
     objective: float
     """J after the step, with all live seeds; at the horizon with fossilized seeds only."""
-    kept_objective_before: float
+    fossilized_objective_before: float
     """J before the action with fossilized seeds only."""
-    kept_objective: float
+    fossilized_objective: float
     """J after the step with fossilized seeds only, as if the episode ended here."""
     accuracy_at_start: float
     """Accuracy at the start of the episode."""
@@ -97,19 +97,19 @@ class Tick(NamedTuple):
     """Accuracy before the action."""
     accuracy: float
     """Accuracy after the step."""
-    kept_accuracy: float
+    fossilized_accuracy: float
     """Accuracy after the step with fossilized seeds only."""
-    bare_before: float
+    host_only_accuracy_before: float
     """Accuracy before the action with every seed switched off; with all live seeds except in mode `shaped`."""
-    bare: float
+    host_only_accuracy: float
     """Accuracy after the step with every seed switched off; with all live seeds except in mode `shaped`."""
     loss_before: float
     """Loss before the action."""
     loss: float
     """Loss after the step."""
-    kept_loss: float
+    fossilized_loss: float
     """Loss after the step with fossilized seeds only."""
-    chance: float
+    chance_loss: float
     """Loss of guessing, ln(classes)."""
-    slots: tuple[SlotTick, ...]
+    slots: tuple[SlotStep, ...]
     """One record per slot, [K]; empty in modes that do not depend on seeds."""

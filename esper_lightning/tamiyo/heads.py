@@ -1,19 +1,25 @@
-"""Factored action distribution: the op first, then a slot given the op, then the remaining heads given op and slot.
+"""Factored, masked action distributions: each head is drawn given the choices of earlier heads.
 
 All conditional tables are computed at once, so sampling, log-probability and the exact entropy use the same numbers.
+`HostDistribution` is for hosts: the op first, then a slot given the op, then the remaining heads given op and slot.
+`ChoiceDistribution` is for any `ChoiceSpace`.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.envs import HEADS, Action, Masks
-from esper_lightning.envs.actions import RELEVANT, blank_irrelevant, relevance
+from esper_lightning.envs.spaces.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
+from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.envs.vector_env import ActionSpaceProtocol
 
-MASKED = -1e4
+MASKED_LOGIT = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
 
 
@@ -41,10 +47,10 @@ class ConditionalHead(nn.Module):
         return self.output(F.relu(self.input(hidden).unsqueeze(-2) + self.context))
 
 
-Tables = dict[str, Tensor]
+HeadTables = dict[str, Tensor]
 """Tables by head [..., rows, choices], with one row for each context on which the choice is conditioned."""
 
-CONTEXTS: dict[str, tuple[str, ...]] = {
+PARENT_HEADS: dict[str, tuple[str, ...]] = {
     "op": (),
     "slot": ("op",),
     "blueprint": ("slot",),
@@ -56,49 +62,51 @@ CONTEXTS: dict[str, tuple[str, ...]] = {
 }
 """Earlier heads on which each head is conditioned."""
 
-MAIN = ("op", "slot", "blueprint", "tempo")
+REQUIRED_HEADS = ("op", "slot", "blueprint", "tempo")
 """Heads that every policy has; another head exists only if it has more than one choice."""
 
 
 def table_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Return the numbers of rows and choices of every existing head, given the number of choices of each head."""
     return {
-        head: (math.prod(sizes[name] for name in given), sizes[head])
-        for head, given in CONTEXTS.items()
-        if head in MAIN or sizes[head] > 1
+        head: (math.prod(sizes[name] for name in parents), sizes[head])
+        for head, parents in PARENT_HEADS.items()
+        if head in REQUIRED_HEADS or sizes[head] > 1
     }
 
 
-def uniform(sizes: Mapping[str, int], n_envs: int) -> Tables:
+def uniform_logits(sizes: Mapping[str, int], n_envs: int) -> HeadTables:
     """Return logits that make all choices equally likely in `n_envs` environments."""
     return {head: torch.zeros(n_envs, *shape) for head, shape in table_shapes(sizes).items()}
 
 
 class Heads(nn.Module):
-    """Logits of all heads, as one table per head. A missing head always chooses 0.
+    """Logits of all heads, as one table per head. In a host's action space a missing head always chooses 0.
 
     Args:
         width: Number of hidden features.
-        sizes: Number of choices of each head.
+        space: Action space of the environments.
     """
 
-    def __init__(self, width: int, sizes: Mapping[str, int]) -> None:
+    def __init__(self, width: int, space: ActionSpaceProtocol) -> None:
         super().__init__()
-        self.tables = nn.ModuleDict(
-            {head: ConditionalHead(width, *shape) for head, shape in table_shapes(sizes).items()}
-        )
+        self.space = space
+        shapes = space.mask_shapes if isinstance(space, ChoiceSpace) else table_shapes(space.sizes)
+        self.tables = nn.ModuleDict({head: ConditionalHead(width, *shape) for head, shape in shapes.items()})
 
-    def forward(self, hidden: Tensor) -> Tables:  # [..., width]
+    def forward(self, hidden: Tensor) -> HeadTables:  # [..., width]
         return {head: table(hidden) for head, table in self.tables.items()}
 
-    def distribution(self, hidden: Tensor, masks: Masks) -> "FactoredDistribution":
+    def distribution(self, hidden: Tensor, masks: Any) -> "HostDistribution | ChoiceDistribution":
         """Return the distribution over actions [...] for hidden features [..., width]."""
-        return FactoredDistribution(self(hidden), masks)
+        if isinstance(self.space, ChoiceSpace):
+            return ChoiceDistribution(self(hidden), masks, self.space)
+        return HostDistribution(self(hidden), masks)
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Return log-probabilities over the last axis; a row without a possible choice is uniform and never drawn from."""
-    return F.log_softmax(torch.where(mask, logits.float(), MASKED), -1)
+    return F.log_softmax(torch.where(mask, logits.float(), MASKED_LOGIT), -1)
 
 
 def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(count > 1, entropy / count.clamp(min=2).log(), 0.0)
 
 
-def possible(head: str, masks: Masks, table: Tensor) -> Tensor:
+def head_mask(head: str, masks: Masks, table: Tensor) -> Tensor:
     """Return the mask of a head's table, [..., rows, choices] bool."""
     match head:
         case "op":
@@ -124,58 +132,48 @@ def possible(head: str, masks: Masks, table: Tensor) -> Tensor:
             return torch.ones_like(table, dtype=torch.bool)
 
 
-class FactoredDistribution:
-    """Distribution over actions [..., N], given the logits of the heads and the masks."""
+class FactoredDistribution(ABC):
+    """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
 
-    def __init__(self, logits: Tables, masks: Masks) -> None:
-        self.possible: Tables = {head: possible(head, masks, table) for head, table in logits.items()}
-        self.log_probs: Tables = {
-            head: masked_log_softmax(table, self.possible[head]) for head, table in logits.items()
-        }
+    Args:
+        logits: Table of each head, [..., rows, choices], in the order in which heads are drawn.
+        masks: Possible choices, of the same shapes, bool.
+    """
+
+    def __init__(self, logits: HeadTables, masks: HeadTables) -> None:
         self.heads = tuple(logits)
-        self.slots = masks.slot.shape[-1]
-        self.relevant = relevance(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
+        self.mask_tables = masks
+        self.log_probs: HeadTables = {head: masked_log_softmax(table, masks[head]) for head, table in logits.items()}
 
-    def sample(self, generator: torch.Generator) -> Action:
+    def sample(self, generator: torch.Generator) -> Any:
         """Draw an action; `generator` must be on the device of the logits."""
 
         def draw(log_probs: Tensor) -> Tensor:
             flat = torch.multinomial(log_probs.exp().flatten(0, -2), 1, generator=generator)
             return flat.view(log_probs.shape[:-1])
 
-        return self._choose(draw)
+        return self._action(self._choose(draw))
 
-    def mode(self) -> Action:
-        """Return the most likely op, then the most likely choice of each head given the choices of earlier heads."""
-        return self._choose(lambda log_probs: log_probs.argmax(-1))
+    def mode(self) -> Any:
+        """Return the most likely choice of each head, given the choices of earlier heads."""
+        return self._action(self._choose(lambda log_probs: log_probs.argmax(-1)))
 
-    def _choose(self, draw: Callable[[Tensor], Tensor]) -> Action:
-        chosen = {"op": draw(self._row("op", {}))}
-        for head in HEADS[1:]:
-            there = head in self.log_probs
-            chosen[head] = draw(self._row(head, chosen)) if there else torch.zeros_like(chosen["op"])
-        return blank_irrelevant(Action(**chosen), self.relevant)
-
-    def log_prob(self, action: Action) -> Tensor:  # [...]
-        """Return the log-probability of the action: the sum over the heads that matter for its op."""
-        chosen = action._asdict()
-        heads = [
-            self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1) * self._matters(head, action.op)
-            for head in self.log_probs
-        ]
-        return torch.stack(heads, -1).sum(-1)
-
-    def _matters(self, head: str, op: Tensor) -> Tensor:
-        return self.relevant[:, HEADS.index(head)][op]
+    def _choose(self, draw: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        chosen: dict[str, Tensor] = {}
+        for head in self.heads:
+            chosen[head] = draw(self._row(head, chosen))
+        return chosen
 
     def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [..., choices]
         """Return the log-probabilities of a head given the choices of earlier heads."""
-        table, given = self.log_probs[head], CONTEXTS[head]
-        if not given:
+        table, row = self.log_probs[head], self._row_index(head, chosen)
+        if row is None:
             return table.squeeze(-2)
-        row = chosen["op"] * self.slots + chosen["slot"] if given == ("op", "slot") else chosen[given[0]]
         index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
         return table.gather(-2, index).squeeze(-2)
+
+    def _log_prob(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [...]
+        return self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1)
 
     def entropy(self) -> tuple[Tensor, Tensor]:
         """Return the entropy of each head and the probability that it matters, both [..., heads]; both are exact.
@@ -184,24 +182,69 @@ class FactoredDistribution:
         weighted by their probabilities. The product of both, summed over heads, is the entropy of the action in these
         units.
         """
-        return self._over_contexts(lambda head: normalised_entropy(self.log_probs[head], self.possible[head]))
+        return self._mean_over_contexts(lambda head: normalised_entropy(self.log_probs[head], self.mask_tables[head]))
 
-    def freedom(self) -> Tensor:  # [..., heads]
+    def choice_probability(self) -> Tensor:  # [..., heads]
         """Return the probability that a head matters and has several possible choices; else its entropy is 0."""
-        free, share = self._over_contexts(lambda head: (self.possible[head].sum(-1) > 1).float())
-        return free * share
+        has_choice, relevance = self._mean_over_contexts(lambda head: (self.mask_tables[head].sum(-1) > 1).float())
+        return has_choice * relevance
 
-    def _over_contexts(self, of_rows: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    @abstractmethod
+    def log_prob(self, action: Any) -> Tensor:  # [...]
+        """Return the log-probability of the action: the sum over the heads that matter for it."""
+
+    @abstractmethod
+    def _action(self, chosen: dict[str, Tensor]) -> Any:
+        """Return the action made of the choices of all heads."""
+
+    @abstractmethod
+    def _row_index(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the row of a head's table that the choices of earlier heads select; None if there is only one."""
+
+    @abstractmethod
+    def _mean_over_contexts(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the mean of each head's `row_values(head)` [..., rows], and the probability that the head matters."""
+
+
+class HostDistribution(FactoredDistribution):
+    """Distribution over the actions of hosts, given the logits of the heads and the masks."""
+
+    def __init__(self, logits: HeadTables, masks: Masks) -> None:
+        super().__init__(logits, {head: head_mask(head, masks, table) for head, table in logits.items()})
+        self.n_slots = masks.slot.shape[-1]
+        self.relevant = relevance_table(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
+
+    def _action(self, chosen: dict[str, Tensor]) -> Action:
+        missing = torch.zeros_like(chosen["op"])
+        return zero_irrelevant_heads(Action(*(chosen.get(head, missing) for head in HEADS)), self.relevant)
+
+    def log_prob(self, action: Action) -> Tensor:  # [...]
+        chosen = action._asdict()
+        heads = [self._log_prob(head, chosen) * self._relevance(head, action.op) for head in self.heads]
+        return torch.stack(heads, -1).sum(-1)
+
+    def _relevance(self, head: str, op: Tensor) -> Tensor:
+        return self.relevant[:, HEADS.index(head)][op]
+
+    def _row_index(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
+        parents = PARENT_HEADS[head]
+        if parents == ("op", "slot"):
+            return chosen["op"] * self.n_slots + chosen["slot"]
+        return chosen[parents[0]] if parents else None
+
+    def _mean_over_contexts(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
         columns = [HEADS.index(head) for head in self.heads]
-        use = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
-        share = use.sum(-2)
-        both = [self._mean(head, of_rows(head), use[..., i], share[..., i]) for i, head in enumerate(self.heads)]
-        means, shares = zip(*both, strict=True)
-        return torch.stack(means, -1), torch.stack(shares, -1)
+        op_weights = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
+        relevances = op_weights.sum(-2)
+        pairs = [
+            self._mean_of_head(head, row_values(head), op_weights[..., i], relevances[..., i])
+            for i, head in enumerate(self.heads)
+        ]
+        means, head_relevances = zip(*pairs, strict=True)
+        return torch.stack(means, -1), torch.stack(head_relevances, -1)
 
-    def _mean(self, head: str, per_row: Tensor, use: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean_of_head(self, head: str, per_row: Tensor, op_weights: Tensor, relevance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of one head over its contexts, and the probability that the head matters.
 
         Args:
@@ -211,17 +254,47 @@ class FactoredDistribution:
             relevance: Sum of `op_weights`, [...].
         """
         if head == "op":
-            return per_row.squeeze(-1), share
-        if CONTEXTS[head] == ("op",):
-            return (per_row * use).sum(-1) / share.clamp(min=1e-8), share
+            return per_row.squeeze(-1), relevance
+        if PARENT_HEADS[head] == ("op",):
+            return (per_row * op_weights).sum(-1) / relevance.clamp(min=1e-8), relevance
         slots = self.log_probs["slot"].exp()  # [..., ops, K]
-        if CONTEXTS[head] == ("slot",):
-            (op,) = RELEVANT[head]
-            return (per_row * slots[..., op, :]).sum(-1), share
-        rows = (use.unsqueeze(-1) * slots).flatten(-2)  # [..., ops · K]
-        if CONTEXTS[head] == ("speed",):
+        if PARENT_HEADS[head] == ("slot",):
+            (op,) = RELEVANT_OPS[head]
+            return (per_row * slots[..., op, :]).sum(-1), relevance
+        rows = (op_weights.unsqueeze(-1) * slots).flatten(-2)  # [..., ops · K]
+        if PARENT_HEADS[head] == ("speed",):
             # A change of alpha at once has no curve to choose, so the head does not matter there.
-            free = self.possible[head].sum(-1) > 1
-            rows = (rows.unsqueeze(-1) * self.log_probs["speed"].exp()).sum(-2) * free
-            share = rows.sum(-1)
-        return (per_row * rows).sum(-1) / share.clamp(min=1e-8), share
+            has_choice = self.mask_tables[head].sum(-1) > 1
+            rows = (rows.unsqueeze(-1) * self.log_probs["speed"].exp()).sum(-2) * has_choice
+            relevance = rows.sum(-1)
+        return (per_row * rows).sum(-1) / relevance.clamp(min=1e-8), relevance
+
+
+class ChoiceDistribution(FactoredDistribution):
+    """Distribution over the actions of a `ChoiceSpace`, given the logits of the heads and the masks."""
+
+    def __init__(self, logits: HeadTables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
+        all_possible = {head: torch.ones_like(table, dtype=torch.bool) for head, table in logits.items()}
+        super().__init__(logits, space.split_mask(masks.possible) if space.masked else all_possible)
+        self.parents = space.parents
+
+    def _action(self, chosen: dict[str, Tensor]) -> ChoiceAction:
+        return ChoiceAction(torch.stack(list(chosen.values()), -1))
+
+    def log_prob(self, action: ChoiceAction) -> Tensor:  # [...]
+        chosen = dict(zip(self.heads, action.indices.unbind(-1), strict=True))
+        return torch.stack([self._log_prob(head, chosen) for head in self.heads]).sum(0)
+
+    def _row_index(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
+        return chosen[self.parents[head]] if head in self.parents else None
+
+    def _mean_over_contexts(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        marginals: HeadTables = {}  # [..., choices] of each head: marginal probabilities
+        means = []
+        for head in self.heads:
+            per_row = row_values(head)
+            weights = marginals[self.parents[head]] if head in self.parents else torch.ones_like(per_row)
+            marginals[head] = (weights.unsqueeze(-1) * self.log_probs[head].exp()).sum(-2)
+            means.append((weights * per_row).sum(-1))
+        mean = torch.stack(means, -1)
+        return mean, torch.ones_like(mean)

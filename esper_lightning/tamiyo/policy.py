@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs.choices import ChoiceSpace
-from esper_lightning.envs.vector import Space, VectorEnv
-from esper_lightning.tamiyo.choices import ChoiceHeads
+from esper_lightning.envs.vector_env import ActionSpaceProtocol, VectorEnv
 from esper_lightning.tamiyo.heads import Heads
-from esper_lightning.tamiyo.stretches import stretches
+from esper_lightning.tamiyo.segments import split_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,8 @@ class PolicyShape(NamedTuple):
     """Sizes of the policy's inputs and outputs."""
 
     features: int
-    space: Space
-    fields: int = 0
+    space: ActionSpaceProtocol
+    categorical_fields: int = 0
     """Number K of categorical fields in an observation."""
     categories: int = 0
     """Number of values of each categorical field."""
@@ -56,17 +54,12 @@ class PolicyShape(NamedTuple):
     """Number of features that only the critic may receive."""
 
 
-def shape_of(env: VectorEnv) -> PolicyShape:
+def policy_shape(env: VectorEnv) -> PolicyShape:
     """Return the input and output sizes of a policy for these environments."""
-    features, *whole = env.observation
-    fields = whole[0].shape[-1] if env.categories else 0
+    features, *categorical = env.observation
+    fields = categorical[0].shape[-1] if env.num_categories else 0
     privileged = 0 if env.privileged is None else env.privileged.shape[-1]
-    return PolicyShape(features.shape[-1], env.space, fields, env.categories, privileged)
-
-
-def make_heads(width: int, space: Space) -> Heads | ChoiceHeads:
-    """Return the action heads for the space; pools of hosts have a specialised class."""
-    return ChoiceHeads(width, space) if isinstance(space, ChoiceSpace) else Heads(width, space.sizes)
+    return PolicyShape(features.shape[-1], env.space, fields, env.num_categories, privileged)
 
 
 class RecurrentState(NamedTuple):
@@ -93,23 +86,23 @@ class Policy(nn.Module):
         super().__init__()
         if config.asymmetric and not shape.privileged:
             raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
-        width, seen = config.width, shape.features
+        width, n_inputs = config.width, shape.features
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
         self.embedding: nn.Embedding | None = None
         if shape.categories:
             self.embedding = nn.Embedding(shape.categories, config.blueprint_embedding)
-            seen += shape.fields * config.blueprint_embedding
-        self.encoder = nn.Linear(seen, width)
+            n_inputs += shape.categorical_fields * config.blueprint_embedding
+        self.encoder = nn.Linear(n_inputs, width)
         self.encoder_norm = nn.LayerNorm(width)
         self.lstm: nn.LSTM | None = None
         if config.memory == "lstm":
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
-        self.heads = make_heads(width, shape.space)
-        judged = width + (shape.privileged if config.asymmetric else 0)
-        self.value = nn.Sequential(nn.Linear(judged, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
+        self.heads = Heads(width, shape.space)
+        n_critic_inputs = width + (shape.privileged if config.asymmetric else 0)
+        self.value = nn.Sequential(nn.Linear(n_critic_inputs, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
 
     def _initialise(self) -> None:
@@ -146,50 +139,54 @@ class Policy(nn.Module):
         Returns:
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
         """
-        hidden, state = self._hidden(observation, state, starts)
-        return self.heads.distribution(hidden, masks), self._judge(hidden, privileged), state
+        hidden, state = self._encode(observation, state, starts)
+        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
 
     def step(
         self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process one step: as `forward`, but without the axis T."""
-        hidden, state = self._hidden_now(observation, state, starts)
-        return self.heads.distribution(hidden, masks), self._judge(hidden, privileged), state
+        hidden, state = self._encode_step(observation, state, starts)
+        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
 
-    def decide(self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor) -> tuple[Any, RecurrentState]:
+    def step_actor(
+        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor
+    ) -> tuple[Any, RecurrentState]:
         """Process one step without the critic, whose privileged features may be unavailable after training."""
-        hidden, state = self._hidden_now(observation, state, starts)
+        hidden, state = self._encode_step(observation, state, starts)
         return self.heads.distribution(hidden, masks), state
 
-    def worth(
+    def estimate_value(
         self, observation: Any, state: RecurrentState, starts: Tensor, privileged: Tensor | None = None
     ) -> Tensor:  # [N]
         """Return the normalised values of one step, without an action distribution."""
-        return self._judge(self._hidden_now(observation, state, starts)[0], privileged)
+        return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
 
-    def _judge(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
+    def _critic_value(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
         return self.value(torch.cat([hidden, privileged], -1) if self.asymmetric else hidden).squeeze(-1)
 
-    def _hidden_now(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        hidden, state = self._hidden([part[None] for part in observation], state, starts[None])
+    def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        hidden, state = self._encode([part[None] for part in observation], state, starts[None])
         return hidden[0], state
 
-    def _hidden(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        features, *whole = observation
+    def _encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        features, *categorical = observation
         if self.embedding is not None:
-            features = torch.cat([features, self.embedding(whole[0]).flatten(-2)], -1)  # [T, N, D + K·E]
+            features = torch.cat([features, self.embedding(categorical[0]).flatten(-2)], -1)  # [T, N, D + K·E]
         encoded = F.relu(self.encoder_norm(self.encoder(features)))
         if self.lstm is None:
             return encoded, state
-        remembered, state = self._remember(encoded, state, starts)
-        return self.lstm_norm(remembered + encoded), state
+        recurrent, state = self._run_lstm(encoded, state, starts)
+        return self.lstm_norm(recurrent + encoded), state
 
-    def _remember(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+    def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
         # A single step needs no transfer from the device.
         if len(x) == 1 or not starts[1:].any():
             output, after = self.lstm(x, tuple(part.unsqueeze(0) for part in before))
             return output, RecurrentState(*(part.squeeze(0) for part in after))
-        cut = stretches(starts)
-        output, after = self.lstm(cut.pack(x), tuple(cut.begin_with(part).unsqueeze(0) for part in before))
-        return cut.unpack(output.data), RecurrentState(*(part.squeeze(0)[cut.last] for part in after))
+        segments = split_segments(starts)
+        output, after = self.lstm(
+            segments.pack(x), tuple(segments.initial_states(part).unsqueeze(0) for part in before)
+        )
+        return segments.unpack(output.data), RecurrentState(*(part.squeeze(0)[segments.last] for part in after))

@@ -1,6 +1,6 @@
 """Tasks that hosts learn: data sets, minibatches, augmentation and measures."""
 
-from esper_lightning.tasks.augment import AugmentConfig, draw_choices
+from esper_lightning.tasks.augment import AugmentConfig, draw_augment_params
 from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.cifar10 import CIFAR10
 from esper_lightning.tasks.datamodule import FromDataModule
@@ -10,7 +10,7 @@ from esper_lightning.tasks.synthetic import Synthetic
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
 from esper_lightning.tasks.text import Text
-from esper_lightning.tasks.variants import Variant, vary
+from esper_lightning.tasks.variants import Variant, make_variants
 
 __all__ = [
     "CIFAR10",
@@ -27,8 +27,8 @@ __all__ = [
     "Text",
     "Variant",
     "check_data",
-    "draw_choices",
+    "draw_augment_params",
     "fetch",
     "fingerprint",
-    "vary",
+    "make_variants",
 ]

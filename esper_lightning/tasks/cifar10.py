@@ -10,7 +10,7 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 
 ARCHIVE = "cifar-10-python.tar.gz"
 
-SPLIT_SEED = 0
+SPLIT_RNG_SEED = 0
 """RNG seed of the split into training and validation images, which is the same in every run."""
 
 
@@ -52,16 +52,16 @@ class CIFAR10(Task):
                 f"CIFAR10: {self.validation} images for validation and {self.train or 1} for training are more than "
                 f"there are, {len(images)}; lower validation or train"
             )
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_RNG_SEED))
         held_out, rest = order[: self.validation], order[self.validation :][: self.train]
         mean, deviation = channel_statistics(images[rest])
 
         def split(images: Tensor, labels: Tensor) -> Split:
             return Split((images.float() - mean) / deviation, labels)
 
-        seen = [split(images[part], labels[part]) for part in (rest, held_out)]
-        tested = split(*(part[: self.test] for part in self._read(train=False)))
-        return TaskData(*seen, tested, classes=10)
+        train_and_validation = [split(images[part], labels[part]) for part in (rest, held_out)]
+        test = split(*(part[: self.test] for part in self._read(train=False)))
+        return TaskData(*train_and_validation, test, classes=10)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
         from torchvision.datasets import CIFAR10 as Stored  # imported late: it takes a second
@@ -69,10 +69,10 @@ class CIFAR10(Task):
         try:
             stored = Stored(self.root, train=train, download=self.download)
         except (RuntimeError, URLError) as error:  # raised by torchvision for missing or damaged files
-            raise ValueError(self._way_out(error)) from error
+            raise ValueError(self._download_hint(error)) from error
         return torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(stored.targets)
 
-    def _way_out(self, error: Exception) -> str:
+    def _download_hint(self, error: Exception) -> str:
         if self.download:
             return f"CIFAR10: the download to {str(self.root)!r} failed ({error}); put {ARCHIVE} there by hand"
         return (

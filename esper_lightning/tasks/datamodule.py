@@ -16,7 +16,7 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 """Name of the loader method for each split."""
 
-SEED = 0
+RNG_SEED = 0
 """RNG seed for reading a data module, which may draw the order of samples and their augmentation."""
 
 
@@ -46,76 +46,80 @@ class FromDataModule(Task):
         wanted = [name for name in LOADERS if name != "test" or self.test_share is None]
         for name in wanted:
             if not is_overridden(LOADERS[name], self.data, LightningDataModule):
-                how = ", or set data.task.init_args.test_share" if name == "test" else ""
-                raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{how}")
+                hint = ", or set data.task.init_args.test_share" if name == "test" else ""
+                raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{hint}")
         # A fixed RNG seed gives a resumed run the same data; isolate_rng restores the global random states.
         with isolate_rng():
-            random.seed(SEED)
-            np.random.seed(SEED)  # data modules often draw from numpy's global generator
-            torch.manual_seed(SEED)
+            random.seed(RNG_SEED)
+            np.random.seed(RNG_SEED)  # data modules often draw from numpy's global generator
+            torch.manual_seed(RNG_SEED)
             self.data.prepare_data()
             self.data.setup("fit")
             if "test" in wanted:
                 self.data.setup("test")
             train, validation, *rest = (
-                gather(getattr(self.data, LOADERS[name]), f"{kind}'s {name}") for name in wanted
+                concatenate_batches(getattr(self.data, LOADERS[name]), f"{kind}'s {name}") for name in wanted
             )
             if self.test_share is not None:
-                validation, test = divide(validation, self.test_share, kind)
+                validation, test = split_off(validation, self.test_share, kind)
                 rest = [test]
         splits = (train, validation, *rest)
-        found = 1 + max(int(split.targets.max()) for split in splits)
-        return TaskData(*splits, classes=self.classes or max(2, found))
+        classes_in_data = 1 + max(int(split.targets.max()) for split in splits)
+        return TaskData(*splits, classes=self.classes or max(2, classes_in_data))
 
 
-def gather(make_loader: Callable[[], Any], whose: str) -> Split:
+def concatenate_batches(make_loader: Callable[[], Any], source: str) -> Split:
     """Concatenate all batches of a loader. Raises ValueError unless they are pairs of inputs and class numbers."""
     batches = list(make_loader())
     if not batches:
-        raise ValueError(f"FromDataModule: {whose} data are empty")
+        raise ValueError(f"FromDataModule: {source} data are empty")
     for batch in batches:
-        check_batch(batch, whose)
+        check_batch(batch, source)
     shapes = {tuple(inputs.shape[1:]) for inputs, _ in batches}
     if len(shapes) > 1:
-        raise ValueError(f"FromDataModule: {whose} inputs have several shapes, {sorted(shapes)}; bring them to one")
+        raise ValueError(f"FromDataModule: {source} inputs have several shapes, {sorted(shapes)}; bring them to one")
     shapes = {tuple(targets.shape[1:]) for _, targets in batches}
     if len(shapes) > 1:
-        raise ValueError(f"FromDataModule: {whose} targets have several shapes, {sorted(shapes)}; bring them to one")
+        raise ValueError(f"FromDataModule: {source} targets have several shapes, {sorted(shapes)}; bring them to one")
     inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return Split(inputs.float() if inputs.is_floating_point() else inputs.long(), targets.long())
 
 
-def check_batch(batch: Any, whose: str) -> None:
+def check_batch(batch: Any, source: str) -> None:
     """Raise ValueError unless `batch` is a pair of inputs [B, …] and class numbers [B] or [B, T]."""
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         parts = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-        raise ValueError(f"FromDataModule: {whose} batches must be pairs of tensors, inputs and targets, got {parts}")
+        raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and targets, got {parts}")
     inputs, targets = batch
     if inputs.dtype in (torch.uint8, torch.bool):
-        raise ValueError(f"FromDataModule: {whose} inputs are {inputs.dtype}; give numbers (float32) or tokens (int64)")
+        raise ValueError(
+            f"FromDataModule: {source} inputs are {inputs.dtype}; give numbers (float32) or tokens (int64)"
+        )
     if targets.is_floating_point():
-        raise ValueError(f"FromDataModule: {whose} targets are {targets.dtype}; give the number of the class, int64")
+        raise ValueError(f"FromDataModule: {source} targets are {targets.dtype}; give the number of the class, int64")
     if targets.ndim not in (1, 2) or inputs.ndim < 2 or len(inputs) != len(targets):
         raise ValueError(
-            f"FromDataModule: {whose} batches are {list(inputs.shape)} and {list(targets.shape)}; they need inputs "
+            f"FromDataModule: {source} batches are {list(inputs.shape)} and {list(targets.shape)}; they need inputs "
             f"[B, …] and class numbers [B], or [B, T] for tokens"
         )
     if targets.ndim == 2 and targets.shape[1] != inputs.shape[1]:
         raise ValueError(
-            f"FromDataModule: {whose} targets are {list(targets.shape)}, which is no class number for each sample; "
+            f"FromDataModule: {source} targets are {list(targets.shape)}, which is no class number for each sample; "
             f"take the argmax of one-hot targets"
         )
 
 
-def divide(split: Split, share: float, kind: str) -> tuple[Split, Split]:
+def split_off(split: Split, share: float, kind: str) -> tuple[Split, Split]:
     """Split off a random share of the samples and return the rest and the share.
 
     Raises ValueError if one of the two would be empty.
     """
     order = torch.randperm(split.samples)
-    apart = round(share * split.samples)
-    if not 0 < apart < split.samples:
+    split_off_samples = round(share * split.samples)
+    if not 0 < split_off_samples < split.samples:
         raise ValueError(
-            f"FromDataModule: a share of {share} of {kind}'s {split.samples} validation samples is {apart}"
+            f"FromDataModule: a share of {share} of {kind}'s {split.samples} validation samples is {split_off_samples}"
         )
-    return Split(*(part[order[apart:]] for part in split)), Split(*(part[order[:apart]] for part in split))
+    return Split(*(part[order[split_off_samples:]] for part in split)), Split(
+        *(part[order[:split_off_samples]] for part in split)
+    )

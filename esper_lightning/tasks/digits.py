@@ -6,7 +6,7 @@ from sklearn.model_selection import train_test_split
 
 from esper_lightning.tasks.task import Split, Task, TaskData
 
-SPLIT_SEED = 0
+SPLIT_RNG_SEED = 0
 """RNG seed of the split, which is the same in every run."""
 
 
@@ -40,4 +40,4 @@ class Digits(Task):
 
 def _split(indices: object, digits: object, held_out: int) -> tuple[list[int], list[int]]:
     labels = [digits[i] for i in indices]
-    return train_test_split(list(indices), test_size=held_out, random_state=SPLIT_SEED, stratify=labels)
+    return train_test_split(list(indices), test_size=held_out, random_state=SPLIT_RNG_SEED, stratify=labels)

@@ -22,20 +22,20 @@ def check_data(data: TaskData, task: str) -> None:
                 f"{where} have inputs of shape {tuple(inputs.shape[1:])}, the training data {data.input_shape}"
             )
         if inputs.is_floating_point():
-            wrong = ~inputs.isfinite().flatten(1).all(1)
-            if wrong.any():
+            invalid = ~inputs.isfinite().flatten(1).all(1)
+            if invalid.any():
                 raise ValueError(
-                    f"{where} hold {int(wrong.sum())} inputs that are not finite, the first is number "
-                    f"{int(wrong.nonzero()[0])}; get the data set again"
+                    f"{where} hold {int(invalid.sum())} inputs that are not finite, the first is number "
+                    f"{int(invalid.nonzero()[0])}; get the data set again"
                 )
         if targets.is_floating_point():
             raise ValueError(f"{where} have targets of {targets.dtype}; give the number of the class, int64")
-        wrong = ((targets < 0) | (targets >= data.classes)).flatten(1 if targets.ndim > 1 else 0)
-        wrong = wrong.any(1) if targets.ndim > 1 else wrong
-        if wrong.any():
-            first = int(wrong.nonzero()[0])
+        invalid = ((targets < 0) | (targets >= data.classes)).flatten(1 if targets.ndim > 1 else 0)
+        invalid = invalid.any(1) if targets.ndim > 1 else invalid
+        if invalid.any():
+            first = int(invalid.nonzero()[0])
             raise ValueError(
-                f"{where} hold {int(wrong.sum())} targets outside of 0 … {data.classes - 1}, the first is number "
+                f"{where} hold {int(invalid.sum())} targets outside of 0 … {data.classes - 1}, the first is number "
                 f"{first}: {targets[first].flatten()[:8].tolist()}; get the data set again"
             )
 

@@ -14,14 +14,14 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from esper_lightning.tasks.task import Split, Task, TaskData
 
-SPLIT_SEED = 0
+SPLIT_RNG_SEED = 0
 """RNG seed of the split, which is the same in every run."""
 
 BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
 """Real tables in scikit-learn. Rows, columns, classes: wine 178, 13, 3; breast_cancer 569, 30, 2; digits 1,797, 64,
 10."""
 
-MOST_WORDS = 32
+MAX_CATEGORIES = 32
 """Maximum number of one-hot columns for a column of words; the rarer words share one."""
 
 
@@ -60,14 +60,14 @@ class Tabular(Task):
             )
         rest, test = self._split(np.arange(len(targets)), targets, self.test)
         train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
-        inputs = np.concatenate([as_numbers(column, train) for column in columns], axis=1)
-        numbers, right = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
-        splits = [Split(numbers[part], right[part]) for part in (train, validation, test)]
+        inputs = np.concatenate([encode_column(column, train) for column in columns], axis=1)
+        numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
+        splits = [Split(numbers[part], class_numbers[part]) for part in (train, validation, test)]
         return TaskData(*splits, classes=len(classes))
 
     def _split(self, rows: np.ndarray, targets: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return train_test_split(rows, test_size=share, random_state=SPLIT_SEED, stratify=targets[rows])
+            return train_test_split(rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=targets[rows])
         except ValueError as error:  # the split would have fewer rows than there are classes
             raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
 
@@ -118,10 +118,10 @@ def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarr
     labels = np.array(columns.pop(target))
     if (labels == "").any():
         raise ValueError(f"Tabular: {str(path)!r}: {(labels == '').sum()} rows have no {target}; leave them out")
-    return [as_column(cells) for cells in columns.values()], labels
+    return [parse_column(cells) for cells in columns.values()], labels
 
 
-def as_column(cells: Sequence[str]) -> np.ndarray:
+def parse_column(cells: Sequence[str]) -> np.ndarray:
     """Return the cells as floats, with NaN for empty cells, or as words if a cell is not a number."""
     try:
         return np.array([float(cell) if cell.strip() else np.nan for cell in cells])
@@ -129,10 +129,12 @@ def as_column(cells: Sequence[str]) -> np.ndarray:
         return np.array(cells)
 
 
-def as_numbers(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows] -> [rows, k]
+def encode_column(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows] -> [rows, k]
     """Encode a column as network inputs, with scaler or one-hot encoder fitted to the rows `train`."""
     if column.dtype.kind == "f":
-        steps = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
+        transform = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
     else:
-        steps = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=MOST_WORDS, sparse_output=False)
-    return steps.fit(column[train, None]).transform(column[:, None])
+        transform = OneHotEncoder(
+            handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False
+        )
+    return transform.fit(column[train, None]).transform(column[:, None])

@@ -20,18 +20,18 @@ class Split(NamedTuple):
     def to(self, device: torch.device) -> "Split":
         return Split(self.inputs.to(device), self.targets.to(device))
 
-    def of(self, variant: int) -> "Split":
+    def variant(self, index: int) -> "Split":
         """Return one variant of the data as a view."""
         if self.variants == 1:
             return self
-        return Split(*(part.unflatten(0, (self.variants, -1))[variant] for part in self))
+        return Split(*(part.unflatten(0, (self.variants, -1))[index] for part in self))
 
-    def spread(self, devices: Sequence[torch.device]) -> "Split":
+    def copy_to(self, devices: Sequence[torch.device]) -> "Split":
         """Return this split with a copy on each of these devices."""
         if len(devices) == 1:
             return self.to(devices[0])
         copies = {device: self.to(device) for device in devices}
-        split = SpreadSplit(*copies[devices[0]])
+        split = MultiDeviceSplit(*copies[devices[0]])
         split.copies, split.variants = copies, self.variants
         return split
 
@@ -59,7 +59,7 @@ class VariedSplit(Split):
         return split
 
 
-class SpreadSplit(Split):
+class MultiDeviceSplit(Split):
     """A split with a copy on each of several devices: its tensors are on the first, and `to` returns the other copies.
 
     Attributes:
@@ -85,9 +85,9 @@ class TaskData(NamedTuple):
         """Shape of one input, without the batch axis."""
         return tuple(self.train.inputs.shape[1:])
 
-    def spread(self, devices: Sequence[torch.device]) -> "TaskData":
+    def copy_to(self, devices: Sequence[torch.device]) -> "TaskData":
         """Return the data set with a copy on each of these devices; data already there are not copied."""
-        return TaskData(*(split.spread(devices) for split in self[:3]), self.classes)
+        return TaskData(*(split.copy_to(devices) for split in self[:3]), self.classes)
 
 
 class Measures(NamedTuple):

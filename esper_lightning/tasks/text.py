@@ -9,10 +9,10 @@ from torch import Tensor
 
 from esper_lightning.tasks.task import Split, Task, TaskData
 
-REFERENCE = "python"
+PYTHON_REFERENCE = "python"
 """Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
 
-BYTES = 256
+N_BYTE_TOKENS = 256
 """Number of tokens where each byte is one."""
 
 
@@ -33,7 +33,7 @@ class Text(Task):
 
     def __init__(
         self,
-        source: str = REFERENCE,
+        source: str = PYTHON_REFERENCE,
         tokens: Literal["bytes", "bpe"] = "bytes",
         vocabulary: int = 1024,
         length: int = 64,
@@ -43,8 +43,8 @@ class Text(Task):
     ) -> None:
         if length < 1 or (train is not None and train < 1):
             raise ValueError(f"Text: length and train must be at least 1, got {length} and {train}")
-        if tokens == "bpe" and vocabulary <= BYTES:
-            raise ValueError(f"Text: a vocabulary of bpe has more than {BYTES} tokens, got {vocabulary}")
+        if tokens == "bpe" and vocabulary <= N_BYTE_TOKENS:
+            raise ValueError(f"Text: a vocabulary of bpe has more than {N_BYTE_TOKENS} tokens, got {vocabulary}")
         if min(validation, test) <= 0.0 or validation + test >= 1.0:
             raise ValueError(
                 f"Text: validation and test must be positive and leave something to learn from, got {validation} and "
@@ -67,14 +67,14 @@ class Text(Task):
                 torch.from_numpy(np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64)) for part in parts
             ]
         else:
-            encode = byte_pairs(parts[0], self.vocabulary)
-            streams = [torch.tensor(encode.encode(part).ids) for part in parts]
+            tokenizer = train_tokenizer(parts[0], self.vocabulary)
+            streams = [torch.tensor(tokenizer.encode(part).ids) for part in parts]
         splits = [self._sequences(stream) for stream in streams]
-        learned = Split(*(part[: self.train] for part in splits[0]))
-        return TaskData(learned, *splits[1:], classes=BYTES if self.tokens == "bytes" else self.vocabulary)
+        train = Split(*(part[: self.train] for part in splits[0]))
+        return TaskData(train, *splits[1:], classes=N_BYTE_TOKENS if self.tokens == "bytes" else self.vocabulary)
 
     def _read(self) -> str:
-        if self.source == REFERENCE:
+        if self.source == PYTHON_REFERENCE:
             from pydoc_data.topics import topics
 
             return "\n\n".join(topics[name] for name in sorted(topics))
@@ -84,7 +84,7 @@ class Text(Task):
         except (FileNotFoundError, IsADirectoryError) as error:
             raise ValueError(
                 f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
-                f"{REFERENCE} for the one that comes with CPython"
+                f"{PYTHON_REFERENCE} for the one that comes with CPython"
             ) from error
         except UnicodeDecodeError as error:
             raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
@@ -100,12 +100,12 @@ class Text(Task):
         return Split(inputs.view(count, self.length).clone(), targets.view(count, self.length).clone())
 
 
-def byte_pairs(text: str, vocabulary: int) -> Any:
+def train_tokenizer(text: str, vocabulary: int) -> Any:
     """Train a byte pair encoder of `vocabulary` tokens on `text`. Raises ValueError if `tokenizers` is missing."""
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ImportError as error:
         raise ValueError("Text: bpe needs the package tokenizers; pip install tokenizers, or use bytes") from error
-    encoder = ByteLevelBPETokenizer()
-    encoder.train_from_iterator([text], vocab_size=vocabulary, show_progress=False)
-    return encoder
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=vocabulary, show_progress=False)
+    return tokenizer

@@ -12,19 +12,19 @@ from torch.nn import functional as F
 from esper_lightning.tasks.integrity import SPLITS
 from esper_lightning.tasks.task import Split, TaskData, VariedSplit
 
-ORDER_SEED = 0
+PERMUTATION_RNG_SEED = 0
 """RNG seed of the pixel permutation of `shuffled`, which must be the same in all splits."""
 
 
 def _shuffled(images: Tensor, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(images[0, 0].numel(), generator=torch.Generator().manual_seed(ORDER_SEED))
+    order = torch.randperm(images[0, 0].numel(), generator=torch.Generator().manual_seed(PERMUTATION_RNG_SEED))
     return images.flatten(2)[:, :, order].view_as(images)
 
 
 def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    most = max(1, images.shape[-1] // 8)
-    moves = torch.randint(-most, most + 1, (len(images), 2), generator=generator)
-    return torch.stack([image.roll(move, (1, 2)) for image, move in zip(images, moves.tolist(), strict=True)])
+    max_shift = max(1, images.shape[-1] // 8)
+    shifts = torch.randint(-max_shift, max_shift + 1, (len(images), 2), generator=generator)
+    return torch.stack([image.roll(move, (1, 2)) for image, move in zip(images, shifts.tolist(), strict=True)])
 
 
 def _coarse(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -76,7 +76,7 @@ class Variant:
                 raise ValueError(f"data.{name} must be a whole number of at least {least}, got {value}")
 
     @property
-    def stored(self) -> "Variant":
+    def without_subset(self) -> "Variant":
         """This variant with all samples, from which each host draws its own."""
         return replace(self, samples=None)
 
@@ -96,23 +96,23 @@ class Variant:
     def apply(self, data: TaskData) -> TaskData:
         """Return the modified data with all samples, on the CPU."""
         # The RNG seed depends on the names of this class and its fields: renaming them would change the data.
-        random = torch.Generator().manual_seed(zlib.crc32(repr(self.stored).encode()))
-        return data._replace(**{name: self._split(getattr(data, name), data, random) for name in SPLITS})
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(self.without_subset).encode()))
+        return data._replace(**{name: self._split(getattr(data, name), data, generator) for name in SPLITS})
 
-    def _split(self, split: Split, data: TaskData, random: torch.Generator) -> Split:
+    def _split(self, split: Split, data: TaskData, generator: torch.Generator) -> Split:
         inputs, targets = (part.cpu() for part in split)
         classes = self.classes or data.classes
-        inputs = TRANSFORMS[self.transform](inputs, random)
+        inputs = TRANSFORMS[self.transform](inputs, generator)
         if self.noise > 0.0:
-            inputs = inputs + self.noise * torch.randn(inputs.shape, generator=random, dtype=inputs.dtype)
+            inputs = inputs + self.noise * torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype)
         targets = targets % classes
         if self.label_noise > 0.0:
-            wrong = torch.rand(targets.shape, generator=random) < self.label_noise
-            targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=random), targets)
+            wrong = torch.rand(targets.shape, generator=generator) < self.label_noise
+            targets = torch.where(wrong, torch.randint(classes, targets.shape, generator=generator), targets)
         return Split(inputs, targets)
 
 
-def vary(data: TaskData, variants: Sequence[Variant]) -> TaskData:
+def make_variants(data: TaskData, variants: Sequence[Variant]) -> TaskData:
     """Return all variants in one data set, on the CPU. Raises ValueError if one cannot be made of `data`."""
     for variant in variants:
         variant.check(data)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from esper_lightning.growth.restoring import check_count, check_numbers, check_parts
-from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds, Limits, Rule
+from esper_lightning.serialization.checks import check_count, check_keys, check_numbers
+from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Bounds, Limits, Rule
 
 LEVELS = ("quiet", "warning", "critical")
 """Names of the levels of an anomaly, by level 0 … 2."""
@@ -37,46 +37,46 @@ class Anomaly(NamedTuple):
         return f"anomaly {self.name}: {where}: {self.cause}; look at {', '.join(self.settings)}"
 
 
-class Watch(NamedTuple):
+class AnomalyState(NamedTuple):
     """State machine of one anomaly: its level, and lengths of the current runs of PPO updates."""
 
     level: int = 0
     """0: quiet, 1: warning, 2: critical."""
-    warned: int = 0
+    updates_out_of_bounds: int = 0
     """Updates in a row with the metric out of bounds, critical or not."""
-    critical: int = 0
+    updates_critical: int = 0
     """Updates in a row with the metric beyond the critical bound."""
-    calm: int = 0
+    updates_in_bounds: int = 0
     """Updates in a row with the metric within bounds."""
-    not_critical: int = 0
+    updates_not_critical: int = 0
     """Updates in a row with the metric not beyond the critical bound."""
 
 
-def step(watch: Watch, rule: Rule, value: float, limits: Limits, bounds: Bounds) -> Watch:
+def next_state(state: AnomalyState, rule: Rule, value: float, limits: Limits, bounds: Bounds) -> AnomalyState:
     """Return the state after one more PPO update. A value that is not finite is beyond every bound."""
     unknown = not math.isfinite(value)
-    critical = limits.critical is not None and (unknown or rule.beyond(value, limits.critical))
-    warned = unknown or critical or rule.beyond(value, limits.warning)
-    runs = Watch(
-        level=watch.level,
-        warned=watch.warned + 1 if warned else 0,
-        critical=watch.critical + 1 if critical else 0,
-        calm=0 if warned else watch.calm + 1,
-        not_critical=0 if critical else watch.not_critical + 1,
+    critical = limits.critical is not None and (unknown or rule.is_out_of_bounds(value, limits.critical))
+    warned = unknown or critical or rule.is_out_of_bounds(value, limits.warning)
+    runs = AnomalyState(
+        level=state.level,
+        updates_out_of_bounds=state.updates_out_of_bounds + 1 if warned else 0,
+        updates_critical=state.updates_critical + 1 if critical else 0,
+        updates_in_bounds=0 if warned else state.updates_in_bounds + 1,
+        updates_not_critical=0 if critical else state.updates_not_critical + 1,
     )
-    level = watch.level
-    if runs.critical >= bounds.updates:
+    level = state.level
+    if runs.updates_critical >= bounds.updates:
         level = 2
-    elif runs.warned >= bounds.updates and level == 0:
+    elif runs.updates_out_of_bounds >= bounds.updates and level == 0:
         level = 1
-    elif runs.calm >= bounds.clear:
+    elif runs.updates_in_bounds >= bounds.clear:
         level = 0
-    elif warned and runs.not_critical >= bounds.clear and level == 2:
+    elif warned and runs.updates_not_critical >= bounds.clear and level == 2:
         level = 1
     return runs._replace(level=level)
 
 
-def looked_at(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
+def rule_inputs(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
     """Return the metrics that rules apply to: derived metrics are added, meaningless ones are left out.
 
     A rule whose metric is left out keeps its state.
@@ -94,7 +94,7 @@ def looked_at(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, 
     return found
 
 
-class Average(NamedTuple):
+class RunningMean(NamedTuple):
     """Exponential moving average, corrected for the bias of its first values."""
 
     total: float = 0.0
@@ -104,8 +104,8 @@ class Average(NamedTuple):
     def value(self) -> float:
         return self.total / self.weight
 
-    def then(self, number: float, decay: float) -> "Average":
-        return Average(decay * self.total + (1.0 - decay) * number, decay * self.weight + 1.0 - decay)
+    def updated(self, number: float, decay: float) -> "RunningMean":
+        return RunningMean(decay * self.total + (1.0 - decay) * number, decay * self.weight + 1.0 - decay)
 
 
 class AnomalyDetector:
@@ -117,8 +117,8 @@ class AnomalyDetector:
 
     def __init__(self, config: AnomalyConfig) -> None:
         self.config = config
-        self.watches: dict[str, Watch] = {}  # by name of the anomaly
-        self.grad_norm = Average()
+        self.states: dict[str, AnomalyState] = {}  # by name of the anomaly
+        self.grad_norm = RunningMean()
 
     def observe(self, metrics: Mapping[str, float], update: int, progress: float) -> list[Anomaly]:
         """Process the metrics of one PPO update and return the anomalies that it raises or clears.
@@ -128,15 +128,15 @@ class AnomalyDetector:
             update: Number of the update, counted from 1.
             progress: Share of training that is over, 0 … 1.
         """
-        numbers = looked_at(metrics, self.config) | self._grad_norm_ratio(metrics)
+        numbers = rule_inputs(metrics, self.config) | self._grad_norm_ratio(metrics)
         changes = []
         for rule in RULES:
             bounds = self.config.bounds(rule)
             limits = rule.limits(bounds, self.config, progress)
-            for key in rule.keys(numbers):
-                name, value = rule.called(key), numbers[key]
-                before = self.watches.get(name, Watch())
-                after = self.watches[name] = step(before, rule, value, limits, bounds)
+            for key in rule.matching_metrics(numbers):
+                name, value = rule.anomaly_name(key), numbers[key]
+                before = self.states.get(name, AnomalyState())
+                after = self.states[name] = next_state(before, rule, value, limits, bounds)
                 if after.level != before.level:
                     crossed = max(before.level, after.level)
                     threshold = limits.critical if crossed == 2 else limits.warning
@@ -148,34 +148,34 @@ class AnomalyDetector:
 
     def _grad_norm_ratio(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the gradient norm divided by its running mean over the previous updates."""
-        norm, known = metrics.get("grad_norm"), self.grad_norm
+        norm, mean = metrics.get("grad_norm"), self.grad_norm
         if norm is None:
             return {}
         if math.isfinite(norm):
-            self.grad_norm = known.then(norm, self.config.grad_norm_decay)
+            self.grad_norm = mean.updated(norm, self.config.grad_norm_decay)
         # An update that was stopped before its first optimizer step has no gradient.
-        return {"grad_norm_ratio": norm / known.value} if norm != 0.0 and known.total > 0.0 else {}
+        return {"grad_norm_ratio": norm / mean.value} if norm != 0.0 and mean.total > 0.0 else {}
 
     @property
     def levels(self) -> dict[str, int]:
         """Level (0: quiet, 1: warning, 2: critical) by name, for every anomaly whose metric was ever measured."""
-        return {name: watch.level for name, watch in self.watches.items()}
+        return {name: watch.level for name, watch in self.states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in types that `torch.load(weights_only=True)` accepts."""
         return {
-            "watches": {name: list(watch) for name, watch in self.watches.items()},
+            "watches": {name: list(watch) for name, watch in self.states.items()},
             "grad_norm": list(self.grad_norm),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
         what = "what is known of anomalies"
-        check_parts(what, state, ("watches", "grad_norm"))
+        check_keys(what, state, ("watches", "grad_norm"))
         watches = {}
-        for name, numbers in check_parts(what, state["watches"], ()).items():
-            counts = check_numbers(what, numbers, len(Watch._fields))
-            watches[str(name)] = Watch(*(check_count(what, count) for count in counts))
+        for name, numbers in check_keys(what, state["watches"], ()).items():
+            counts = check_numbers(what, numbers, len(AnomalyState._fields))
+            watches[str(name)] = AnomalyState(*(check_count(what, count) for count in counts))
             check_count(what, watches[str(name)].level, len(LEVELS) - 1)
-        self.grad_norm = Average(*check_numbers(what, state["grad_norm"], len(Average._fields), finite=True))
-        self.watches = watches
+        self.grad_norm = RunningMean(*check_numbers(what, state["grad_norm"], len(RunningMean._fields), finite=True))
+        self.states = watches

@@ -150,7 +150,7 @@ Event = (
     | CheckpointSaved
 )
 
-KINDS: dict[str, type[Event]] = {
+EVENT_CLASSES: dict[str, type[Event]] = {
     "started": Started,
     "seed": SeedChanged,
     "gate": GateRefused,
@@ -165,39 +165,41 @@ KINDS: dict[str, type[Event]] = {
 }
 """Class of event by the `type` of a line."""
 
-TYPES = {kind: name for name, kind in KINDS.items()}
+EVENT_NAMES = {kind: name for name, kind in EVENT_CLASSES.items()}
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Return the value with None in place of every float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: replace_non_finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [replace_non_finite(part) for part in value]
     return value
 
 
 def to_line(event: Event) -> str:
     """Return the event as one line of JSON: `{"type": "seed", "tick": 3, …}`."""
-    fields = {"type": TYPES[type(event)], **event._asdict()}
-    return json.dumps(finite(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    fields = {"type": EVENT_NAMES[type(event)], **event._asdict()}
+    return json.dumps(replace_non_finite(fields), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def from_line(line: str) -> Event:
     """Parse the event in a line. Raises ValueError if the line holds no event of this schema."""
     fields = json.loads(line)
-    if not isinstance(fields, dict) or fields.get("type") not in KINDS:
+    if not isinstance(fields, dict) or fields.get("type") not in EVENT_CLASSES:
         raise ValueError(f"no event of schema {SCHEMA}: {line!r:.80}")
-    kind = KINDS[fields.pop("type")]
-    if set(fields) != set(kind._fields):
-        raise ValueError(f"no event of schema {SCHEMA}: {line!r:.80} has not the fields {', '.join(kind._fields)}")
-    if kind is Started and fields["schema"] != SCHEMA:
+    event_class = EVENT_CLASSES[fields.pop("type")]
+    if set(fields) != set(event_class._fields):
+        raise ValueError(
+            f"no event of schema {SCHEMA}: {line!r:.80} has not the fields {', '.join(event_class._fields)}"
+        )
+    if event_class is Started and fields["schema"] != SCHEMA:
         raise ValueError(
             f"events of schema {fields['schema']}, but this version reads {SCHEMA}; use the version that wrote them"
         )
-    return kind(**fields)
+    return event_class(**fields)
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -226,14 +228,14 @@ class EventLog:
         self.path = path
         self._file: BinaryIO | None = None
 
-    def go_on(self, tick: int) -> None:
+    def discard_after(self, tick: int) -> None:
         """Truncate the file after the events of `tick`, for a run that resumes there; drop an incomplete last line.
 
         Raises ValueError, and leaves the file as it is, if a line holds no event.
         """
         if not self.path.exists():
             return
-        kept = 0
+        length = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -244,9 +246,9 @@ class EventLog:
                     raise ValueError(f"{self.path}, line {number}: {error}") from error
                 if event.tick > tick:
                     break
-                kept += len(line)
+                length += len(line)
         with self.path.open("r+b") as file:
-            file.truncate(kept)
+            file.truncate(length)
 
     def write(self, events: Iterable[Event]) -> None:
         """Append all events in one piece, so that a reader hardly ever sees an incomplete line."""

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.telemetry.scoreboard import Score
-from esper_lightning.telemetry.trace import EpisodeTrace
+from esper_lightning.telemetry.blueprint_stats import SeedStats
+from esper_lightning.telemetry.episode_trace import EpisodeTrace
 
 OP_COLOURS = {
     "WAIT": "#eeeeee",
@@ -33,56 +33,63 @@ STAGE_COLOURS = {
     Stage.EMBARGOED: "#f4a6a6",
 }
 
-SHOWN = 24
+MAX_HOSTS_SHOWN = 24
 """Most hosts in one figure: rows of more hosts would be too thin to see in TensorBoard."""
 
-ROWS = 10
+PIXEL_ROWS_PER_HOST = 10
 """Pixel rows per host: the resolution at which the height of the filled part shows alpha."""
 
-PALE = 0.72
+WHITE_SHARE_ABOVE_ALPHA = 0.72
 """Share of white in the colour of a stage above the height of alpha."""
 
 
 def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
     """Draw each slot's stage after each tick as colour, alpha as the height of the filled part, and rollbacks."""
-    stage, alpha = trace.stage[: trace.length, :SHOWN].numpy(), trace.alpha[: trace.length, :SHOWN].numpy()
+    stage, alpha = (
+        trace.stage[: trace.length, :MAX_HOSTS_SHOWN].numpy(),
+        trace.alpha[: trace.length, :MAX_HOSTS_SHOWN].numpy(),
+    )
     hosts = stage.shape[1]
-    figure, panels = panels_for(len(slots), trace.length, hosts)
+    figure, panels = make_panels(len(slots), trace.length, hosts)
     for k, (axes, slot) in enumerate(zip(panels, slots, strict=True)):
         extent = (0.5, trace.length + 0.5, hosts - 0.5, -0.5)
-        axes.imshow(filled(stage[..., k].T, alpha[..., k].T), aspect="auto", interpolation="nearest", extent=extent)
-        separate(axes, hosts, trace.length, slot)
-        ticks, which = np.nonzero(trace.rolled_back[: trace.length, :hosts].numpy())
-        axes.scatter(ticks + 1, which, marker="v", s=14, color="black", zorder=3)
-    met = [(name.name, colour) for name, colour in STAGE_COLOURS.items() if (stage == name).any()]
-    legend(figure, met, "▼ rolled back" if trace.rolled_back[: trace.length, :hosts].any() else None)
+        axes.imshow(
+            stage_image(stage[..., k].T, alpha[..., k].T), aspect="auto", interpolation="nearest", extent=extent
+        )
+        draw_cell_borders(axes, hosts, trace.length, slot)
+        ticks, host_indices = np.nonzero(trace.rolled_back[: trace.length, :hosts].numpy())
+        axes.scatter(ticks + 1, host_indices, marker="v", s=14, color="black", zorder=3)
+    present = [(name.name, colour) for name, colour in STAGE_COLOURS.items() if (stage == name).any()]
+    add_legend(figure, present, "▼ rolled back" if trace.rolled_back[: trace.length, :hosts].any() else None)
     return figure
 
 
-def filled(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] both -> [H·ROWS, T, 3]
+def stage_image(stage: np.ndarray, alpha: np.ndarray) -> np.ndarray:  # [H, T] both -> [H·ROWS, T, 3]
     """Return an RGB image with one cell per host and tick in the colour of its stage, pale above alpha."""
     colours = np.array([to_rgb(colour) for colour in STAGE_COLOURS.values()])[stage]  # [H, T, 3]
-    height = (np.arange(ROWS)[::-1] + 0.5) / ROWS  # of each row of pixels, from the top down
-    pale = (alpha[:, None] < height[:, None])[..., None] * PALE  # [H, ROWS, T, 1]
+    height = (
+        np.arange(PIXEL_ROWS_PER_HOST)[::-1] + 0.5
+    ) / PIXEL_ROWS_PER_HOST  # of each row of pixels, from the top down
+    pale = (alpha[:, None] < height[:, None])[..., None] * WHITE_SHARE_ABOVE_ALPHA  # [H, ROWS, T, 1]
     return (colours[:, None] * (1.0 - pale) + pale).reshape(-1, stage.shape[1], 3)
 
 
 def op_map(trace: EpisodeTrace) -> Figure:
     """Draw the op carried out on each host before each tick, and the share of each op in each tick."""
     op = trace.op[: trace.length].numpy()
-    hosts = min(op.shape[1], SHOWN)
-    figure, (left, right) = panels_for(2, trace.length, hosts, sharey=False)
-    grid(left, op[:, :hosts].T, list(OP_COLOURS.values()), f"the first {hosts} hosts")
+    hosts = min(op.shape[1], MAX_HOSTS_SHOWN)
+    figure, (left, right) = make_panels(2, trace.length, hosts, sharey=False)
+    draw_cells(left, op[:, :hosts].T, list(OP_COLOURS.values()), f"the first {hosts} hosts")
     edges = np.repeat(np.arange(trace.length + 1) + 0.5, 2)[1:-1]  # of each tick, on both sides
-    right.stackplot(edges, np.repeat(shares_of_ops(op), 2, axis=1), colors=list(OP_COLOURS.values()))
+    right.stackplot(edges, np.repeat(op_shares(op), 2, axis=1), colors=list(OP_COLOURS.values()))
     right.set(xlabel="tick", ylabel="share", xlim=(0.5, trace.length + 0.5), ylim=(0.0, 1.0))
     right.set_title(f"all {op.shape[1]} hosts", fontsize=9)
     right.xaxis.get_major_locator().set_params(integer=True)
-    legend(figure, [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (op == i).any()])
+    add_legend(figure, [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (op == i).any()])
     return figure
 
 
-def shares_of_ops(op: np.ndarray) -> np.ndarray:  # [T, N] -> [ops, T]
+def op_shares(op: np.ndarray) -> np.ndarray:  # [T, N] -> [ops, T]
     """Return the share of hosts on which each op was carried out in each tick."""
     return np.stack([(op == number).mean(1) for number in range(len(OP_COLOURS))])
 
@@ -91,7 +98,7 @@ def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, ob
     """Draw the N hosts at the end of their episodes, [N] each. Better hosts are up and to the left."""
     figure = Figure(figsize=(6.0, 4.2))
     axes = figure.subplots()
-    margins(figure, left=0.8, right=0.3)
+    set_margins(figure, left=0.8, right=0.3)
     dots = axes.scatter(parameters, accuracy, c=objective, cmap="viridis", s=22, edgecolors="0.4", linewidths=0.4)
     figure.colorbar(dots, label="objective")
     axes.set(xlabel="parameters of host and fossilized seeds", ylabel="validation accuracy with fossilized seeds")
@@ -99,16 +106,16 @@ def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, ob
     return figure
 
 
-def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequence[str]) -> Figure:
+def blueprint_scoreboard(score: SeedStats, blueprints: Sequence[str], slots: Sequence[str]) -> Figure:
     """Draw, by blueprint and slot, the number of seeds, the share fossilized and the mean contribution."""
     figure = Figure(figsize=(2.6 + 1.1 * 3 * len(slots), 1.4 + 0.34 * len(blueprints)))
     panels = figure.subplots(1, 3, sharey=True)
-    margins(figure, left=1.2, bottom=0.8)
-    kept = score.fossilized / np.maximum(score.germinated, 1.0)
+    set_margins(figure, left=1.2, bottom=0.8)
+    fossilized_share = score.fossilized / np.maximum(score.germinated, 1.0)
     tables = (
         ("seeds", score.germinated, ".0f"),
-        ("share fossilized", kept, ".2f"),
-        ("contribution", score.mean, "+.1f"),
+        ("share fossilized", fossilized_share, ".2f"),
+        ("contribution", score.mean_contribution, "+.1f"),
     )
     for axes, (title, table, form) in zip(panels, tables, strict=True):
         shown = np.ma.masked_where((score.germinated == 0.0) | ~np.isfinite(table), table)
@@ -121,34 +128,34 @@ def blueprint_scoreboard(score: Score, blueprints: Sequence[str], slots: Sequenc
     return figure
 
 
-def panels_for(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
+def make_panels(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with `number` panels side by side, high enough for one row per host."""
     figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts))
     panels = figure.subplots(1, number, sharey=sharey, squeeze=False)[0]
-    margins(figure, bottom=1.05)
+    set_margins(figure, bottom=1.05)
     if not sharey:
         figure.subplots_adjust(wspace=0.3)
     panels[0].set_ylabel("host")
     return figure, panels
 
 
-def margins(figure: Figure, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35) -> None:
+def set_margins(figure: Figure, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35) -> None:
     """Set the space around the panels in inches: matplotlib's automatic layout takes longer than the whole drawing."""
     width, height = figure.get_size_inches()
     sides = {"left": left / width, "right": 1.0 - right / width, "bottom": bottom / height, "top": 1.0 - top / height}
     figure.subplots_adjust(**sides, wspace=0.1)
 
 
-def grid(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
+def draw_cells(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
     """Draw numbers [H, T] as coloured cells."""
     cells = ListedColormap(colours)
     hosts, ticks = numbers.shape
     norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, cells.N)
     axes.imshow(numbers, cmap=cells, norm=norm, aspect="auto", extent=(0.5, ticks + 0.5, hosts - 0.5, -0.5))
-    separate(axes, hosts, ticks, title)
+    draw_cell_borders(axes, hosts, ticks, title)
 
 
-def separate(axes: Axes, hosts: int, ticks: int, title: str) -> None:
+def draw_cell_borders(axes: Axes, hosts: int, ticks: int, title: str) -> None:
     """Draw thin lines between the cells of H hosts and T ticks, and label the axes."""
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -160,7 +167,7 @@ def separate(axes: Axes, hosts: int, ticks: int, title: str) -> None:
     axes.set_title(title, fontsize=9)
 
 
-def legend(figure: Figure, names: Sequence[tuple[str, str]], mark: str | None = None) -> None:
+def add_legend(figure: Figure, names: Sequence[tuple[str, str]], mark: str | None = None) -> None:
     """Add a legend below a figure: names with their colours, and the meaning of a mark."""
     patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in names]
     if mark is not None:

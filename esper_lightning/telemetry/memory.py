@@ -5,28 +5,28 @@ from pathlib import Path
 
 import torch
 
-STATUS = Path("/proc/self/status")
+PROC_STATUS = Path("/proc/self/status")
 """Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
 
 
-def resident(peak: bool = False) -> float | None:
+def resident_memory(peak: bool = False) -> float | None:
     """Return the resident memory of this process in MiB, or its peak so far. None where there is no /proc."""
-    if not STATUS.exists():
+    if not PROC_STATUS.exists():
         return None
     name = "VmHWM:" if peak else "VmRSS:"
-    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(name))
+    (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
     return float(line.split()[1]) / 1024
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory of the process and of tensors on the GPU in MiB, by tag."""
-    metrics = {} if (now := resident()) is None else {"memory/process": now}
+    metrics = {} if (now := resident_memory()) is None else {"memory/process": now}
     if device.type == "cuda":
         metrics["memory/cuda"] = torch.cuda.memory_allocated(device) / 2**20
     return metrics
 
 
-class ProcessGauge:
+class ProcessMemoryProbe:
     """Measures the resident memory of the process at the end of a phase."""
 
     def begin(self) -> None:
@@ -34,10 +34,10 @@ class ProcessGauge:
 
     def end(self) -> float | None:
         """Return the resident memory in MiB; None where it cannot be measured."""
-        return resident()
+        return resident_memory()
 
 
-class CudaGauge:
+class CudaMemoryProbe:
     """Measures the peak memory of tensors on a GPU within a phase, without synchronising.
 
     Args:
@@ -56,17 +56,17 @@ class CudaGauge:
         return torch.cuda.max_memory_allocated(self.device) / 2**20
 
 
-def make_gauge(device: torch.device) -> ProcessGauge | CudaGauge:
+def make_memory_probe(device: torch.device) -> ProcessMemoryProbe | CudaMemoryProbe:
     """Return the memory probe for work on `device`."""
-    return CudaGauge(device) if device.type == "cuda" else ProcessGauge()
+    return CudaMemoryProbe(device) if device.type == "cuda" else ProcessMemoryProbe()
 
 
-def memory_share(device: torch.device, most: float) -> dict[str, float]:
+def memory_share(device: torch.device, peak: float) -> dict[str, float]:
     """Return the memory in use as a share of the device's memory; nothing where it cannot be measured.
 
     On a GPU the memory in use is `peak`: the peak memory of tensors so far, in MiB.
     """
     if device.type == "cuda":
-        return {"share": most * 2**20 / torch.cuda.get_device_properties(device).total_memory}
-    now = resident()
+        return {"share": peak * 2**20 / torch.cuda.get_device_properties(device).total_memory}
+    now = resident_memory()
     return {} if now is None else {"share": now * 2**20 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}

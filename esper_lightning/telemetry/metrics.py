@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from esper_lightning.envs import HostPool, PoolMetrics, StepResult
     from esper_lightning.envs.host_env import HostEnv
 
-QUANTILES = (0.1, 0.5, 0.9)
+RETURN_QUANTILES = (0.1, 0.5, 0.9)
 """Quantiles over hosts at which the returns are reported, to show their spread."""
 
-SATURATED = 0.95
+LSTM_SATURATION = 0.95
 """Absolute value of an LSTM's hidden unit (at most 1) beyond which it counts as saturated: it hardly changes."""
 
 
@@ -92,26 +92,28 @@ def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {f"layers/{name}": sum(values) / len(values) for name, values in norms.items()}
 
 
-def credit_metrics(credits: Sequence[SeedCredited]) -> dict[str, float]:
+def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
     """Return the mean Shapley value by blueprint, and the mean interaction of pairs of fossilized seeds."""
     shares: dict[str, list[float]] = {}
-    for one in credits:
+    for one in credit_events:
         shares.setdefault(one.blueprint, []).append(one.shapley)
     found = {f"credit/{name}": sum(values) / len(values) for name, values in shares.items()}
-    together = Counter(one.host for one in credits)
+    seeds_per_host = Counter(one.host for one in credit_events)
     # Each pair of seeds in a host counts twice: in the sums of both seeds.
-    pairs = sum(seeds * (seeds - 1) for seeds in together.values())
-    known = [one.interaction for one in credits if one.interaction is not None]
-    if pairs and len(known) == len(credits):
-        found["credit/interaction"] = sum(known) / pairs
+    pairs = sum(seeds * (seeds - 1) for seeds in seeds_per_host.values())
+    interactions = [one.interaction for one in credit_events if one.interaction is not None]
+    if pairs and len(interactions) == len(credit_events):
+        found["credit/interaction"] = sum(interactions) / pairs
     return found
 
 
 def return_metrics(returns: Tensor) -> dict[str, float]:  # [N]
     """Return mean and quantiles over hosts of the episodes' returns."""
-    quantiles = returns.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    spread = {f"rollout/return.p{100 * q:.0f}": value for q, value in zip(QUANTILES, quantiles, strict=True)}
-    return {"rollout/return": returns.mean().item(), **spread}
+    quantiles = returns.double().quantile(torch.tensor(RETURN_QUANTILES, dtype=torch.float64)).tolist()
+    by_quantile = {
+        f"rollout/return.p{100 * q:.0f}": value for q, value in zip(RETURN_QUANTILES, quantiles, strict=True)
+    }
+    return {"rollout/return": returns.mean().item(), **by_quantile}
 
 
 def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
@@ -122,7 +124,11 @@ def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
     hidden, cell = (part.float() for part in state)
     if not hidden.numel():
         return {}
-    numbers = (hidden.square().mean().sqrt(), cell.square().mean().sqrt(), (hidden.abs() > SATURATED).float().mean())
+    numbers = (
+        hidden.square().mean().sqrt(),
+        cell.square().mean().sqrt(),
+        (hidden.abs() > LSTM_SATURATION).float().mean(),
+    )
     names = ("hidden_rms", "cell_rms", "saturated")
     return {f"lstm/{name}": value for name, value in zip(names, torch.stack(numbers).tolist(), strict=True)}
 
@@ -158,10 +164,10 @@ def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
 
 def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str, float]:
     """Return counts of hosts that are suspicious or ended, of rollbacks in this episode, and of vetoes in this step."""
-    guards = [env.guard for env in envs if env.guard is not None]
+    guards = [env.monitor for env in envs if env.monitor is not None]
     return {
-        "governor/suspicious": float(sum(guard.watch.panic > 0 for guard in guards)),
-        "governor/rollbacks": float(sum(guard.watch.rollbacks for guard in guards)),
+        "governor/suspicious": float(sum(guard.governor_state.consecutive_anomalies > 0 for guard in guards)),
+        "governor/rollbacks": float(sum(guard.governor_state.rollbacks for guard in guards)),
         "governor/ended": float(sum(env.ended for env in envs)),
         "governor/vetoes": float(len(step.vetoes)),
     }
@@ -186,8 +192,8 @@ def throughput(pool: "HostPool", seconds: Mapping[str, float], trained: int, val
         seconds: Time spent, by phase.
         trained, validated: Numbers of host epochs and of validations in that time.
     """
-    learned, judged = pool.samples_per_epoch
-    samples = {"train": trained * learned, "validate": validated * judged}
+    trained_samples, validated_samples = pool.samples_per_epoch
+    samples = {"train": trained * trained_samples, "validate": validated * validated_samples}
     return {
         f"time/samples_per_second.{phase}": number / seconds[phase]
         for phase, number in samples.items()

@@ -1,26 +1,119 @@
 """Observer of all hosts: collects per environment step the data from which metrics, events and figures are made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from esper_lightning.growth.restoring import check_parts
-from esper_lightning.telemetry.chronicle import GateWatch, contributions, rollbacks, seed_changes, vetoes
-from esper_lightning.telemetry.events import Event
+from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.checks import check_count, check_keys
+from esper_lightning.telemetry.anomaly_metrics import RolloutGradients
+from esper_lightning.telemetry.blueprint_stats import Scoreboard
+from esper_lightning.telemetry.episode_trace import EpisodeTrace
+from esper_lightning.telemetry.events import Contributed, Event, GateRefused, RolledBack, SeedChanged, Vetoed
 from esper_lightning.telemetry.figures import (
     accuracy_against_parameters,
     blueprint_scoreboard,
     growth_timeline,
     op_map,
 )
-from esper_lightning.telemetry.readings import GradientWatch
-from esper_lightning.telemetry.scoreboard import Scoreboard
-from esper_lightning.telemetry.trace import EpisodeTrace
 
 if TYPE_CHECKING:
     from esper_lightning.envs import HostPool, StepResult
     from esper_lightning.envs.host_env import HostEnv
+    from esper_lightning.growth.growing_network import RefusalReasons
+
+
+GATED_TRANSITIONS = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.FOSSILIZED}
+"""Stages that a gate guards the exit of, and the stage that follows each."""
+
+
+def rollbacks(step: "StepResult", tick: int) -> list[Event]:
+    """Return one event for each host that the Governor rolled back or gave up in this step."""
+    words = (word for word in step.verdicts if word.verdict.diverged)
+    return [
+        RolledBack(tick, word.host, word.rng_seed, word.verdict.outcome.value, word.verdict.cause, word.restored_tick)
+        for word in words
+    ]
+
+
+def vetoes(step: "StepResult", tick: int) -> list[Event]:
+    """Return one event for each action that the Governor refused in this step."""
+    return [Vetoed(tick, veto.host, veto.action, veto.reasons) for veto in step.vetoes]
+
+
+def seed_changes(step: "StepResult", tick: int) -> list[Event]:
+    """Return one event for each change of a seed's stage, or of its alpha's target, in this step."""
+    return [
+        SeedChanged(
+            *(tick, host, seed.slot, seed.blueprint, seed.before.name, seed.after.name, seed.cause),
+            *(seed.age, seed.contribution),
+        )
+        for host, _, seed in step.events
+    ]
+
+
+def contributions(envs: Sequence["HostEnv"], tick: int) -> list[Event]:
+    """Return one event with the contributions of all blended seeds; no event if there are none."""
+    rows = [
+        (host, slot.name, record.contribution)
+        for host, env in enumerate(envs)
+        if not env.ended
+        for slot, record in zip(env.slots, env.records, strict=True)
+        if slot.blended and record.contribution is not None
+    ]
+    return [Contributed(tick, *map(list, zip(*rows, strict=True)))] if rows else []
+
+
+class GateRefusals:
+    """Reports gates that refuse a seed whose minimum time in its stage is over: once per seed and stage."""
+
+    def __init__(self) -> None:
+        self.refused: dict[tuple[int, str], str] = {}  # host, slot -> the stage that its seed is kept from
+
+    def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int) -> list[Event]:
+        """Process one step of `envs` and return new refusals; `tick` counts steps since the run began.
+
+        A refusal is reported again only after the seed has changed its stage or the gate has opened in between.
+        """
+        refusals_now = {
+            (host, slot.name): (slot.blueprint, GATED_TRANSITIONS[slot.stage].name, reasons)
+            for host, (env, refusals) in enumerate(zip(envs, step.refusals, strict=True))
+            if not env.ended
+            for slot, reasons in refusal_reasons(env, refusals)
+        }
+        events: list[Event] = [
+            GateRefused(tick, *place, *refusal)
+            for place, refusal in refusals_now.items()
+            if self.refused.get(place) != refusal[1] or envs[0].tick == 1  # another episode
+        ]
+        self.refused = {place: stage for place, (_, stage, _) in refusals_now.items()}
+        return events
+
+    def state_dict(self) -> list[list[Any]]:
+        return [[*place, stage] for place, stage in self.refused.items()]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state. Raises ValueError if it is damaged."""
+        what = "what is known of gates"
+        if not isinstance(state, list) or not all(isinstance(row, list) and len(row) == 3 for row in state):
+            raise ValueError(f"{what} is no list of hosts, slots and stages")
+        self.refused = {(check_count(what, host), str(slot)): str(stage) for host, slot, stage in state}
+
+
+def refusal_reasons(env: "HostEnv", refusals: Sequence["RefusalReasons"]) -> Iterator[tuple[Any, list[str]]]:
+    """Yield each slot whose seed a gate refuses although its minimum time in the stage is over, with the reasons."""
+    min_ticks = env.lifecycle.training_ticks
+    for slot, refused in zip(env.slots, refusals, strict=True):
+        if slot.stage is Stage.TRAINING and slot.ticks_in_stage >= min_ticks:
+            reasons = refused.advancing
+        elif slot.stage is Stage.PROBATIONARY and not slot.fading and slot.alpha_before == slot.ramp.target:
+            reasons = refused.fossilizing
+        else:
+            continue
+        if reasons:
+            yield slot, reasons
+
 
 PARTS = ("gradients", "scoreboard", "trace", "gates")
 
@@ -35,12 +128,12 @@ class Observer:
     def __init__(self, pool: "HostPool") -> None:
         space = pool.space
         self.slots, self.blueprints = space.slot, space.blueprint
-        self.gradients = GradientWatch()
+        self.gradients = RolloutGradients()
         self.scoreboard = Scoreboard(space.blueprint, space.slot, pool.n_envs)
         self.trace = EpisodeTrace(pool.horizon, pool.n_envs, len(space.slot))
-        self.gates = GateWatch()
+        self.gates = GateRefusals()
 
-    def tick(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, everything: bool) -> list[Event]:
+    def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, all_events: bool) -> list[Event]:
         """Process one environment step and return its events.
 
         Args:
@@ -49,22 +142,27 @@ class Observer:
             tick: Number of the step, counted from the start of the run.
             all_events: Also return the events of seeds and gates, not only rollbacks and vetoes.
         """
-        self.gradients.tick(envs)
-        self.scoreboard.tick(step, envs)
-        self.trace.tick(step, envs)
-        told = [*rollbacks(step, tick), *vetoes(step, tick)]
-        if everything:
-            told = [*seed_changes(step, tick), *self.gates.tick(step, envs, tick), *contributions(envs, tick), *told]
-        return told
+        self.gradients.update(envs)
+        self.scoreboard.update(step, envs)
+        self.trace.update(step, envs)
+        events = [*rollbacks(step, tick), *vetoes(step, tick)]
+        if all_events:
+            events = [
+                *seed_changes(step, tick),
+                *self.gates.update(step, envs, tick),
+                *contributions(envs, tick),
+                *events,
+            ]
+        return events
 
     def figures(self, step: "StepResult") -> dict[str, Figure]:
         """Return the figures of the finished episode by tag; if a part was not observed, only those without history."""
         final = (part.numpy() for part in (step.metrics.accuracy, step.metrics.parameters, step.metrics.objective))
         found = {
             "figures/hosts": accuracy_against_parameters(*final),
-            "figures/blueprints": blueprint_scoreboard(self.scoreboard.run, self.blueprints, self.slots),
+            "figures/blueprints": blueprint_scoreboard(self.scoreboard.run_stats, self.blueprints, self.slots),
         }
-        if self.trace.whole:
+        if self.trace.is_complete:
             found |= {"figures/growth": growth_timeline(self.trace, self.slots), "figures/ops": op_map(self.trace)}
         return found
 
@@ -73,9 +171,9 @@ class Observer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
-        check_parts("what is known of the hosts", state, PARTS)
+        check_keys("what is known of the hosts", state, PARTS)
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
-        saved = check_parts("the trace of the rollout", state["trace"], ("length",))["length"]
+        saved = check_keys("the trace of the rollout", state["trace"], ("length",))["length"]
         if saved not in (0, len(self.trace.op)) and self.trace.length == 0:  # saved with another number of hosts
             self.scoreboard.forget_rollout()

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from esper_lightning.telemetry.detail import Level
+from esper_lightning.telemetry.level import Level
 
 
 class Tag(NamedTuple):

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import blueprint_names
 
 CPU = torch.device("cpu")
 
 LAYOUTS = ["image", "sequence", "vector"]
 
-EVERYTHING = [(layout, name) for layout in LAYOUTS for name in names(layout)]
+EVERYTHING = [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout)]
 """Pairs of every layout and blueprint."""
 
-HERE = [(layout, name) for layout in LAYOUTS for name in names(layout, CPU)]
+HERE = [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout, CPU)]
 """Pairs of layout and blueprint that run on a CPU."""
 
 

@@ -6,15 +6,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import build_seed, names
+from esper_lightning.blueprints import blueprint_names, build_seed
 from tests.blueprints.features import CPU, feature, seeded
 
 SHARED = ["norm", "lora", "mlp_small", "mlp"]
 
 
 def test_what_grows_on_sequences_and_vectors() -> None:
-    assert names("sequence") == ["norm", "lora", "lora_large", "mlp_small", "mlp", "attention", "flex_attention"]
-    assert names("vector") == ["norm", "lora", "mlp_small", "mlp", "gated"]
+    assert blueprint_names("sequence") == [
+        "norm",
+        "lora",
+        "lora_large",
+        "mlp_small",
+        "mlp",
+        "attention",
+        "flex_attention",
+    ]
+    assert blueprint_names("vector") == ["norm", "lora", "mlp_small", "mlp", "gated"]
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -114,7 +114,7 @@ def test_weights_fill_the_usual_interval_evenly(layer: nn.Module, bound: float) 
     assert layer.bias.std() > 0
 
 
-def spoilt(module: nn.Module) -> nn.Module:
+def overwritten(module: nn.Module) -> nn.Module:
     """Return a module with every parameter and buffer overwritten."""
     with torch.no_grad():
         for value in module.state_dict().values():
@@ -123,7 +123,7 @@ def spoilt(module: nn.Module) -> nn.Module:
 
 
 def test_a_layer_without_bias_is_known() -> None:
-    layer = spoilt(nn.Linear(4, 4, bias=False))
+    layer = overwritten(nn.Linear(4, 4, bias=False))
     initialise(layer, seeded())
     assert layer.weight.abs().max() <= 0.5
 
@@ -141,7 +141,7 @@ def test_a_layer_without_bias_is_known() -> None:
     ],
 )
 def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Module]) -> None:
-    module, generator = spoilt(build()), seeded()
+    module, generator = overwritten(build()), seeded()
     initialise(module, generator)
     assert same(module, build())
     assert torch.equal(generator.get_state(), seeded().get_state())  # draws no random numbers
@@ -149,7 +149,7 @@ def test_normalisations_begin_as_pytorch_builds_them(build: Callable[[], nn.Modu
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_are_normal_and_padding_is_zero(kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
-    table = spoilt(kind(500, 20, padding_idx=3))
+    table = overwritten(kind(500, 20, padding_idx=3))
     initialise(table, seeded())
     assert not table.weight[3].any()
     assert table.weight.mean().item() == pytest.approx(0.0, abs=0.05)
@@ -159,7 +159,7 @@ def test_embeddings_are_normal_and_padding_is_zero(kind: type[nn.Embedding | nn.
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 30, "vdim": 50}, {"add_bias_kv": True}, {"bias": False}])
 def test_multihead_attention_begins_as_pytorch_builds_it(options: dict[str, Any]) -> None:
-    module, reference = spoilt(nn.MultiheadAttention(40, 4, **options)), nn.MultiheadAttention(40, 4, **options)
+    module, reference = overwritten(nn.MultiheadAttention(40, 4, **options)), nn.MultiheadAttention(40, 4, **options)
     initialise(module, seeded())
     for name, expected in reference.state_dict().items():
         found = module.state_dict()[name]

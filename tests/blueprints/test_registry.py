@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import Residual, build_seed, check_known, get, names, register, registry
+from esper_lightning.blueprints import (
+    Residual,
+    blueprint_names,
+    build_seed,
+    check_blueprint_name,
+    get_blueprint,
+    register,
+    registry,
+)
 from tests.blueprints.features import CPU, feature, seeded
 
 
@@ -29,9 +37,9 @@ def flops(c: int, n: int) -> int:
 
 def test_a_registered_blueprint_is_offered_and_built() -> None:
     assert register("mine", {"image"}, parameters=parameters, flops=flops)(one_by_one) is one_by_one
-    assert names("image")[-1] == "mine"
-    assert "mine" not in names("sequence")
-    mine = get("mine", "image")
+    assert blueprint_names("image")[-1] == "mine"
+    assert "mine" not in blueprint_names("sequence")
+    mine = get_blueprint("mine", "image")
     assert (mine.name, mine.layouts, mine.devices) == ("mine", {"image"}, None)
     assert (mine.parameters(5), mine.flops(5, 12)) == (30, 600)
     seed = build_seed("mine", "image", 5, CPU, seeded())
@@ -41,8 +49,8 @@ def test_a_registered_blueprint_is_offered_and_built() -> None:
 
 def test_a_blueprint_may_grow_on_several_layouts() -> None:
     register("both", {"sequence", "vector"}, parameters, flops)(lambda c: Residual(nn.Linear(c, c)))
-    assert get("both", "sequence") is get("both", "vector")
-    assert "both" not in names("image")
+    assert get_blueprint("both", "sequence") is get_blueprint("both", "vector")
+    assert "both" not in blueprint_names("image")
 
 
 def test_one_name_may_stand_for_another_module_on_each_layout() -> None:
@@ -62,10 +70,10 @@ def test_a_name_can_be_taken_only_once_on_a_layout() -> None:
 
 def test_a_blueprint_is_offered_only_on_its_devices() -> None:
     register("picky", {"image"}, parameters, flops, devices={"cuda", "mps"})(one_by_one)
-    assert "picky" in names("image")
-    assert "picky" not in names("image", CPU)
-    assert "picky" in names("image", torch.device("mps"))
-    assert set(names("image")) - set(names("image", CPU)) == {"picky"}
+    assert "picky" in blueprint_names("image")
+    assert "picky" not in blueprint_names("image", CPU)
+    assert "picky" in blueprint_names("image", torch.device("mps"))
+    assert set(blueprint_names("image")) - set(blueprint_names("image", CPU)) == {"picky"}
     with pytest.raises(ValueError, match=r"^blueprint 'picky' does not run on cpu; it runs on: cuda, mps$"):
         build_seed("picky", "image", 4, CPU, seeded())
 
@@ -82,7 +90,11 @@ def test_a_blueprint_that_cannot_begin_as_the_identity_says_so() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:
-    for ask in (check_known, lambda name: get(name, "image"), lambda name: get(name, "vector")):
+    for ask in (
+        check_blueprint_name,
+        lambda name: get_blueprint(name, "image"),
+        lambda name: get_blueprint(name, "vector"),
+    ):
         with pytest.raises(ValueError, match=r"^unknown blueprint 'botleneck'; did you mean 'bottleneck'\?$"):
             ask("botleneck")
 
@@ -94,12 +106,12 @@ def test_a_name_like_no_other_gets_the_whole_list(monkeypatch: pytest.MonkeyPatc
     register("norm", {"image", "vector"}, parameters, flops)(one_by_one)
     register("mix", {"sequence"}, parameters, flops)(one_by_one)
     with pytest.raises(ValueError, match=r"^unknown blueprint 'xyzzy'; there are: norm, mix$"):
-        check_known("xyzzy")
+        check_blueprint_name("xyzzy")
 
 
 def test_a_name_known_on_some_layout_is_known() -> None:
     for name in ("conv_heavy", "gated", "flex_attention"):
-        check_known(name)
+        check_blueprint_name(name)
 
 
 def test_a_blueprint_for_another_layout_is_refused_with_those_that_fit() -> None:
@@ -109,10 +121,10 @@ def test_a_blueprint_for_another_layout_is_refused_with_those_that_fit() -> None
     with pytest.raises(ValueError, match=message):
         build_seed("conv_small", "mesh", 4, CPU, seeded())
     with pytest.raises(ValueError, match=r"^blueprint 'mix' does not grow on nonsense features; these do: none$"):
-        get("mix", "nonsense")
+        get_blueprint("mix", "nonsense")
 
 
 def test_the_seven_image_blueprints_are_offered_in_the_order_of_the_manual() -> None:
     offered = ["norm", "attention", "conv_small", "depthwise", "bottleneck", "conv_light", "conv_heavy"]
-    assert names("image") == offered
-    assert names("nonsense") == []
+    assert blueprint_names("image") == offered
+    assert blueprint_names("nonsense") == []

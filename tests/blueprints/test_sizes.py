@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import build_seed, get
+from esper_lightning.blueprints import build_seed, get_blueprint
 from tests.blueprints.features import CPU, EVERYTHING, HERE, LAYOUTS, feature, seeded
 
 SIZES = {
@@ -40,13 +40,13 @@ SIZES = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sizes_are_those_of_the_manual(layout: str) -> None:
     offered = [name for its_layout, name in EVERYTHING if its_layout == layout]
-    counts = {name: get(name, layout).parameters for name in offered}
+    counts = {name: get_blueprint(name, layout).parameters for name in offered}
     assert {name: (count(8), count(64)) for name, count in counts.items()} == SIZES[layout]
 
 
 @pytest.mark.parametrize(("layout", "name"), EVERYTHING)
 def test_the_number_of_parameters_is_known_before_the_seed_is_built(layout: str, name: str) -> None:
-    blueprint = get(name, layout)
+    blueprint = get_blueprint(name, layout)
     for width in range(1, 41):
         with torch.device("meta"):
             seed = blueprint.build(width)
@@ -65,10 +65,10 @@ def test_the_number_of_operations_is_what_pytorch_counts(
         # Attention as plain matrix products: not every PyTorch counts its fused kernel on a CPU.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             seed(feature(layout, width, samples, positions))
-        assert counter.get_total_flops() == samples * get(name, layout).flops(width, count)
+        assert counter.get_total_flops() == samples * get_blueprint(name, layout).flops(width, count)
 
 
 def test_a_window_is_counted_like_attention_without_one() -> None:
-    with_window, without = (get(name, "sequence").flops for name in ("flex_attention", "attention"))
+    with_window, without = (get_blueprint(name, "sequence").flops for name in ("flex_attention", "attention"))
     # One head of 2 channels, 3 positions: projections 2·3·2·(6 + 2), scores 2·3·3·2, weighted values as many.
     assert with_window(2, 3) == without(2, 3) == 96 + 36 + 36

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from esper_lightning.blueprints import build_seed, names, transformer
+from esper_lightning.blueprints import blueprint_names, build_seed, transformer
 from esper_lightning.blueprints.transformer import WINDOW, attention_heads
 from tests.blueprints.features import CPU, feature, seeded
 
@@ -43,7 +43,7 @@ def test_attention_by_hand(width: int, heads: int) -> None:
     torch.testing.assert_close(seed(x), attention_by_hand(seed, x, heads, window=12))
 
 
-@pytest.mark.parametrize("name", names("sequence", CPU))
+@pytest.mark.parametrize("name", blueprint_names("sequence", CPU))
 def test_a_later_position_cannot_change_an_earlier_output(name: str) -> None:
     seed, x = build_seed(name, "sequence", 8, CPU, seeded(), "random"), feature("sequence", 8, positions=(1, 12))
     for t in range(12):
@@ -61,9 +61,9 @@ def test_attention_hears_of_every_earlier_position() -> None:
 
 
 def test_flex_attention_is_offered_only_where_it_runs() -> None:
-    assert "flex_attention" not in names("sequence", CPU)
-    assert "flex_attention" in names("sequence", CUDA)
-    assert "flex_attention" in names("sequence", torch.device("cuda:1"))
+    assert "flex_attention" not in blueprint_names("sequence", CPU)
+    assert "flex_attention" in blueprint_names("sequence", CUDA)
+    assert "flex_attention" in blueprint_names("sequence", torch.device("cuda:1"))
     with pytest.raises(ValueError, match=r"^blueprint 'flex_attention' does not run on cpu; it runs on: cuda$"):
         build_seed("flex_attention", "sequence", 8, CPU, seeded())
 
@@ -87,18 +87,18 @@ def test_windowed_attention_by_hand(width: int) -> None:
 
 
 def test_a_mask_first_built_in_evaluation_serves_training() -> None:
-    attend = transformer.AttendWindow(heads=1)
+    attend = transformer.WindowedAttentionCore(heads=1)
     with torch.inference_mode():
-        mask = attend.mask(3, CPU)
+        mask = attend.block_mask(3, CPU)
     assert not mask.kv_indices.is_inference()
-    assert attend.mask(3, CPU) is mask
-    assert attend.mask(5, CPU) is not mask
+    assert attend.block_mask(3, CPU) is mask
+    assert attend.block_mask(5, CPU) is not mask
 
 
 def test_every_seed_has_a_mask_of_its_own() -> None:
     """Hosts on several CUDA streams share no mask tensor."""
-    first, second = transformer.AttendWindow(heads=1), transformer.AttendWindow(heads=1)
-    assert first.mask(3, CPU) is not second.mask(3, CPU)
+    first, second = transformer.WindowedAttentionCore(heads=1), transformer.WindowedAttentionCore(heads=1)
+    assert first.block_mask(3, CPU) is not second.block_mask(3, CPU)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ import pytest
 from lightning import Trainer
 
 from callbacks import Preemption
-from esper_lightning.evaluation.compare import Outcome, play
+from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.module import TamiyoModule
 from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
 
@@ -81,9 +81,9 @@ def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, mon
     def interrupted(*args: Any) -> Outcome:
         monkeypatch.undo()  # once: a second signal would end pytest
         os.kill(os.getpid(), signal.SIGINT)
-        return play(*args)
+        return play_episode(*args)
 
-    monkeypatch.setattr("esper_lightning.evaluation.comparison.play", interrupted)
+    monkeypatch.setattr("esper_lightning.evaluation.comparison.play_episode", interrupted)
 
     with pytest.raises((SystemExit, AssertionError)):  # raised by the callback, or by the previous handler
         fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2")

@@ -74,7 +74,7 @@ def test_a_pipe_gets_lines_whatever_it_is_taken_for(
 
 def test_bars_fit_a_narrow_terminal_and_say_how_long_it_takes() -> None:
     console = Console(force_terminal=True, width=60, color_system=None, file=StringIO())
-    bars = progress.Bars(console, ticks=12, whole=6000, done=100)
+    bars = progress.ProgressBars(console, ticks=12, total_ticks=6000, done_ticks=100)
     bars.update(bars.run, description="1:02:03 left")
     bars.note = "rollout 9 of 500: objective 0.541, accuracy 0.712, return 0.230"
 

@@ -11,72 +11,72 @@ import torch
 from lightning import Trainer
 
 from callbacks.rollout_state import RolloutState, random_states, set_random_states
-from esper_lightning.data import HostPoolData
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
-from esper_lightning.rollout import RolloutLoop
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tasks import Digits
 from tests.runs import differences, fit, load, only_run, tiny_host
 
 
-def draw() -> list[float]:
+def draw_random_numbers() -> list[float]:
     """Draw from every global generator; the Gaussian ones keep half of a pair for the next call."""
     numbers = [random.random(), random.gauss(0.0, 1.0), np.random.rand(), np.random.randn(), torch.rand(()).item()]
     return [float(number) for number in numbers]
 
 
 def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
-    draw()  # leaves half a pair in the Gaussian generators
+    draw_random_numbers()  # leaves half a pair in the Gaussian generators
     torch.save(random_states(), tmp_path / "states.ckpt")
-    expected = [draw(), draw()]
+    expected = [draw_random_numbers(), draw_random_numbers()]
 
     set_random_states(load(tmp_path / "states.ckpt"))
 
-    assert [draw(), draw()] == expected
+    assert [draw_random_numbers(), draw_random_numbers()] == expected
 
 
 def test_restoring_random_states_changes_the_saved_ones_not(tmp_path: Path) -> None:
     states = random_states()
-    expected = draw()
+    expected = draw_random_numbers()
     for _ in range(2):
         set_random_states(states)
-        assert draw() == expected
+        assert draw_random_numbers() == expected
 
 
 def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
     built = fit(tmp_path, "--trainer.max_epochs=1")
 
     state = load(only_run(tmp_path).latest)["callbacks"]["RolloutState"]
-    loop = built.model.loop
+    loop = built.model.collector
     assert set(state) == {"loop", "random"}
     assert state["loop"]["ticks"] == loop.ticks == loop.buffer.length
     assert state["loop"]["episode"] == 1
-    assert torch.equal(state["loop"]["raw"], loop.raw)
+    assert torch.equal(state["loop"]["raw_features"], loop.raw_features)
     assert all(torch.equal(saved, now) for saved, now in zip(state["loop"]["state"], loop.state, strict=True))
 
 
 def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
-    make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]
+    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
 ) -> None:
     """F6: when training starts, the callback restores the recurrent state, the unfinished rollout and random states."""
     loop, other = make_loop(2), make_loop(2)
-    loop.begin_rollout()
+    loop.reset()
     for _ in range(3):
-        loop.tick()
-    other.run_seed = 8
+        loop.step()
+    other.run_rng_seed = 8
     play_rollout(other)
     saving, restoring = RolloutState(), RolloutState()
-    saving.setup(Trainer(), SimpleNamespace(loop=loop), "fit")
+    saving.setup(Trainer(), SimpleNamespace(collector=loop), "fit")
     saved = saving.state_dict()
-    expected = draw()
+    expected = draw_random_numbers()
     assert saved["loop"]["state"][0].any() and saved["loop"]["state"][1].any(), "there is a recurrent state to lose"
 
     restoring.load_state_dict(saved)
-    restoring.on_train_start(Trainer(), SimpleNamespace(loop=other))
+    restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
 
-    assert draw() == expected
+    assert draw_random_numbers() == expected
     assert differences(saved["loop"], other.state_dict()) == []
     play_rollout(other)
-    restoring.on_train_start(Trainer(), SimpleNamespace(loop=other))
+    restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
     assert other.ticks == 3 + 6, "it is restored once"
 
 

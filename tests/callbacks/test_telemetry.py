@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from callbacks import Telemetry
-from esper_lightning.envs.execution import PHASES
+from esper_lightning.profiling import PHASES
 from tests.runs import HORIZON, fit, only_run
 
 Scalars = dict[str, list[tuple[int, float]]]

@@ -8,37 +8,37 @@ import torch
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.governor import GovernorConfig
+from esper_lightning.governor.judge import GovernorConfig
 
-NEVER = 1e9
+UNREACHABLE = 1e9
 
-CALM = GovernorConfig(
+ONLY_NAN_DIVERGES = GovernorConfig(
     # No finite loss is out of range: only NaN leads to a rollback.
-    max_loss=NEVER, max_ratio=NEVER, learned=1.0 / NEVER, guessing=1.0 / NEVER,
+    max_loss=UNREACHABLE, max_ratio=UNREACHABLE, learned=1.0 / UNREACHABLE, guessing=1.0 / UNREACHABLE,
     snapshot_every=2, patience=2, cooldown=1, max_rollbacks=2, penalty=0.75,
 )  # fmt: skip
 
-UNWATCHED = GovernorConfig(enabled=False)
+NO_GOVERNOR = GovernorConfig(enabled=False)
 
 
-def break_down(env: HostEnv) -> None:
+def set_weight_to_nan(env: HostEnv) -> None:
     """Set a weight to NaN, so that the next loss of the host is NaN."""
     with torch.no_grad():
         next(env.network.parameters()).view(-1)[0] = torch.nan
 
 
 @contextmanager
-def breaking(pool: HostPool, hosts: Sequence[int]) -> Iterator[None]:
+def breaking_epoch(pool: HostPool, hosts: Sequence[int]) -> Iterator[None]:
     """Break the weights of these hosts at the start of the next host epoch, after the action is chosen."""
-    tick = pool.executor.tick
+    tick = pool.executor.train_and_validate
 
     def broken(*args: Any) -> Any:
-        pool.executor.tick = tick
+        pool.executor.train_and_validate = tick
         for host in hosts:
-            break_down(pool.envs[host])
+            set_weight_to_nan(pool.envs[host])
         return tick(*args)
 
-    pool.executor.tick = broken
+    pool.executor.train_and_validate = broken
     yield
-    assert pool.executor.tick is tick or not hosts, "nobody has trained"
-    pool.executor.tick = tick
+    assert pool.executor.train_and_validate is tick or not hosts, "nobody has trained"
+    pool.executor.train_and_validate = tick

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, HostPool, Op, StepResult
-from esper_lightning.envs.transfer import unpack_validations
-from esper_lightning.governor import Decision
-from esper_lightning.growth.network import slots_of
+from esper_lightning.envs.device_transfer import unpack_validations
+from esper_lightning.governor.judge import Verdict
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.rewards import objective
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, decide, fossilize, germinate
-from tests.envs.breaking import breaking
+from tests.envs.breaking import breaking_epoch
 
 MakePool = Callable[..., HostPool]
 
@@ -23,7 +23,7 @@ MakePool = Callable[..., HostPool]
 HORIZON = 9
 
 
-def wander(pool: HostPool, choices: list[random.Random]) -> Action:
+def random_actions(pool: HostPool, choices: list[random.Random]) -> Action:
     """Choose a possible action for every environment from its own random generator."""
     rows = []
     for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
@@ -33,7 +33,7 @@ def wander(pool: HostPool, choices: list[random.Random]) -> Action:
     return act(*rows)
 
 
-class Waits(random.Random):
+class FirstOption(random.Random):
     """Random generator that always takes the first option."""
 
     def choice(self, seq: Sequence[Any]) -> Any:
@@ -48,35 +48,35 @@ class Episode:
         seed: RNG seed of hosts and actions.
     """
 
-    def __init__(self, pool: HostPool, seed: int) -> None:
+    def __init__(self, pool: HostPool, rng_seed: int) -> None:
         self.pool = pool
-        self.choices = [random.Random(seed + i) for i in range(pool.n_envs)]
+        self.generators = [random.Random(rng_seed + i) for i in range(pool.n_envs)]
         self.rows: list[list[list[Tensor]]] = []
-        self.verdicts: list[list[Decision]] = []
-        pool.reset([seed + i for i in range(pool.n_envs)])
+        self.verdicts: list[list[Verdict]] = []
+        pool.reset([rng_seed + i for i in range(pool.n_envs)])
 
     def play(self, ticks: int) -> "Episode":
         """Play a number of further ticks."""
         for _ in range(ticks):
-            step = self.pool.step(wander(self.pool, self.choices))
+            step = self.pool.step(random_actions(self.pool, self.generators))
             parts = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
             weights = [list(env.network.state_dict().values()) for env in self.pool.envs]
             self.rows.append([[t.clone() for t in (*(p[i] for p in parts), *w)] for i, w in enumerate(weights)])
-            self.verdicts.append([(word.host, word.verdict.decision) for word in step.verdicts])
+            self.verdicts.append([(verdict.host, verdict.verdict.outcome) for verdict in step.verdicts])
         return self
 
     def play_broken(self, *hosts: int) -> "Episode":
         """Play a tick in which the training of these hosts diverges."""
-        with breaking(self.pool, hosts):
+        with breaking_epoch(self.pool, hosts):
             return self.play(1)
 
-    def of(self, host: int) -> list[list[Tensor]]:
+    def rows_of_host(self, host: int) -> list[list[Tensor]]:
         return [row[host] for row in self.rows]
 
-    def elsewhere(self, pool: HostPool) -> "Episode":
+    def continue_in(self, pool: HostPool) -> "Episode":
         """Return the continuation of this episode in another pool of the same state."""
         other = copy(self)
-        other.pool, other.choices, other.rows, other.verdicts = pool, deepcopy(self.choices), [], []
+        other.pool, other.generators, other.rows, other.verdicts = pool, deepcopy(self.generators), [], []
         return other
 
 
@@ -85,11 +85,11 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     pool.load_state_dict(state)
     env, tick = pool.envs[host], pool.envs[host].tick
     env.load_state_dict(good)
-    env.growing.cull_live("by hand")
+    env.growing.cull_live_seeds("by hand")
     env.tick = tick
     validated = pool.executor.validate([env], pool.data.validation)
     (validation,) = unpack_validations(validated, len(env.slots))
-    env.record(validation)
+    env.record_validation(validation)
     accuracy = validation.all_seeds.accuracy
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
     price = pool.config.objective
@@ -98,17 +98,17 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     return pool
 
 
-def fossil(pool: HostPool) -> StepResult:
+def fossilize_in_broken_epoch(pool: HostPool) -> StepResult:
     """Fossilize a seed of host 0 in the fourth tick, in which its training diverges; host 1 waits."""
     pool.reset([3, 4])
     pool.step(act(germinate(0, 1), WAIT))
     for _ in range(2):
         pool.step(act(WAIT, WAIT))
-    with breaking(pool, [0]):
+    with breaking_epoch(pool, [0]):
         return pool.step(act(fossilize(0), WAIT))
 
 
-def plain_accuracy(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
+def accuracy_by_forward_pass(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
     """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
     network = deepcopy(network).eval()
     for name in without:
@@ -116,6 +116,6 @@ def plain_accuracy(network: nn.Module, data: Split, without: Sequence[str] = ())
     return (network(data.inputs).argmax(-1) == data.targets).float().mean().item()
 
 
-def ended(pool: HostPool, seed: int = 5) -> Episode:
+def play_until_ended(pool: HostPool, seed: int = 5) -> Episode:
     """Play an episode in which host 1 is rolled back in the third tick and ended in the fifth."""
     return Episode(pool, seed).play(2).play_broken(1).play(1).play_broken(1)

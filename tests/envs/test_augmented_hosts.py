@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.hosts import MLP
 from esper_lightning.tasks import AugmentConfig, Digits, Split, TaskData
 from tests.conftest import SMALL
@@ -20,7 +20,7 @@ AUGMENT = AugmentConfig(pad=1, flip=True, cutout=3)
 TRAINING = HostTraining(batch_size=16, batches=3, augment=AUGMENT)
 
 
-def life(pool: HostPool, seeds: Sequence[int]) -> list[list[Tensor]]:
+def weights_after_three_ticks(pool: HostPool, seeds: Sequence[int]) -> list[list[Tensor]]:
     """Return the weights of each host after three ticks."""
     pool.reset(seeds)
     for row in (germinate(0, 1), WAIT, WAIT):
@@ -32,7 +32,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def seen(pool: HostPool, data: Split) -> list[Tensor]:
+def inputs_of_epoch(pool: HostPool, data: Split) -> list[Tensor]:
     """Return the inputs of the first host in an epoch on `data`, one tensor per minibatch."""
     inputs: list[Tensor] = []
     pool.envs[0].network.register_forward_pre_hook(lambda network, args: inputs.append(args[0].clone()))
@@ -42,10 +42,10 @@ def seen(pool: HostPool, data: Split) -> list[Tensor]:
 
 @pytest.mark.parametrize("executor", ["loop", "threads"])
 def test_a_host_learns_the_same_alone_and_among_others(make_pool: MakePool, executor: str) -> None:
-    (alone,) = life(make_pool(1, training=TRAINING), [5])
-    first, *_ = life(make_pool(3, training=TRAINING, executor=executor), [5, 1, 2])
-    *_, last = life(make_pool(3, training=TRAINING, executor=executor), [8, 9, 5])
-    (plain,) = life(make_pool(1, training=replace(TRAINING, augment=AugmentConfig())), [5])
+    (alone,) = weights_after_three_ticks(make_pool(1, training=TRAINING), [5])
+    first, *_ = weights_after_three_ticks(make_pool(3, training=TRAINING, executor=executor), [5, 1, 2])
+    *_, last = weights_after_three_ticks(make_pool(3, training=TRAINING, executor=executor), [8, 9, 5])
+    (plain,) = weights_after_three_ticks(make_pool(1, training=replace(TRAINING, augment=AugmentConfig())), [5])
 
     assert same(alone, first) and same(alone, last)
     assert not same(alone, plain), "it learned from other images"
@@ -58,10 +58,10 @@ def test_hosts_of_other_seeds_see_other_images(make_pool: MakePool) -> None:
     one, other = (env.draw_batches(100) for env in pool.envs)
     pool.reset([2, 1])
 
-    assert not any(torch.equal(a, b) for a, b in zip(one.choices, other.choices, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one.augment_params, other.augment_params, strict=True))
     again = pool.envs[1].draw_batches(100)
     assert torch.equal(again.indices, one.indices)
-    assert all(torch.equal(a, b) for a, b in zip(again.choices, one.choices, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.augment_params, one.augment_params, strict=True))
 
 
 def test_every_tick_varies_the_images_anew(make_pool: MakePool) -> None:
@@ -69,8 +69,8 @@ def test_every_tick_varies_the_images_anew(make_pool: MakePool) -> None:
 
     first, second = env.draw_batches(100), env.draw_batches(100)
 
-    assert [tuple(part.shape) for part in first.choices] == [(3, 16, 2), (3, 16), (3, 16, 2)]
-    assert not any(torch.equal(a, b) for a, b in zip(first.choices, second.choices, strict=True))
+    assert [tuple(part.shape) for part in first.augment_params] == [(3, 16, 2), (3, 16), (3, 16, 2)]
+    assert not any(torch.equal(a, b) for a, b in zip(first.augment_params, second.augment_params, strict=True))
 
 
 def test_without_augmentation_the_order_of_the_data_is_all_that_is_drawn(make_pool: MakePool) -> None:
@@ -87,7 +87,7 @@ def test_without_augmentation_the_order_of_the_data_is_all_that_is_drawn(make_po
 def test_parts_of_a_batch_show_the_images_of_the_whole(make_pool: MakePool) -> None:
     pools = [make_pool(1, training=replace(TRAINING, micro_batches=parts)) for parts in (1, 4)]
 
-    whole, parts = (seen(pool, pool.data.train) for pool in pools)
+    whole, parts = (inputs_of_epoch(pool, pool.data.train) for pool in pools)
 
     assert (len(whole), len(parts)) == (3, 12)
     assert torch.equal(torch.cat(parts), torch.cat(whole))
@@ -99,9 +99,9 @@ def test_what_the_host_sees_is_what_was_drawn_for_it(make_pool: MakePool) -> Non
     drawn = pool.envs[0].draw_batches(pool.data.train.samples)
     pool.envs[0].generator.set_state(state)
 
-    inputs = torch.cat(seen(pool, pool.data.train))
+    inputs = torch.cat(inputs_of_epoch(pool, pool.data.train))
 
-    for image, i, flip in zip(inputs, drawn.indices.flatten(), drawn.choices.flip.flatten(), strict=True):
+    for image, i, flip in zip(inputs, drawn.indices.flatten(), drawn.augment_params.flip.flatten(), strict=True):
         original = pool.data.train.inputs[i]
         assert torch.equal(image, original.flip(2) if flip else original)
 
@@ -119,7 +119,7 @@ def test_hosts_are_judged_on_images_as_they_are(make_pool: MakePool) -> None:
 
 def test_a_continued_host_goes_on_with_the_images_it_would_have_seen(make_pool: MakePool) -> None:
     pool, other = make_pool(1, training=TRAINING), make_pool(1, training=TRAINING)
-    life(pool, [4])
+    weights_after_three_ticks(pool, [4])
     other.load_state_dict(pool.state_dict())
     for one in (pool, other):
         one.step(act(WAIT))

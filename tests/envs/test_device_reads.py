@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from esper_lightning.envs import HostPool, Masks
-from esper_lightning.envs.transfer import download
-from esper_lightning.growth.nested import tensors
+from esper_lightning.envs.device_transfer import download
+from esper_lightning.growth.nested import iter_tensors
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop
+from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.metrics import growth_metrics, tick_metrics
@@ -35,14 +35,14 @@ class Reads(TorchFunctionMode):
         self.reads: list[str] = []
         self.downloads: list[tuple[int, ...]] = []  # shapes
         # On the CPU both names share memory.
-        pool.masks = pool.sight.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
+        pool.masks = pool.observation_builder.masks = Masks(*(mask.clone() for mask in pool.masks_on_cpu))
         self.know(list(pool.masks_on_cpu))
-        patch.setattr("esper_lightning.envs.pool.download", self.download)
-        for place in ("pool", "sight"):
-            patch.setattr(f"esper_lightning.envs.{place}.send", self.send)
+        patch.setattr("esper_lightning.envs.host_pool.download", self.download)
+        for module in ("host_pool", "spaces.observation_builder"):
+            patch.setattr(f"esper_lightning.envs.{module}.copy_to_device", self.send)
 
     def know(self, value: Any) -> None:
-        self.known |= {id(tensor): tensor for tensor in tensors(value)}
+        self.known |= {id(tensor): tensor for tensor in iter_tensors(value)}
 
     def download(self, tensor: Tensor) -> Tensor:
         self.downloads.append(tuple(tensor.shape))
@@ -56,7 +56,7 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = [*tensors(args), *tensors(kwargs or {})]
+        given = [*iter_tensors(args), *iter_tensors(kwargs or {})]
         name = getattr(function, "__name__", str(function))
         if all(id(tensor) in self.known for tensor in given):
             if given or function is torch.tensor:
@@ -66,16 +66,18 @@ class Reads(TorchFunctionMode):
         return result
 
 
-def test_a_tick_reads_the_device_twice(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tick_reads_the_device_twice(
+    make_loop: Callable[..., RolloutCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """S3: a step reads the actions in one transfer and all measurements in another, and nothing else from the device,
     from one call of `RolloutCollector.step` to the next."""
     loop = make_loop(3)
     pool = loop.pool
-    loop.begin_rollout()
+    loop.reset()
     reads = Reads(monkeypatch, pool)
     with reads:
         for _ in range(pool.config.horizon):
-            tick_metrics(loop.tick())
+            tick_metrics(loop.step())
             growth_metrics(pool.envs)
 
     heads, slots = len(loop.buffer.action), len(pool.space.slot)
@@ -96,9 +98,9 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
     pool = HostPool(task, task.load(), small_host, replace(SMALL, executor=executor), 3, gpu)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
-    loop = RolloutLoop(pool, make_policy(pool).to(gpu), *norms, PPOConfig(), run_seed=7)
-    loop.begin_rollout()
-    loop.tick()  # creates what is cached
+    loop = RolloutCollector(pool, make_policy(pool).to(gpu), *norms, PPOConfig(), run_rng_seed=7)
+    loop.reset()
+    loop.step()  # creates what is cached
     shapes = []
 
     def read(tensor: Tensor) -> Tensor:
@@ -108,11 +110,11 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
         torch.cuda.set_sync_debug_mode("error")
         return numbers
 
-    monkeypatch.setattr("esper_lightning.envs.pool.download", read)
+    monkeypatch.setattr("esper_lightning.envs.host_pool.download", read)
     try:
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(pool.config.horizon - 1):
-            tick_metrics(loop.tick())
+            tick_metrics(loop.step())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -120,12 +122,12 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     assert loop.buffer.action.op.any(), "something was done"
 
 
-def test_a_read_would_be_noticed(make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_would_be_noticed(make_loop: Callable[..., RolloutCollector], monkeypatch: pytest.MonkeyPatch) -> None:
     """S3: reads besides the two transfers of a step are detected."""
     loop = make_loop(2)
-    loop.begin_rollout()
+    loop.reset()
     with Reads(monkeypatch, loop.pool) as reads:
-        step = loop.tick()
+        step = loop.step()
         assert reads.reads == []
         step.reward.mean().item()
         step.masks.slot.tolist()

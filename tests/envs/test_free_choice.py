@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool, StepResult
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.blend import GatedSeed
-from esper_lightning.growth.network import SeedEvent
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.conftest import FREE, SMALL
 from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate, set_alpha
 from tests.tiers import rest_is_slow
@@ -38,7 +38,11 @@ def play(pool: HostPool, rows: list[Row]) -> list[StepResult]:
 
 
 def events(steps: list[StepResult]) -> list[tuple[Stage, Stage, str]]:
-    return [(event.seed.before, event.seed.after, event.seed.cause) for step in steps for event in step.events]
+    return [
+        (event.seed_event.before, event.seed_event.after, event.seed_event.cause)
+        for step in steps
+        for event in step.events
+    ]
 
 
 def seen(pool: HostPool, slot: str = "block1.pool") -> dict[str, float]:
@@ -279,7 +283,7 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def moving(slot: SeedSlot) -> str:
+def ramp_state(slot: SeedSlot) -> str:
     """Return the state of the alpha ramp."""
     if not slot.ramping or slot.alpha_now == slot.ramp.target:
         return "at rest"
@@ -298,7 +302,7 @@ def test_an_episode_continues_bit_for_bit_from_the_middle_of_any_ramp(
     pool.reset([1, 2])
     met = set()
     for tick, rows in enumerate(SCRIPT):
-        met |= {moving(slot) for env in pool.envs for slot in env.slots}
+        met |= {ramp_state(slot) for env in pool.envs for slot in env.slots}
         if tick not in ticks:
             pool.step(act(*rows))
             continue
@@ -323,7 +327,7 @@ def test_an_event_of_alpha_names_its_seed(pool: HostPool) -> None:
     *_, step = play(pool, [*GROW, set_alpha(0, 0, speed=1)])
 
     (event,) = step.events
-    assert event.seed == SeedEvent(
+    assert event.seed_event == SeedEvent(
         "block1.pool", "conv_small", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 0.5 in 2 ticks"
     )
     assert (event.host, event.tick) == (0, 5)

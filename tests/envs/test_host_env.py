@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.measured import EpochResult, Score, TrainingStats, Validation
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradients import GradientStats
+from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate
 
@@ -119,7 +119,7 @@ def test_a_seed_keeps_its_momentum_when_it_begins_to_blend(make_pool: Callable[.
     before, host = momenta(env, "seed.block2.pool"), momenta(env, "host")
     assert any(value.any() for value in before)
 
-    events = env.finish_tick(nothing_new(env))
+    events = env.record_epoch(nothing_new(env))
 
     assert [event.after for event in events] == [Stage.TRAINING, Stage.BLENDING]
     assert same(momenta(env, "seed.block2.pool"), before)
@@ -138,7 +138,7 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
     env.apply(germinate(2, 2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
-    env.finish_tick(nothing_new(env))  # old enough to be culled
+    env.record_epoch(nothing_new(env))  # old enough to be culled
     env.apply(cull(2))
     assert same(momenta(env, "host"), host) and same(momenta(env, "seed.block1.pool"), neighbour)
     assert len(env.optimizer.state) == sum(len(group["params"]) for group in env.optimizer.param_groups)
@@ -199,7 +199,7 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
     known = []
     for without in (0.1, 0.4, 0.55):
         whole, *rest, committed = (Score(1.0, accuracy) for accuracy in (0.5, 0.9, without, 0.9, 0.3))
-        env.finish_tick(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
+        env.record_epoch(nothing_new(env)._replace(validation=Validation(whole, rest, committed)))
         known.append((env.records[1].previous_contribution, env.records[1].contribution))
 
     assert known[0] == (None, None)  # not blended, so nothing was measured
@@ -211,13 +211,13 @@ def test_contributions_are_those_of_the_last_two_ticks_in_which_the_seed_was_ble
 def test_a_seed_that_is_culled_by_time_loses_its_group_and_its_record(make_pool: Callable[..., HostPool]) -> None:
     env = make_pool(1, lifecycle=LifecycleConfig(training_ticks=0, auto_cull=True)).envs[0]
     env.reset(1)
-    env.record(nothing_new(env).validation)
+    env.record_validation(nothing_new(env).validation)
     env.apply(germinate(0))
     for _ in range(2):
-        env.finish_tick(nothing_new(env))
+        env.record_epoch(nothing_new(env))
     assert env.slots[0].stage is Stage.PROBATIONARY
 
-    env.finish_tick(nothing_new(env))  # it contributes nothing
+    env.record_epoch(nothing_new(env))  # it contributes nothing
 
     assert env.slots[0].stage is Stage.CULLED
     assert [group["name"] for group in env.optimizer.param_groups] == ["host"]

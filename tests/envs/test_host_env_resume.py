@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.tiers import rest_is_slow
 
@@ -27,7 +27,7 @@ SCRIPT = [  # actions of two environments, tick by tick
 
 EVERY = range(len(SCRIPT))
 
-SOME = (0, 3, len(SCRIPT) - 1)
+SAVE_TICKS = (0, 3, len(SCRIPT) - 1)
 """Ticks to save at: the first, one in the middle, and the last."""
 
 
@@ -63,7 +63,7 @@ def used_pool(make: Callable[[], HostPool]) -> HostPool:
 
 @pytest.mark.parametrize(
     ("optimizer", "ticks"),
-    rest_is_slow([("adam", SOME), ("adam", EVERY), ("sgd", EVERY)], lambda case: case[1] != EVERY),
+    rest_is_slow([("adam", SAVE_TICKS), ("adam", EVERY), ("sgd", EVERY)], lambda case: case[1] != EVERY),
 )
 def test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit(
     make_pool: Callable[..., HostPool], optimizer: str, ticks: Sequence[int]
@@ -106,7 +106,7 @@ def test_what_is_loaded_is_what_was_saved(make_pool: Callable[..., HostPool]) ->
     for ours, theirs in zip(pool.envs, other.envs, strict=True):
         assert ours.history == theirs.history
         assert ours.records == theirs.records
-        assert (ours.seed, ours.tick, ours.last_op) == (theirs.seed, theirs.tick, theirs.last_op)
+        assert (ours.rng_seed, ours.tick, ours.last_op) == (theirs.rng_seed, theirs.tick, theirs.last_op)
         assert (ours.objective, ours.host_gradient) == (theirs.objective, theirs.host_gradient)
 
 
@@ -146,14 +146,14 @@ def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
         (("tick",), 7, "a host's tick is 7, not a whole number from 0 to 6"),
         (("lr_factor",), 2.0, r"a host's factor of the learning rate is 2\.0, outside of \(0, 1\]"),
         (("history", "loss"), [1.0] * 8, "a host's loss is of more than 6 ticks"),
-        (("validated", "committed"), [0.5], "a host's validation is not a list of 2 numbers"),
+        (("validated", "fossilized"), [0.5], "a host's validation is not a list of 2 numbers"),
         (
             ("validated", "without"),
             [[1.0, 0.5]] * 2,
             "a host's validation is not one without the seed in each of 3 slots",
         ),
         (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
-        (("guard", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),
+        (("monitor", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),
     ],
 )
 def test_a_host_that_no_run_can_have_is_refused(

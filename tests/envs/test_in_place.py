@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act
-from tests.envs.breaking import CALM, breaking
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 
 MakePool = Callable[..., HostPool]
 
@@ -56,22 +56,22 @@ def test_environments_are_reset_in_place(make_pool: MakePool) -> None:
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
 def test_a_rollback_is_in_place(make_pool: MakePool, executor: str) -> None:
     """S1: a rollback keeps a host, its weights and its snapshot in the same memory."""
-    pool = make_pool(2, governor=replace(CALM, max_rollbacks=9), horizon=9, executor=executor)
+    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=9), horizon=9, executor=executor)
     pool.reset([1, 2])  # from the second episode on, optimizers have a state for every weight
 
     def places() -> Iterator[tuple[Any, int]]:
         for env in pool.envs:
             for tensor in [*env.network.parameters(), *env.network.buffers()]:
                 yield id(tensor), tensor.data_ptr()
-            yield env, env.guard.snapshot.nbytes
-            held: list[Tensor] = list(env.guard.snapshot.view()["growing"]["network"].values())
+            yield env, env.monitor.snapshot.nbytes
+            held: list[Tensor] = list(env.monitor.snapshot.view()["growing"]["network"].values())
             yield held[0].shape, held[0].data_ptr()
 
     for _ in range(2):
         pool.step(act(WAIT, WAIT))
     before = list(places())
     for tick in range(6):
-        with breaking(pool, [tick % 2]):
+        with breaking_epoch(pool, [tick % 2]):
             step = pool.step(act(WAIT, WAIT))
         assert step.terminated.tolist() == [tick % 2 == 0, tick % 2 == 1]
     assert list(places()) == before

@@ -4,26 +4,26 @@ from collections.abc import Callable
 
 import torch
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HEADS, HostPool
-from esper_lightning.envs.observation import features
-from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.envs.spaces.observation import compute_features
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import Policy
 from tests.conftest import FREE
 
 
 def test_observations_and_actions_are_laid_out_as_their_names_say(
-    make_loop: Callable[..., RolloutLoop], make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
+    make_loop: Callable[..., RolloutCollector], make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]
 ) -> None:
     """A9: every column of an observation holds the feature of its name, and every head has the named choices."""
     loop = make_loop(2)
     pool, names, wanderer = loop.pool, loop.pool.feature_names, RandomValid(1)
     assert len(set(names)) == len(names)
-    assert loop.buffer.observation.features.shape[-1] == loop.raw.shape[-1] == len(names)
+    assert loop.buffer.observation.features.shape[-1] == loop.raw_features.shape[-1] == len(names)
     for _ in range(pool.config.horizon):
         pool.step(wanderer.act(pool))
         for env, row in zip(pool.envs, pool.observation.features, strict=True):
-            expected = features(env)
+            expected = compute_features(env)
             assert list(expected) == names
             torch.testing.assert_close(row, torch.tensor([expected[name] for name in names]), rtol=0, atol=0)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, germinate
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from esper_lightning.controllers.heuristic import Heuristic
+from esper_lightning.controllers.learned import Controller, LearnedController
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.execution.fused.executor import FusedEpoch
-from esper_lightning.envs.execution.step import HostEpoch
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.evaluation.compare import play
+from esper_lightning.envs.execution.host_epoch import HostEpoch
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.baselines import RandomValid
-from esper_lightning.tamiyo.controller import Controller, LearnedController
-from esper_lightning.tamiyo.heuristic import Heuristic
+from esper_lightning.ppo.collector import RolloutCollector
 from tests.conftest import FREE
 
 BATCHES = 3
@@ -49,7 +49,7 @@ def count_training(patch: pytest.MonkeyPatch, epoch: type) -> Counter[str]:
     ("executor", "epoch", "at_once"), [("loop", HostEpoch, 1), ("threads", HostEpoch, 1), ("fused", FusedEpoch, 3)]
 )
 def test_every_stage_under_every_controller_learns_in_one_train_step(
-    make_loop: Callable[..., RolloutLoop],
+    make_loop: Callable[..., RolloutCollector],
     make_pool: Callable[..., HostPool],
     monkeypatch: pytest.MonkeyPatch,
     executor: str,
@@ -79,7 +79,7 @@ def test_every_stage_under_every_controller_learns_in_one_train_step(
 
 
 def test_every_controller_goes_through_the_same_step(
-    make_loop: Callable[..., RolloutLoop], monkeypatch: pytest.MonkeyPatch
+    make_loop: Callable[..., RolloutCollector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A2: training, evaluation of the learned policy and the heuristic all use `HostPool.step`."""
     loop = make_loop(2)
@@ -90,10 +90,10 @@ def test_every_controller_goes_through_the_same_step(
         return real(self, action)
 
     monkeypatch.setattr(HostPool, "step", watched)
-    loop.begin_rollout()
-    loop.tick()
+    loop.reset()
+    loop.step()
     assert stepped == [pool]
     for controller in (LearnedController(loop.policy, loop.observation_norm), Heuristic()):
         stepped.clear()
-        play(pool, "any", controller, [1, 2])
+        play_episode(pool, "any", controller, [1, 2])
         assert stepped == [pool] * pool.config.horizon

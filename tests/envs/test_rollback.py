@@ -10,11 +10,11 @@ import torch
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.governor import Decision
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import Verdict
 from tests.decisions import WAIT, act
-from tests.envs.breaking import CALM, UNWATCHED, breaking
-from tests.envs.episodes import HORIZON, Episode, MakePool, Waits, restored_by_hand
+from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.episodes import HORIZON, Episode, FirstOption, MakePool, restored_by_hand
 from tests.envs.execution.fused.hosts import make
 from tests.envs.execution.fused.hosts import precision as precision_of
 from tests.runs import differences
@@ -25,7 +25,7 @@ def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
     """Return the states of hosts without those of the Governor."""
     for env in pool.envs:
         state = env.state_dict()
-        del state["guard"]
+        del state["monitor"]
         yield state
 
 
@@ -33,24 +33,24 @@ def hosts_of(pool: HostPool) -> Iterator[dict[str, Any]]:
     ("executor", "optimizer", "precision"), pairs_of(["loop", "threads", "fused"], ["sgd", "adamw"], ["fp32", "bf16"])
 )
 def test_a_rolled_back_host_goes_on_as_one_that_was_restored_by_hand(
-    make_pool: MakePool, kept: dict[HostEnv, dict[str, Any]], executor: str, optimizer: str, precision: str
+    make_pool: MakePool, snapshots: dict[HostEnv, dict[str, Any]], executor: str, optimizer: str, precision: str
 ) -> None:
     training = HostTraining(batches=2, optimizer=optimizer, precision=precision, weight_decay=0.01)
     settings = {"horizon": HORIZON, "executor": executor, "training": training}
-    pool = make_pool(3, governor=CALM, **settings)
-    by_hand = make_pool(3, governor=UNWATCHED, **settings)
+    pool = make_pool(3, governor=ONLY_NAN_DIVERGES, **settings)
+    by_hand = make_pool(3, governor=NO_GOVERNOR, **settings)
     drawn = random.Random(f"{executor} {optimizer} {precision}")
     for _ in range(2 if precision == "fp32" else 1):
         seed, tick, host = drawn.randrange(1000), drawn.randrange(2, HORIZON - 2), drawn.randrange(3)
         episode = Episode(pool, seed).play(tick).play_broken(host)
-        assert episode.verdicts == [[]] * tick + [[(host, Decision.ROLL_BACK)]]
+        assert episode.verdicts == [[]] * tick + [[(host, Verdict.ROLL_BACK)]]
 
-        restored_by_hand(by_hand, deepcopy(pool.state_dict()), host, kept[pool.envs[host]])
+        restored_by_hand(by_hand, deepcopy(pool.state_dict()), host, snapshots[pool.envs[host]])
         for ours, theirs in zip((*pool.observation, *pool.masks), (*by_hand.observation, *by_hand.masks), strict=True):
             assert torch.equal(ours, theirs)
         assert differences(list(hosts_of(pool)), list(hosts_of(by_hand))) == []
 
-        other = episode.elsewhere(by_hand).play(HORIZON - tick - 1)
+        other = episode.continue_in(by_hand).play(HORIZON - tick - 1)
         episode.play(HORIZON - tick - 1)
         assert differences(episode.rows[tick + 1 :], other.rows) == []
         assert differences(list(hosts_of(pool)), list(hosts_of(by_hand))) == []
@@ -58,22 +58,24 @@ def test_a_rolled_back_host_goes_on_as_one_that_was_restored_by_hand(
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
 def test_a_rolled_back_host_goes_on_with_the_loss_scale_of_its_snapshot(make_pool: MakePool, executor: str) -> None:
-    pool = make_pool(1, governor=CALM, executor=executor, training=HostTraining(batches=2, precision="fp16"))
+    pool = make_pool(
+        1, governor=ONLY_NAN_DIVERGES, executor=executor, training=HostTraining(batches=2, precision="fp16")
+    )
     pool.step(act(WAIT))
     (env,) = pool.envs
     env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 64.0, "_growth_tracker": 5})
-    env.keep()
+    env.take_snapshot()
     env.scaler.load_state_dict(env.scaler.state_dict() | {"scale": 2.0**15, "_growth_tracker": 9})
-    with breaking(pool, [0]):
+    with breaking_epoch(pool, [0]):
         step = pool.step(act(WAIT))
 
-    assert [word.verdict.decision for word in step.verdicts] == [Decision.ROLL_BACK]
+    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
     assert (env.scaler.get_scale(), env.scaler.state_dict()["_growth_tracker"]) == (64.0, 5)
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads"])
 def test_the_neighbours_of_a_rolled_back_host_do_not_notice(make_pool: MakePool, executor: str) -> None:
-    pool = make_pool(3, governor=CALM, horizon=HORIZON, executor=executor)
+    pool = make_pool(3, governor=ONLY_NAN_DIVERGES, horizon=HORIZON, executor=executor)
     drawn = random.Random(executor)
     for _ in range(2):
         seed, tick, host = drawn.randrange(1000), drawn.randrange(HORIZON), drawn.randrange(3)
@@ -84,30 +86,30 @@ def test_the_neighbours_of_a_rolled_back_host_do_not_notice(make_pool: MakePool,
         assert len(broken.verdicts[tick]) == 1 and not any(whole.verdicts)
         for i, env in enumerate(pool.envs):
             if i != host:
-                assert differences(broken.of(i), whole.of(i)) == []
+                assert differences(broken.rows_of_host(i), whole.rows_of_host(i)) == []
                 assert differences(states[i], env.state_dict()) == [], "its snapshot, too"
-        assert differences(broken.of(host)[:tick], whole.of(host)[:tick]) == []
-        assert differences(broken.of(host)[tick:], whole.of(host)[tick:]) != []
+        assert differences(broken.rows_of_host(host)[:tick], whole.rows_of_host(host)[:tick]) == []
+        assert differences(broken.rows_of_host(host)[tick:], whole.rows_of_host(host)[tick:]) != []
 
 
 def test_in_a_stack_the_neighbours_do_not_notice_while_the_same_seeds_are_stacked(make_pool: MakePool) -> None:
-    pool = make_pool(3, governor=CALM, horizon=HORIZON, executor="fused")
+    pool = make_pool(3, governor=ONLY_NAN_DIVERGES, horizon=HORIZON, executor="fused")
     for tick, host in ((0, 1), (4, 0), (7, 2)):
         episodes = []
         for broken in ([host], []):
             episode = Episode(pool, 50 + tick)
-            episode.choices[host] = Waits()  # so there is no live seed to lose
+            episode.generators[host] = FirstOption()  # so there is no live seed to lose
             episodes.append(episode.play(tick).play_broken(*broken).play(HORIZON - tick - 1))
 
         assert [len(words) for words in episodes[0].verdicts] == [int(t == tick) for t in range(HORIZON)]
         for i in {0, 1, 2} - {host}:
-            assert differences(episodes[0].of(i), episodes[1].of(i)) == []
+            assert differences(episodes[0].rows_of_host(i), episodes[1].rows_of_host(i)) == []
 
 
 @pytest.mark.parametrize("seed", rest_is_slow(range(2), {0}))
 def test_in_a_stack_the_neighbours_notice_nothing_but_rounding(seed: int) -> None:
     training = HostTraining(batches=2, batch_size=16, optimizer="sgd", lr=0.05)
-    pool = make("fused", "cnn", 3, horizon=HORIZON, governor=CALM, training=training)
+    pool = make("fused", "cnn", 3, horizon=HORIZON, governor=ONLY_NAN_DIVERGES, training=training)
     host, tick = seed, 3 + seed
     with precision_of(torch.float64):
         broken = Episode(pool, 7 + seed).play(tick).play_broken(host).play(HORIZON - tick - 1)
@@ -115,7 +117,7 @@ def test_in_a_stack_the_neighbours_notice_nothing_but_rounding(seed: int) -> Non
 
     for i in {0, 1, 2} - {host}:
         # Even the tick in which a neighbour is all NaN has no effect.
-        assert differences(broken.of(i)[: tick + 1], whole.of(i)[: tick + 1]) == []
-        for ours, theirs in zip(broken.of(i), whole.of(i), strict=True):
+        assert differences(broken.rows_of_host(i)[: tick + 1], whole.rows_of_host(i)[: tick + 1]) == []
+        for ours, theirs in zip(broken.rows_of_host(i), whole.rows_of_host(i), strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 if a.dtype == torch.float64 else 1e-6)

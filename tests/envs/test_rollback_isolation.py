@@ -10,70 +10,70 @@ import pytest
 import torch
 
 from esper_lightning.envs import HostPool, Op
-from esper_lightning.governor import GovernorConfig
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop
+from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
-from tests.envs.breaking import CALM, breaking
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.runs import differences
 
 MakePool = Callable[..., HostPool]
-MakeLoop = Callable[..., RolloutLoop]
+MakeLoop = Callable[..., RolloutCollector]
 
 
 @pytest.fixture(scope="module")
 def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> MakeLoop:
     """Make a collector over three hosts, which diverge only if a test breaks them."""
 
-    def make(governor: GovernorConfig = CALM, **ppo: Any) -> RolloutLoop:
+    def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
         pool = make_pool(3, governor=governor)
         norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=math.inf)
-        return RolloutLoop(pool, make_policy(pool), *norms, PPOConfig(**ppo), run_seed=7)
+        return RolloutCollector(pool, make_policy(pool), *norms, PPOConfig(**ppo), run_rng_seed=7)
 
     return make
 
 
-def play(loop: RolloutLoop, broken: dict[int, list[int]]) -> None:
+def play(loop: RolloutCollector, broken: dict[int, list[int]]) -> None:
     """Play a rollout in which the hosts `broken[tick]` diverge at each tick."""
-    loop.begin_rollout()
+    loop.reset()
     for tick in range(loop.pool.config.horizon):
-        with breaking(loop.pool, broken.get(tick, [])):
-            loop.tick()
+        with breaking_epoch(loop.pool, broken.get(tick, [])):
+            loop.step()
 
 
 def test_a_rollout_with_rollbacks_and_an_end_resumes_at_every_tick(make_watched: MakeLoop) -> None:
     """F6: a rollout in which hosts diverge resumes bit for bit from every tick, in a collector with another state: the
     Governor's state and the snapshots are saved."""
-    governor = replace(CALM, max_rollbacks=1)
+    governor = replace(ONLY_NAN_DIVERGES, max_rollbacks=1)
     loop, resumed = make_watched(governor), make_watched(governor)
-    resumed.run_seed = 8  # other hosts
-    loop.begin_rollout()
+    resumed.run_rng_seed = 8  # other hosts
+    loop.reset()
     for tick in range(6):
-        resumed.begin_rollout()
+        resumed.reset()
         for broken in ([0], [1, 2]):
-            with breaking(resumed.pool, broken):
-                resumed.tick()
+            with breaking_epoch(resumed.pool, broken):
+                resumed.step()
         assert loop.state.hidden.any() == loop.state.cell.any() == (tick > 0), "there is a recurrent state to lose"
         torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
         file.seek(0)
         for part, state in zip((resumed, resumed.pool), torch.load(file, weights_only=True), strict=True):
             part.load_state_dict(state)
         for each in (loop, resumed):
-            with breaking(each.pool, {1: [0, 2], 3: [0], 4: [2]}.get(tick, [])):
-                each.tick()
+            with breaking_epoch(each.pool, {1: [0, 2], 3: [0], 4: [2]}.get(tick, [])):
+                each.step()
 
         assert differences(loop.state_dict(), resumed.state_dict()) == []
         assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
-        assert list(map(str, loop.last.verdicts)) == list(map(str, resumed.last.verdicts))
+        assert list(map(str, loop.last_step.verdicts)) == list(map(str, resumed.last_step.verdicts))
     assert [env.ended for env in loop.pool.envs] == [True, False, True]
 
 
 def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: MakeLoop) -> None:
     """F7: both normalisers count the steps before the end of an episode only."""
-    loop = make_watched(replace(CALM, max_rollbacks=0))
+    loop = make_watched(replace(ONLY_NAN_DIVERGES, max_rollbacks=0))
     play(loop, {1: [0], 3: [2]})
-    loop.finish_rollout()
+    loop.finish()
 
     assert loop.observation_norm.count == loop.value_norm.count == 6 + 2 + 4
 
@@ -85,7 +85,7 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
     returns = []
     for loop, broken in ((whole, {}), (cut, {2: [1]})):
         play(loop, broken)
-        rollout, summary = loop.finish_rollout()
+        rollout, summary = loop.finish()
         assert torch.equal(summary.advantages.isfinite(), ~loop.buffer.masks.forced), "every decision has an advantage"
         returns.append(loop.value_norm.inverse(rollout.targets))
         terms = ppo_terms(loop.policy, rollout, PPOConfig())
@@ -100,7 +100,7 @@ def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeL
     for t in range(3):
         torch.testing.assert_close(returns[1][t, 1], earned[t:3].sum(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(returns[1][3, 1], earned[3:].sum(), rtol=1e-4, atol=1e-5)
-    assert earned[2] == -CALM.penalty
+    assert earned[2] == -ONLY_NAN_DIVERGES.penalty
 
 
 def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched: MakeLoop) -> None:
@@ -111,11 +111,11 @@ def test_the_value_behind_a_rollback_is_not_that_of_what_comes_next(make_watched
     play(loop, {2: [1], 5: [0]})
     buffer = loop.buffer
     assert buffer.values.min() > 2.0
-    rollout, _ = loop.finish_rollout()
+    rollout, _ = loop.finish()
     returns = loop.value_norm.inverse(rollout.targets)
 
     for tick, host in ((2, 1), (5, 0)):
-        torch.testing.assert_close(returns[tick, host], torch.tensor(-CALM.penalty), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(returns[tick, host], torch.tensor(-ONLY_NAN_DIVERGES.penalty), rtol=1e-3, atol=1e-3)
     assert returns[5, 1] > 2.0, "at the horizon there is one"
 
 
@@ -124,10 +124,12 @@ def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watc
     loop = make_watched()
     with torch.no_grad():
         loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
-    loop.begin_rollout()
+    loop.reset()
     for env in loop.pool.envs[:2]:
-        env.guard.watch = env.guard.watch._replace(panic=1)  # as after a loss out of range
-    step = loop.tick()
+        env.monitor.governor_state = env.monitor.governor_state._replace(
+            consecutive_anomalies=1
+        )  # as after a loss out of range
+    step = loop.step()
 
     assert [veto.host for veto in step.vetoes] == [0, 1]
     assert loop.buffer.action.op[0].tolist() == step.action.op.tolist() == [Op.WAIT, Op.WAIT, Op.GERMINATE]
@@ -143,7 +145,7 @@ def test_an_episode_ends_early_for_a_host_that_diverges_again_and_again(
     make_watched: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S16: an ended host is not trained any more, and the policy learns nothing from it from then on."""
-    loop = make_watched(replace(CALM, max_rollbacks=1))
+    loop = make_watched(replace(ONLY_NAN_DIVERGES, max_rollbacks=1))
     trained: list[int] = []
     train = loop.pool.executor._train
     monkeypatch.setattr(
@@ -153,4 +155,4 @@ def test_an_episode_ends_early_for_a_host_that_diverges_again_and_again(
 
     assert [trained.count(host) for host in range(3)] == [6, 6, 3]
     assert loop.buffer.masks.ended.sum(0).tolist() == [0, 0, 3]
-    assert loop.last.truncated.all() and loop.pool.test().isfinite().all()
+    assert loop.last_step.truncated.all() and loop.pool.test_accuracy().isfinite().all()

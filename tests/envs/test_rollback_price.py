@@ -8,55 +8,62 @@ from typing import Any
 import pytest
 import torch
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.governor import Decision
-from esper_lightning.growth.optimizer import group_names
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import Verdict
+from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import objective
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, fossilize, germinate
-from tests.envs.breaking import CALM, UNWATCHED, breaking
-from tests.envs.episodes import HORIZON, Episode, MakePool, fossil, plain_accuracy, restored_by_hand
+from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.episodes import (
+    HORIZON,
+    Episode,
+    MakePool,
+    accuracy_by_forward_pass,
+    fossilize_in_broken_epoch,
+    restored_by_hand,
+)
 from tests.runs import differences
 from tests.tiers import rest_is_slow
 
 
-def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rare: HostPool) -> None:
-    rare.reset([3, 4])
-    rare.step(act(germinate(0, 1), WAIT))
+def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_snapshotting_pool: HostPool) -> None:
+    rarely_snapshotting_pool.reset([3, 4])
+    rarely_snapshotting_pool.step(act(germinate(0, 1), WAIT))
     for _ in range(2):
-        rare.step(act(WAIT, WAIT))
-    before = deepcopy(rare.envs[0].network.state_dict())
-    assert rare.envs[0].slots[0].stage is Stage.PROBATIONARY
-    step = fossil(rare)
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    before = deepcopy(rarely_snapshotting_pool.envs[0].network.state_dict())
+    assert rarely_snapshotting_pool.envs[0].slots[0].stage is Stage.PROBATIONARY
+    step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
 
-    env = rare.envs[0]
-    assert [word.verdict.decision for word in step.verdicts] == [Decision.ROLL_BACK]
+    env = rarely_snapshotting_pool.envs[0]
+    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
     assert env.slots[0].stage is Stage.FOSSILIZED
     assert differences(dict(before), dict(env.network.state_dict())) == []
     assert step.metrics.parameters[0] == 390 + sum(p.numel() for p in env.slots[0].seed.parameters())
     assert group_names(env.optimizer) == ["host", "seed.block1.pool"]
     for _ in range(5):
-        step = rare.step(act(WAIT, WAIT))
-    with breaking(rare, [0]):
-        rare.step(act(WAIT, WAIT))
+        step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    with breaking_epoch(rarely_snapshotting_pool, [0]):
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
     assert env.slots[0].stage is Stage.FOSSILIZED
     assert differences(dict(before), dict(env.network.state_dict())) == [], "the same snapshot serves again"
 
 
-def test_what_was_alive_is_culled_and_its_slot_opens_again(rare: HostPool) -> None:
-    fossil(rare)
-    env = rare.envs[0]
-    rare.step(act(germinate(1, 1), germinate(1, 1)))
-    rare.step(act(germinate(2), WAIT))
-    env.keep()  # a snapshot with live seeds
-    with breaking(rare, [0]):
-        step = rare.step(act(WAIT, WAIT))
+def test_what_was_alive_is_culled_and_its_slot_opens_again(rarely_snapshotting_pool: HostPool) -> None:
+    fossilize_in_broken_epoch(rarely_snapshotting_pool)
+    env = rarely_snapshotting_pool.envs[0]
+    rarely_snapshotting_pool.step(act(germinate(1, 1), germinate(1, 1)))
+    rarely_snapshotting_pool.step(act(germinate(2), WAIT))
+    env.take_snapshot()  # a snapshot with live seeds
+    with breaking_epoch(rarely_snapshotting_pool, [0]):
+        step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
 
     assert [
-        (event.host, event.tick, event.seed.slot, event.seed.after, event.seed.cause)
+        (event.host, event.tick, event.seed_event.slot, event.seed_event.after, event.seed_event.cause)
         for event in step.events
         if event.host == 0
     ] == [
@@ -66,58 +73,58 @@ def test_what_was_alive_is_culled_and_its_slot_opens_again(rare: HostPool) -> No
     assert [slot.stage for slot in env.slots] == [Stage.FOSSILIZED, Stage.CULLED, Stage.CULLED]
     assert group_names(env.optimizer) == ["host", "seed.block1.pool"]
     assert set(env.optimizer.state) == set(env.network.parameters()), "nothing is known of what is gone"
-    assert not rare.masks.slot[0, Op.GERMINATE].any()
-    assert rare.envs[1].slots[1].live, "a neighbour's is left alone"
+    assert not rarely_snapshotting_pool.masks.slot[0, Op.GERMINATE].any()
+    assert rarely_snapshotting_pool.envs[1].slots[1].live, "a neighbour's is left alone"
     for _ in range(2):
-        rare.step(act(WAIT, WAIT))
-    assert rare.masks.slot[0, Op.GERMINATE].tolist() == [False, True, True]
+        rarely_snapshotting_pool.step(act(WAIT, WAIT))
+    assert rarely_snapshotting_pool.masks.slot[0, Op.GERMINATE].tolist() == [False, True, True]
 
 
-def worth(pool: HostPool, host: int, committed: bool = False) -> float:
+def measure_objective(pool: HostPool, host: int, committed: bool = False) -> float:
     """Compute J of one host from its weights, with all seeds or with the fossilized ones."""
     env = pool.envs[host]
     kept = [slot for slot in env.slots if slot.stage is Stage.FOSSILIZED]
     gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
-    accuracy = plain_accuracy(env.network, pool.data.validation, gone)
+    accuracy = accuracy_by_forward_pass(env.network, pool.data.validation, gone)
     parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
     return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, pool.config.objective).item()
 
 
-def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rare: HostPool) -> None:
-    step = fossil(rare)
+def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snapshotting_pool: HostPool) -> None:
+    step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
 
     assert step.reward.tolist()[0] == step.metrics.reward.tolist()[0] == -0.75
-    assert step.terminated.tolist() == rare.episode_starts.tolist() == [True, False]
+    assert step.terminated.tolist() == rarely_snapshotting_pool.episode_starts.tolist() == [True, False]
     assert step.truncated.tolist() == [False, False]
-    assert step.metrics.objective[0].item() == pytest.approx(worth(rare, 0))
+    assert step.metrics.objective[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0))
     (word,) = step.verdicts
     assert str(word) == "host 0 (seed 3) rolled back at tick 4, to tick 3: loss is nan"
-    named = dict(zip(rare.feature_names, step.observation.features[0].tolist(), strict=True))
+    named = dict(zip(rarely_snapshotting_pool.feature_names, step.observation.features[0].tolist(), strict=True))
     assert named["progress"] == pytest.approx(4 / 12)
     assert named["share.FOSSILIZED"] == pytest.approx(1 / 3) and named["accuracy.0"] == step.metrics.accuracy[0].item()
     assert step.observation.features.isfinite().all()
 
-    before = worth(rare, 0)
-    step = rare.step(act(WAIT, WAIT))
+    before = measure_objective(rarely_snapshotting_pool, 0)
+    step = rarely_snapshotting_pool.step(act(WAIT, WAIT))
     assert step.terminated.tolist() == [False, False]
-    assert step.reward[0].item() == pytest.approx(worth(rare, 0) - before, abs=1e-6)
+    assert step.reward[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0) - before, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", rest_is_slow(range(3), {0}))
 def test_between_two_rollbacks_rewards_sum_to_the_change_of_the_objective(make_pool: MakePool, seed: int) -> None:
-    pool = make_pool(2, governor=CALM, horizon=12, training=HostTraining(batches=8))
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=12, training=HostTraining(batches=8))
     wanderer, drawn = RandomValid(seed), random.Random(seed)
     pool.reset([seed, seed + 50])
-    begin, total = [worth(pool, i) for i in range(2)], [0.0, 0.0]
+    begin, total = [measure_objective(pool, i) for i in range(2)], [0.0, 0.0]
     broken = [sorted(drawn.sample(range(12), 2)) for _ in range(2)]
     rollbacks = 0
     for tick in range(12):
-        with breaking(pool, [i for i in range(2) if tick in broken[i]]):
+        with breaking_epoch(pool, [i for i in range(2) if tick in broken[i]]):
             step = pool.step(wanderer.act(pool))
         for i in range(2):
             now = step.metrics.objective[i].item()
             if step.terminated[i] or tick == 11:  # no automatic changes: the measurement is of the present host
-                assert now == pytest.approx(worth(pool, i, committed=tick == 11), abs=1e-6)
+                assert now == pytest.approx(measure_objective(pool, i, committed=tick == 11), abs=1e-6)
             if step.terminated[i]:
                 rollbacks += 1
                 begin[i], total[i] = now, 0.0
@@ -129,17 +136,19 @@ def test_between_two_rollbacks_rewards_sum_to_the_change_of_the_objective(make_p
 
 
 def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
-    make_pool: MakePool, kept: dict[HostEnv, dict[str, Any]]
+    make_pool: MakePool, snapshots: dict[HostEnv, dict[str, Any]]
 ) -> None:
     fast, slow = (HostTraining(batches=2, optimizer="adamw", lr=lr) for lr in (0.02, 0.01))
-    pool = make_pool(2, governor=replace(CALM, lr_factor=0.5), horizon=HORIZON, training=fast)
-    by_hand = make_pool(2, governor=UNWATCHED, horizon=HORIZON, training=slow)
+    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, lr_factor=0.5), horizon=HORIZON, training=fast)
+    by_hand = make_pool(2, governor=NO_GOVERNOR, horizon=HORIZON, training=slow)
     episode = Episode(pool, 7).play(4).play_broken(0)
-    restored_by_hand(by_hand, deepcopy(pool.state_dict()), 0, kept[pool.envs[0]])
-    other = episode.elsewhere(by_hand).play(2)
+    restored_by_hand(by_hand, deepcopy(pool.state_dict()), 0, snapshots[pool.envs[0]])
+    other = episode.continue_in(by_hand).play(2)
     episode.play(2)
 
-    assert differences(episode.of(0)[5:], other.of(0)) == [], "as a host whose learning rate is half as high"
+    assert differences(episode.rows_of_host(0)[5:], other.rows_of_host(0)) == [], (
+        "as a host whose learning rate is half as high"
+    )
     assert {group["lr"] for group in pool.envs[1].optimizer.param_groups} == {0.02}
     episode.play_broken(0)
     assert {group["lr"] for group in pool.envs[0].optimizer.param_groups} == {0.005}
@@ -153,19 +162,19 @@ def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
 
 
 def test_a_rollback_at_the_horizon_ends_the_episode_as_ever(make_pool: MakePool) -> None:
-    pool = make_pool(2, governor=CALM, horizon=4)
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=4)
     for fault in (False, True):
         pool.reset([1, 2])
         pool.step(act(germinate(0, 2), germinate(0, 2)))
         for _ in range(2):
             pool.step(act(WAIT, WAIT))
-        with breaking(pool, [0] if fault else []):
+        with breaking_epoch(pool, [0] if fault else []):
             step = pool.step(act(fossilize(0), WAIT))
     assert step.terminated.tolist() == [True, False]
     assert step.truncated.tolist() == [True, True]
     assert step.reward[0] == -0.75
     for i in range(2):
-        assert step.metrics.objective[i].item() == pytest.approx(worth(pool, i, committed=True))
+        assert step.metrics.objective[i].item() == pytest.approx(measure_objective(pool, i, committed=True))
     with pytest.raises(ValueError, match="the episode is over after 4 ticks"):
         pool.step(act(WAIT, WAIT))
     pool.reset([1, 2])

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import StreamsExecutor
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.governor import Decision
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import Verdict
 from esper_lightning.telemetry.metrics import skipped_metrics
 from tests.decisions import WAIT, act, germinate
-from tests.envs.breaking import CALM, breaking
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import differences
 
@@ -53,7 +53,7 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
 def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make_pool: MakePool, executor: str) -> None:
     """F4: a host that skips every step is counted, logged and rolled back; the other host keeps training."""
     training = HostTraining(batches=4, precision="fp16")
-    pool = make_pool(2, governor=CALM, training=training, executor=executor)
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, training=training, executor=executor)
     pool.reset([1, 2])
     pool.step(act(germinate(0, 0), germinate(0, 0)))
     counted = [env.skipped_steps for env in pool.envs]
@@ -61,11 +61,11 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     with torch.no_grad():
         for parameter in pool.envs[0].slots[0].seed.parameters():
             parameter.fill_(math.nan)  # behind straight-through: the host itself is healthy
-    pool.envs[0].keep()
+    pool.envs[0].take_snapshot()
     before = [p.clone() for p in pool.envs[0].network.parameters()]
     step = pool.step(act(WAIT, WAIT))
 
-    assert [word.verdict.decision for word in step.verdicts] == [Decision.SUSPICIOUS]
+    assert [word.verdict.outcome for word in step.verdicts] == [Verdict.SUSPICIOUS]
     stood = [
         torch.equal(a, b) for a, b in zip(pool.envs[0].network.parameters(), before, strict=True) if a.isfinite().all()
     ]
@@ -75,7 +75,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     assert pool.envs[1].skipped_steps < counted[1] + 4
     scale = pool.envs[1].scaler.get_scale()
     step = pool.step(act(WAIT, WAIT))
-    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(0, Decision.ROLL_BACK)]
+    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(0, Verdict.ROLL_BACK)]
     assert pool.envs[0].scaler.state_dict() == good, "its loss scale is that of the snapshot"
     assert pool.envs[1].scaler.get_scale() <= scale or pool.envs[1].skipped_steps == counted[1]
 
@@ -83,12 +83,12 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
 def test_a_rollback_touches_one_hosts_scaler_between_the_streams_work(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     """F5: a rollback on a stream restores the host's loss scale; other loss scales are those of the loop executor."""
     training = HostTraining(batches=2, precision="fp16")
-    pools = [make_pool(3, governor=CALM, training=training) for _ in range(2)]
+    pools = [make_pool(3, governor=ONLY_NAN_DIVERGES, training=training) for _ in range(2)]
     pools[0].executor = StreamsExecutor(pools[0].task, training)
     for pool in pools:
         pool.reset([1, 2, 3])
         for tick in range(6):
-            with breaking(pool, [1] if tick == 3 else []):
+            with breaking_epoch(pool, [1] if tick == 3 else []):
                 step = pool.step(act(*[germinate(0, 1) if tick == 0 else WAIT] * 3))
             assert [word.host for word in step.verdicts if word.verdict.diverged] == [1] * (tick == 3)
 
@@ -118,9 +118,9 @@ def test_seeds_are_clipped_each_for_itself(make_pool: MakePool) -> None:
 
 def test_a_host_and_its_seeds_are_clipped_each_for_itself_after_a_rollback_too(make_pool: MakePool) -> None:
     """F8: every group of a restored host's optimizer stays within the limit, and norms are known before clipping."""
-    pool = make_pool(1, governor=CALM, training=HostTraining(batches=3, max_grad_norm=1e-2))
+    pool = make_pool(1, governor=ONLY_NAN_DIVERGES, training=HostTraining(batches=3, max_grad_norm=1e-2))
     optimizer, norms = pool.envs[0].optimizer, []
-    with breaking(pool, [0]):
+    with breaking_epoch(pool, [0]):
         pool.step(act(WAIT))
 
     def watch(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -13,18 +13,18 @@ from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, cull, fossilize, germinate
-from tests.envs.breaking import CALM, UNWATCHED, breaking
+from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import (
     Episode,
+    FirstOption,
     MakePool,
-    Waits,
-    ended,
-    fossil,
-    wander,
+    fossilize_in_broken_epoch,
+    play_until_ended,
+    random_actions,
 )
 from tests.runs import differences
 
-LARGE = replace(CALM, max_loss=50.0, patience=2, max_rollbacks=1)
+LARGE = replace(ONLY_NAN_DIVERGES, max_loss=50.0, patience=2, max_rollbacks=1)
 
 
 FAULTS = {2: 0, 3: 0, 5: 1, 7: 0, 8: 0}
@@ -41,7 +41,7 @@ def blow_up(env: HostEnv) -> None:
 
 def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> StepResult:
     """Step the pool with the fault of FAULTS: the host has scaled weights for this tick only."""
-    real, host = pool.executor.tick, FAULTS.get(tick)
+    real, host = pool.executor.train_and_validate, FAULTS.get(tick)
 
     def faulty(*args: Any) -> Any:
         head = list(pool.envs[host].network.head.parameters())
@@ -54,9 +54,9 @@ def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> Step
         return measured
 
     if host is not None:
-        pool.executor.tick = faulty
-    step = pool.step(wander(pool, choices))
-    pool.executor.tick = real
+        pool.executor.train_and_validate = faulty
+    step = pool.step(random_actions(pool, choices))
+    pool.executor.train_and_validate = real
     return step
 
 
@@ -71,7 +71,7 @@ def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_
         torch.save(pool.state_dict(), file := io.BytesIO())
         file.seek(0)
         if tick % 3 == 1:
-            ended(other)  # an unrelated state, which loading must replace
+            play_until_ended(other)  # an unrelated state, which loading must replace
         other.load_state_dict(torch.load(file, weights_only=True))
         ours, theirs = (faulty_tick(each, deepcopy(choices), tick) for each in (pool, other))
         for choice in choices:
@@ -81,7 +81,7 @@ def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_
         for name in ("action", "reward", "terminated", "observation", "masks", "metrics"):
             assert differences(getattr(ours, name), getattr(theirs, name)) == [], name
         assert differences(pool.state_dict(), other.state_dict()) == []
-        words += [(word.host, word.tick, word.verdict.decision.name) for word in ours.verdicts]
+        words += [(word.host, word.tick, word.verdict.outcome.name) for word in ours.verdicts]
     assert words == [
         (0, 3, "SUSPICIOUS"),
         (0, 4, "ROLL_BACK"),
@@ -94,26 +94,26 @@ def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_
 def test_a_snapshot_is_taken_of_healthy_hosts_alone(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(1, governor=replace(LARGE, snapshot_every=3, max_rollbacks=9), horizon=16)
     kept: list[int] = []
-    keep = HostEnv.keep
-    monkeypatch.setattr(HostEnv, "keep", lambda env: (kept.append(env.tick), keep(env)))
+    keep = HostEnv.take_snapshot
+    monkeypatch.setattr(HostEnv, "take_snapshot", lambda env: (kept.append(env.tick), keep(env)))
     faults = {4, 8, 9}  # a spike, and a divergence
     pool.reset([1])
     assert kept == [0], "when it is new"
     for tick in range(1, 17):
         monkeypatch.setitem(FAULTS, tick, 0) if tick in faults else monkeypatch.delitem(FAULTS, tick, raising=False)
-        faulty_tick(pool, [Waits()], tick)
+        faulty_tick(pool, [FirstOption()], tick)
     # Healthy epochs are 1, 2, 3; 5, 6, 7 (spikes do not count); after the rollback, every third one.
     assert kept == [0, 3, 7, 12, 15]
 
 
-def test_to_train_on_after_a_rollback_does_not_touch_the_snapshot(rare: HostPool) -> None:
-    fossil(rare)
-    env = rare.envs[0]
-    before = env.guard.snapshot.copy()
+def test_to_train_on_after_a_rollback_does_not_touch_the_snapshot(rarely_snapshotting_pool: HostPool) -> None:
+    fossilize_in_broken_epoch(rarely_snapshotting_pool)
+    env = rarely_snapshotting_pool.envs[0]
+    before = env.monitor.snapshot.copy()
     for decision in (germinate(1, 1), WAIT, WAIT, WAIT):
-        rare.step(act(decision, WAIT))
+        rarely_snapshotting_pool.step(act(decision, WAIT))
 
-    assert differences(before, env.guard.snapshot.view()) == []
+    assert differences(before, env.monitor.snapshot.view()) == []
     assert differences(before["growing"]["network"], env.network.state_dict()) != []
     # The restored host holds no memory besides its own.
     values = [value for state in env.optimizer.state.values() for value in state.values()]
@@ -121,40 +121,40 @@ def test_to_train_on_after_a_rollback_does_not_touch_the_snapshot(rare: HostPool
 
 
 def test_snapshots_lie_in_the_same_memory_from_episode_to_episode(make_pool: MakePool) -> None:
-    pool = make_pool(1, governor=replace(CALM, max_rollbacks=99), horizon=5)
+    pool = make_pool(1, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=99), horizon=5)
     env = pool.envs[0]
     sizes = []
     for episode in range(6):
         pool.reset([episode])
         pool.step(act(germinate(0, 2)))
         for _ in range(3):
-            with breaking(pool, [0]):
+            with breaking_epoch(pool, [0]):
                 pool.step(act(WAIT))
         pool.step(act(WAIT))
-        sizes.append((env.guard.snapshot.nbytes, sum(1 for _ in env.optimizer.state)))
+        sizes.append((env.monitor.snapshot.nbytes, sum(1 for _ in env.optimizer.state)))
     # From the second episode on, the optimizer has a state for every weight.
     assert sizes[1:] == [sizes[1]] * 5
 
 
 def test_what_builds_on_a_suspicious_host_is_refused_and_it_waits_instead(make_pool: MakePool) -> None:
-    pool = make_pool(2, governor=CALM, horizon=12)
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=12)
     for decision in (germinate(0, 1), WAIT, WAIT):
         pool.step(act(decision, decision))
     for decision, forbidden in ((germinate(1, 2), "GERMINATE conv_light"), (fossilize(0), "FOSSILIZE")):
-        guard = pool.envs[0].guard
-        guard.watch = guard.watch._replace(panic=1)  # as after a loss out of range
+        guard = pool.envs[0].monitor
+        guard.governor_state = guard.governor_state._replace(consecutive_anomalies=1)  # as after a loss out of range
         step = pool.step(act(decision, decision))
 
         (veto,) = step.vetoes
         assert str(veto).startswith(f"host 0: {forbidden}")
         assert str(veto).endswith(f"vetoed at tick {veto.tick}: the loss has been out of range for 1 host epochs")
         assert torch.stack(step.action).T.tolist() == [list(WAIT), list(decision)]
-        assert [event.host for event in step.events if event.seed.cause in ("germinate", "fossilize")] == [1]
+        assert [event.host for event in step.events if event.seed_event.cause in ("germinate", "fossilize")] == [1]
         assert step.observation.features[0, pool.feature_names.index("last_op.WAIT")] == 1
     assert [slot.stage for env in pool.envs for slot in env.slots[:2]] == [
         Stage.PROBATIONARY, Stage.DORMANT, Stage.FOSSILIZED, Stage.BLENDING,
     ]  # fmt: skip
-    guard.watch = guard.watch._replace(panic=1)
+    guard.governor_state = guard.governor_state._replace(consecutive_anomalies=1)
     step = pool.step(act(cull(0), WAIT))
     assert step.vetoes == [] and not pool.envs[0].slots[0].occupied
 
@@ -164,7 +164,7 @@ def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
     pool.reset([1, 2])
     pool.step(act(germinate(0, 2), germinate(0, 2)))
     # Its loss counts as out of range although it is healthy, so that no gate holds its seed.
-    pool.envs[0].guard.config = replace(LARGE, patience=9, max_loss=1e-6)
+    pool.envs[0].monitor.config = replace(LARGE, patience=9, max_loss=1e-6)
     stages = []
     for _ in range(2):
         pool.step(act(WAIT, WAIT))
@@ -175,7 +175,7 @@ def test_seeds_of_a_suspicious_host_do_not_advance(make_pool: MakePool) -> None:
 
 
 def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> None:
-    pool = make_pool(1, governor=replace(CALM, max_growth=1.2), horizon=12)
+    pool = make_pool(1, governor=replace(ONLY_NAN_DIVERGES, max_growth=1.2), horizon=12)
     small, large = germinate(0, 1), germinate(1, 2)  # 20 and 592 parameters on 390
     step = pool.step(act(small))
     assert step.vetoes == [] and pool.envs[0].slots[0].occupied
@@ -187,7 +187,7 @@ def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> N
 
 
 def test_a_host_that_would_get_too_large_with_all_its_seeds_waits_instead(make_pool: MakePool) -> None:
-    pool = make_pool(1, governor=replace(CALM, max_growth=1.45), horizon=12)
+    pool = make_pool(1, governor=replace(ONLY_NAN_DIVERGES, max_growth=1.45), horizon=12)
     one, other = germinate(0, 2), germinate(1, 1)  # 148 and 72 parameters on 390: 1.38, 1.18 and together 1.56 times
     for first, second in ((one, other), (other, one)):
         pool.reset([1])
@@ -199,9 +199,9 @@ def test_a_host_that_would_get_too_large_with_all_its_seeds_waits_instead(make_p
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
 def test_where_nobody_watches_a_broken_host_goes_on_broken(make_pool: MakePool, executor: str) -> None:
-    pool = make_pool(2, governor=UNWATCHED, horizon=6, executor=executor)
+    pool = make_pool(2, governor=NO_GOVERNOR, horizon=6, executor=executor)
     episode = Episode(pool, 1).play(2).play_broken(0).play(3)
 
     assert not any(episode.verdicts)
-    assert all(row[-1].isnan().any() or any(t.isnan().any() for t in row) for row in episode.of(0)[2:])
+    assert all(row[-1].isnan().any() or any(t.isnan().any() for t in row) for row in episode.rows_of_host(0)[2:])
     assert pool.observation.features.isfinite().all() and not pool.episode_starts.any()

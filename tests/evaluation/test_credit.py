@@ -8,10 +8,10 @@ import pytest
 
 from callbacks import Evaluation
 from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, credit_seeds
-from esper_lightning.evaluation.credit_report import seed_table, write_seeds
-from esper_lightning.evaluation.intervals import Interval
-from esper_lightning.growth.counterfactual import committed_only
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
+from esper_lightning.evaluation.report import credit_table, write_credits
+from esper_lightning.evaluation.statistics import Interval
+from esper_lightning.growth.counterfactual import fossilized_only
 from esper_lightning.growth.shapley import Credit
 from tests.decisions import WAIT, act, fossilize, germinate
 from tests.runs import fit, only_run
@@ -29,7 +29,7 @@ def test_every_fossil_of_the_first_hosts_is_looked_at(make_pool: Callable[..., H
     pool = with_two_fossils(make_pool(3, horizon=6))
     config = CreditConfig(hosts=2, fork_ticks=1, repetitions=2)
 
-    seeds = credit_seeds(pool, make_pool(4), config)
+    seeds = measure_credit(pool, make_pool(4), config)
 
     found = [(seed.host, seed.slot, seed.blueprint) for seed in seeds]
     assert found == [(i, *kept) for i in (0, 1) for kept in (("block1.pool", "conv_light"), ("block3", "conv_small"))]
@@ -39,10 +39,10 @@ def test_every_fossil_of_the_first_hosts_is_looked_at(make_pool: Callable[..., H
 def test_fair_shares_add_up_to_what_the_seeds_add_together(make_pool: Callable[..., HostPool]) -> None:
     pool = with_two_fossils(make_pool(1, horizon=6))
 
-    seeds = credit_seeds(pool, make_pool(4), CreditConfig(hosts=1, fork_ticks=0, repetitions=2))
+    seeds = measure_credit(pool, make_pool(4), CreditConfig(hosts=1, fork_ticks=0, repetitions=2))
 
-    kept = committed_only(pool.envs[0].network)
-    whole, bare = (100.0 * pool.accuracy_of(0, [kept, frozenset()], pool.data.test)).tolist()
+    kept = fossilized_only(pool.envs[0].network)
+    whole, bare = (100.0 * pool.variant_accuracies(0, [kept, frozenset()], pool.data.test)).tolist()
     assert sum(seed.shapley.value for seed in seeds) == pytest.approx(whole - bare)
     # With two seeds, leave-one-out and Shapley value differ by half the interaction.
     apart = [seed.contribution - seed.shapley.value for seed in seeds]
@@ -54,7 +54,7 @@ def test_fair_shares_add_up_to_what_the_seeds_add_together(make_pool: Callable[.
 def test_hosts_without_fossils_have_no_rows(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(2)
 
-    assert credit_seeds(pool, make_pool(4), CreditConfig(hosts=2, repetitions=2)) == []
+    assert measure_credit(pool, make_pool(4), CreditConfig(hosts=2, repetitions=2)) == []
 
 
 def made(host: int, blueprint: str, effect: float) -> SeedCredit:
@@ -66,8 +66,8 @@ def made(host: int, blueprint: str, effect: float) -> SeedCredit:
 def test_the_table_has_a_row_per_blueprint_and_the_file_one_per_seed(tmp_path: Path) -> None:
     seeds = [made(0, "norm", 1.0), made(1, "norm", 3.0), made(1, "conv_small", -1.0)]
 
-    table = seed_table(seeds, CreditConfig(hosts=2, fork_ticks=7))
-    write_seeds(seeds, tmp_path)
+    table = credit_table(seeds, CreditConfig(hosts=2, fork_ticks=7))
+    write_credits(seeds, tmp_path)
 
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["blueprint"] == ["conv_small", "norm"]

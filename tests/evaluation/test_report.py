@@ -9,22 +9,22 @@ import pytest
 from rich.console import Console
 from torch import nn
 
+from esper_lightning.controllers.schedule import Schedule, read_schedule
 from esper_lightning.envs import Op
-from esper_lightning.evaluation.compare import Outcome, Trace
-from esper_lightning.evaluation.comparison import Contender, Contest
-from esper_lightning.evaluation.figures import curves, draw, pareto, timeline
-from esper_lightning.evaluation.intervals import Interval, effect_size, mean_interval
-from esper_lightning.evaluation.learned import Tamiyo
-from esper_lightning.evaluation.report import COLUMNS, show, tables, write
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import ComparisonResult, Entry
+from esper_lightning.evaluation.figures import accuracy_figure, pareto_figure, timeline_figure, write_figures
+from esper_lightning.evaluation.play import Outcome, PoolTrace
+from esper_lightning.evaluation.report import COLUMNS, format_interval, make_tables, write_report
+from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.schedule import Schedule, read_schedule
 
 HOSTS, TICKS, SLOTS = 6, 4, ["block1", "block2"]
 
 
 def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     random = np.random.default_rng(len(name))
-    trace = Trace(
+    trace = PoolTrace(
         accuracy=random.uniform(size=(TICKS, HOSTS)),
         ops=random.integers(0, 4, size=(TICKS, HOSTS)),
         stages=random.integers(0, 6, size=(TICKS, HOSTS, len(SLOTS))),
@@ -36,19 +36,19 @@ def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     )  # fmt: skip
 
 
-def contest(training_seeds: Sequence[int | None]) -> Contest:
+def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
     random = np.random.default_rng(0)
     host = random.uniform(0.3, 0.9, size=HOSTS)
     trained = [host + 0.1 * (1 + i) + 0.01 * random.normal(size=HOSTS) for i in range(len(training_seeds))]
-    return Contest(
-        tamiyos=[Tamiyo(seed, f"{seed}.ckpt", nn.Identity(), nn.Identity()) for seed in training_seeds],
-        seeds=[101 + 2 * i for i in range(HOSTS)],
-        contenders=[
-            Contender("tamiyo", [outcome("tamiyo", row, 400) for row in trained]),
-            Contender("random", [outcome("random", host, 390)]),
-            Contender("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)]),
-            Contender("yoked", [outcome("yoked", row - 0.05 * random.uniform(size=HOSTS), 400) for row in trained]),
-            Contender("static tamiyo", [outcome("static tamiyo", row + 0.2, 400) for row in trained]),
+    return ComparisonResult(
+        policies=[TrainedPolicy(seed, f"{seed}.ckpt", nn.Identity(), nn.Identity()) for seed in training_seeds],
+        rng_seeds=[101 + 2 * i for i in range(HOSTS)],
+        entries=[
+            Entry("tamiyo", [outcome("tamiyo", row, 400) for row in trained]),
+            Entry("random", [outcome("random", host, 390)]),
+            Entry("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)]),
+            Entry("yoked", [outcome("yoked", row - 0.05 * random.uniform(size=HOSTS), 400) for row in trained]),
+            Entry("static tamiyo", [outcome("static tamiyo", row + 0.2, 400) for row in trained]),
         ],
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
@@ -57,25 +57,25 @@ def contest(training_seeds: Sequence[int | None]) -> Contest:
 
 
 @pytest.fixture(params=[[0], [0, 7], [None]], ids=["one training seed", "two", "unknown"])
-def played(request: pytest.FixtureRequest) -> Contest:
+def played(request: pytest.FixtureRequest) -> ComparisonResult:
     return contest(request.param)
 
 
 def test_an_interval_is_shown_as_mean_and_half_width() -> None:
-    assert show(Interval(0.5731, 0.5561, 0.5901), 3) == "0.573 ± 0.017"
-    assert show(Interval(-412.4, -420.4, -404.4), 0) == "-412 ± 8"
+    assert format_interval(Interval(0.5731, 0.5561, 0.5901), 3) == "0.573 ± 0.017"
+    assert format_interval(Interval(-412.4, -420.4, -404.4), 0) == "-412 ± 8"
 
 
-def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Contest, tmp_path: Path) -> None:
-    write(played, tmp_path, {})
+def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: ComparisonResult, tmp_path: Path) -> None:
+    write_report(played, tmp_path, {})
 
     with (tmp_path / "evaluation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    expected = [(c, i, host) for c in played.contenders for i in range(len(c.outcomes)) for host in range(HOSTS)]
+    expected = [(c, i, host) for c in played.entries for i in range(len(c.outcomes)) for host in range(HOSTS)]
     assert len(rows) == len(expected)
     for row, (contender, i, host) in zip(rows, expected, strict=True):
         trained = contender.name.endswith("tamiyo") or contender.name == "yoked"
-        seed = played.tamiyos[i].training_seed if trained else None
+        seed = played.policies[i].training_seed if trained else None
         assert (row["controller"], row["training_seed"]) == (contender.name, "" if seed is None else str(seed))
         assert (row["host"], row["host_seed"]) == (str(host), str(101 + 2 * host))
         for column in COLUMNS:
@@ -83,16 +83,16 @@ def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Contest
         assert row["pool_seconds"] == "1.500"
 
 
-def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: Contest, tmp_path: Path) -> None:
-    write(played, tmp_path, {"settings": {"data.n_envs": "2"}, "run": {"seed": 3}})
+def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: ComparisonResult, tmp_path: Path) -> None:
+    write_report(played, tmp_path, {"settings": {"data.n_envs": "2"}, "run": {"seed": 3}})
 
     read = json.loads((tmp_path / "evaluation.json").read_text())
-    ours = played.contenders[0]
-    assert list(read["controllers"]) == [contender.name for contender in played.contenders]
+    ours = played.entries[0]
+    assert list(read["controllers"]) == [contender.name for contender in played.entries]
     assert read["settings"] == {"data.n_envs": "2"}
     assert read["run"] == {"seed": 3}
-    assert read["checkpoints"] == [{"training_seed": t.training_seed, "source": t.source} for t in played.tamiyos]
-    for contender in played.contenders[1:]:
+    assert read["checkpoints"] == [{"training_seed": t.training_seed, "source": t.source} for t in played.policies]
+    for contender in played.entries[1:]:
         said = read["controllers"][contender.name]
         for column in COLUMNS:
             assert said[column] == mean_interval(contender.values(column))._asdict()
@@ -100,7 +100,7 @@ def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: Conte
         if contender.name != "static tamiyo":
             assert said["ahead"]["d_z"] == pytest.approx(effect_size(lead))
         assert [said["ahead"][end] for end in Interval._fields] == list(mean_interval(lead))
-        assert len(said["ahead_by_training_seed"]) == len(played.tamiyos)
+        assert len(said["ahead_by_training_seed"]) == len(played.policies)
         for one, row in zip(said["ahead_by_training_seed"], lead, strict=True):
             assert one["mean"] == pytest.approx(row.mean())
     assert read["controllers"]["tamiyo"]["ahead"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "d_z": None}
@@ -108,36 +108,36 @@ def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: Conte
 
 def test_a_number_that_is_none_is_null(tmp_path: Path) -> None:
     broken = contest([0])
-    broken.contenders[1].outcomes[0].loss[2] = np.inf
+    broken.entries[1].outcomes[0].loss[2] = np.inf
 
-    write(broken, tmp_path, {})
+    write_report(broken, tmp_path, {})
 
     assert json.loads((tmp_path / "evaluation.json").read_text())["controllers"]["random"]["loss"]["mean"] is None
 
 
-def test_schedules_that_were_found_are_files(played: Contest, tmp_path: Path) -> None:
-    write(played, tmp_path / "deep" / "folder", {})
+def test_schedules_that_were_found_are_files(played: ComparisonResult, tmp_path: Path) -> None:
+    write_report(played, tmp_path / "deep" / "folder", {})
 
     assert read_schedule(tmp_path / "deep" / "folder" / "schedule.json") == played.schedules["schedule"]
 
 
-def printed(played: Contest) -> str:
+def printed(played: ComparisonResult) -> str:
     console = Console(file=io.StringIO(), width=110)
-    for table in tables(played):
+    for table in make_tables(played):
         console.print(table)
     return console.file.getvalue()
 
 
-def test_the_tables_fit_and_compare_everyone_with_tamiyo(played: Contest) -> None:
+def test_the_tables_fit_and_compare_everyone_with_tamiyo(played: ComparisonResult) -> None:
     shown = printed(played)
 
     assert "6 fresh hosts" in shown
     assert "…" not in shown, "nothing is cut off"
     rows = [line for line in shown.splitlines() if "│ random " in line]
-    lead = mean_interval(played.lead(played.contenders[1]))
-    assert show(lead, 3) in rows[0]
-    assert show(mean_interval(played.contenders[1].values("accuracy")), 3) in rows[0]
-    assert len(rows) == (3 if len(played.tamiyos) > 1 else 2)
+    lead = mean_interval(played.lead(played.entries[1]))
+    assert format_interval(lead, 3) in rows[0]
+    assert format_interval(mean_interval(played.entries[1].values("accuracy")), 3) in rows[0]
+    assert len(rows) == (3 if len(played.policies) > 1 else 2)
 
 
 def test_several_training_seeds_are_told_apart_and_taken_together() -> None:
@@ -148,38 +148,38 @@ def test_several_training_seeds_are_told_apart_and_taken_together() -> None:
     heading = next(line for line in lines[start:] if "controller" in line)
     assert [word.strip() for word in heading.split("┃")[1:-1]] == ["controller", "seed 0", "seed 7", "all"]
     row = next(line for line in lines[start:] if "│ random " in line)
-    leads = played.contenders[0].values("objective") - played.contenders[1].values("objective")
+    leads = played.entries[0].values("objective") - played.entries[1].values("objective")
     assert [cell.strip() for cell in row.split("│")[2:-1]] == [
-        *(show(mean_interval(lead), 3) for lead in leads),
-        show(mean_interval(leads), 3),
+        *(format_interval(mean_interval(lead), 3) for lead in leads),
+        format_interval(mean_interval(leads), 3),
     ]
 
 
-def test_the_pareto_figure_has_every_controller_where_it_belongs(played: Contest) -> None:
-    figure = pareto(played)
+def test_the_pareto_figure_has_every_controller_where_it_belongs(played: ComparisonResult) -> None:
+    figure = pareto_figure(played)
 
     for axes, (column, scale) in zip(figure.axes, (("parameters", 1.0), ("flops", 1e-6)), strict=True):
         drawn = [tuple(float(line.get_xydata()[0][k]) for k in (0, 1)) for line, *_ in axes.containers]
         expected = [
             (scale * contender.values(column).mean(), contender.values("accuracy").mean())
-            for contender in played.contenders
+            for contender in played.entries
         ]
         np.testing.assert_allclose(drawn, expected)
     said = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert said == [contender.name for contender in played.contenders]
+    assert said == [contender.name for contender in played.entries]
 
 
-def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: Contest) -> None:
-    (axes,) = curves(played).axes
+def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: ComparisonResult) -> None:
+    (axes,) = accuracy_figure(played).axes
 
-    for line, contender in zip(axes.lines, played.contenders, strict=True):
+    for line, contender in zip(axes.lines, played.entries, strict=True):
         expected = np.mean([one.trace.accuracy for one in contender.outcomes], axis=(0, 2))
         np.testing.assert_allclose(line.get_xydata(), np.column_stack([range(1, TICKS + 1), expected]))
 
 
-def test_a_timeline_has_a_row_per_host_and_a_column_per_tick(played: Contest) -> None:
-    trace = played.ours.outcomes[0].trace
-    figure = timeline(trace, SLOTS, "tamiyo")
+def test_a_timeline_has_a_row_per_host_and_a_column_per_tick(played: ComparisonResult) -> None:
+    trace = played.policy_entry.outcomes[0].trace
+    figure = timeline_figure(trace, SLOTS, "tamiyo")
 
     assert [axes.get_title() for axes in figure.axes] == ["action", *SLOTS]
     cells = [axes.images[0].get_array() for axes in figure.axes]
@@ -193,7 +193,7 @@ def test_a_timeline_has_a_row_per_host_and_a_column_per_tick(played: Contest) ->
 def test_a_timeline_gives_every_op_and_stage_a_colour_of_its_own() -> None:
     ops = np.arange(len(Op))[:, None]
     stages = np.arange(len(Stage))[:, None, None]
-    figure = timeline(Trace(ops * 0.0, ops, stages), ["slot"], "all")
+    figure = timeline_figure(PoolTrace(ops * 0.0, ops, stages), ["slot"], "all")
 
     for axes, number in zip(figure.axes, (len(Op), len(Stage)), strict=True):
         image = axes.images[0]
@@ -201,10 +201,10 @@ def test_a_timeline_gives_every_op_and_stage_a_colour_of_its_own() -> None:
         assert len({tuple(colour) for colour in colours.reshape(-1, 4)}) == number
 
 
-def test_figures_are_png_files_one_timeline_for_each_tamiyo(played: Contest, tmp_path: Path) -> None:
-    paths = draw(played, SLOTS, tmp_path)
+def test_figures_are_png_files_one_timeline_for_each_tamiyo(played: ComparisonResult, tmp_path: Path) -> None:
+    paths = write_figures(played, SLOTS, tmp_path)
 
-    timelines = ["timeline"] if len(played.tamiyos) == 1 else ["timeline0", "timeline1"]
+    timelines = ["timeline"] if len(played.policies) == 1 else ["timeline0", "timeline1"]
     assert [path.stem for path in paths] == ["pareto", "curves", *timelines]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}

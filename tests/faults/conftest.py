@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.programs import Start, forked
+from tests.faults.programs import Start, forked_starter
 
 
 @pytest.fixture(scope="session")
 def start() -> Iterator[Start]:
     """Start real programs without the seconds that importing torch takes."""
-    with forked() as start:
+    with forked_starter() as start:
         yield start

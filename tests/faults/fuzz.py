@@ -27,13 +27,13 @@ import torch
 import yaml
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpoint import check_checkpoint
+from esper_lightning.checkpointing.validate import check_checkpoint
 from esper_lightning.growth import GrowingNetwork, load, save, slots_of
-from tests.faults.mutations import at, like, mutate, mutate_bytes
+from tests.faults.mutations import alternatives, at, mutate, mutate_bytes
 from tests.runs import CONFIGS, ROOT, SharedParserCLI, only_run, tiny_host
 from tests.runs import load as load_checkpoint
 
-CAPS = {
+SMALL_RUN = {
     "trainer.max_epochs": 1,
     "trainer.enable_progress_bar": False,
     "data.n_envs": 2,
@@ -85,25 +85,25 @@ def merged(low: Any, high: Any) -> Any:
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """Make the command line's parser only once, and hide this process's arguments from Lightning."""
-    with patch("esper_lightning.cli.EsperCLI", SharedParserCLI), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.main.EsperCLI", SharedParserCLI), patch.object(sys, "argv", sys.argv[:1]):
         yield
 
 
 def start(*args: str) -> str:
     """Run a command line in this process and return its outcome."""
     err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), patched(), as_in_a_process():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), patched(), log_to_present_stderr():
         try:
             main(["fit", *args])
         except SystemExit as ended:
             return judged(ended.code, err.getvalue())
         except Exception as error:  # any other exception is a finding
-            return f"{type(error).__name__}: {error}"[:300] + where_from(error)
+            return f"{type(error).__name__}: {error}"[:300] + origin(error)
     return "runs"
 
 
 @contextlib.contextmanager
-def as_in_a_process() -> Iterator[None]:
+def log_to_present_stderr() -> Iterator[None]:
     """Send warnings and Lightning's messages to the present stderr."""
     handlers = [handler for handler in logging.getLogger("lightning.pytorch").handlers if hasattr(handler, "setStream")]
     before = [handler.setStream(sys.stderr) for handler in handlers]
@@ -119,7 +119,7 @@ def as_in_a_process() -> Iterator[None]:
                 handler.setStream(stream)
 
 
-def where_from(error: BaseException) -> str:
+def origin(error: BaseException) -> str:
     """Return the last lines of the project's own code in the traceback of an error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if str(ROOT) in frame.filename]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])
@@ -143,7 +143,7 @@ class Fuzzer:
     def __init__(self, root: Path, random: Random) -> None:
         self.root = root
         self.random = random
-        self.config = merged(yaml.safe_load((CONFIGS / "smoke.yaml").read_text()), nested(CAPS))
+        self.config = merged(yaml.safe_load((CONFIGS / "smoke.yaml").read_text()), nested(SMALL_RUN))
         self.settings = self._all_settings()
         (root / "precious").write_text("not to be touched")
         self.finished = self._finish_run()
@@ -220,7 +220,7 @@ class Fuzzer:
         names = [".".join(map(str, where)) for where in flags(self.settings)]
         where = self.random.choice(flags(self.settings))
         name = ".".join(where)
-        value = self.random.choice([*VALUES, *map(str, 20 * like(at(self.settings, where)))])
+        value = self.random.choice([*VALUES, *map(str, 20 * alternatives(at(self.settings, where)))])
         args = {
             0: [f"--{name}={value}"],
             1: [f"--{name}"],
@@ -339,7 +339,7 @@ PLACES: tuple[tuple[Any, ...], ...] = (
     ("HostPoolData", "pool", "envs", 0, "growing"),
     ("HostPoolData", "pool", "envs", 0, "growing", "manifest"),
     ("HostPoolData", "pool", "envs", 0, "growing", "optimizer"),
-    ("HostPoolData", "pool", "envs", 1, "guard"),
+    ("HostPoolData", "pool", "envs", 1, "monitor"),
     ("state_dict",),
     ("esper_identity",),
 )
@@ -370,7 +370,7 @@ def read(attempt: Callable[[], object]) -> str:
     except ValueError as error:
         return "refused" if len(str(error).splitlines()) == 1 else f"ValueError of many lines: {error}"
     except Exception as error:  # any other exception is a finding
-        return f"{type(error).__name__}: {error}"[:300] + where_from(error)
+        return f"{type(error).__name__}: {error}"[:300] + origin(error)
     return "runs"
 
 

@@ -16,8 +16,8 @@ from random import Random
 from signal import SIGKILL
 from typing import NamedTuple
 
-from tests.faults.programs import Program, Start, forked, fresh, wait_for_next_second
-from tests.faults.runs import GROWING, Ending, check_that_it_grows, differences_of, ending_of, tick_of
+from tests.faults.programs import Program, Start, forked_starter, fresh_starter, wait_for_next_second
+from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, result_of, tick_of
 from tests.runs import HORIZON, Run
 
 ROLLOUTS = 4
@@ -29,7 +29,7 @@ AIMED = 1 / 3
 TWICE = 1 / 3
 """Share of runs that are killed once more after being resumed."""
 
-GLANCE = 0.0002
+CHECK_INTERVAL_SECONDS = 0.0002
 """Seconds between two checks for a draft, which exists for about 5 ms."""
 
 
@@ -39,10 +39,10 @@ class Reference(NamedTuple):
     flags: tuple[str, ...]
     seconds: float  # from the start of the first tick to the end
     checkpoint_bytes: int
-    ending: Ending
+    ending: RunResult
 
 
-class Aim(NamedTuple):
+class KillMoment(NamedTuple):
     """Moment at which a run is killed."""
 
     seconds: float  # seconds after it has begun to train
@@ -73,24 +73,24 @@ def flags_of(executor: str, precision: str) -> tuple[str, ...]:
     return (*GROWING, *rollouts, "--data.env.executor", executor, "--data.env.training.precision", precision)
 
 
-def untouched(start: Start, flags: Sequence[str], root: Path) -> Reference:
+def make_reference(start: Start, flags: Sequence[str], root: Path) -> Reference:
     """Run to the end. Raises RuntimeError if the run fails, and ValueError if nothing grows in it."""
     root.mkdir()
     program = _start(start, flags, root)
-    began = _begins_to_train(program, root)
+    began = _wait_for_training(program, root)
     if program.ended() != 0:
         raise RuntimeError(f"the run that nobody touched failed:\n{program.output.read_text()}")
     seconds = time.monotonic() - began
     run = _last_run(root)
-    ending = ending_of(run)
+    ending = result_of(run)
     check_that_it_grows(ending)
     return Reference(tuple(flags), seconds, run.latest.stat().st_size, ending)
 
 
-def trials(start: Start, reference: Reference, root: Path, seed: int, aimed: float = AIMED) -> Iterator[Trial]:
+def trials(start: Start, reference: Reference, root: Path, rng_seed: int, aimed: float = AIMED) -> Iterator[Trial]:
     """Kill one run after the other at random moments; runs that finish before their moment are left out."""
     for number in count():
-        trial = killed_and_resumed(start, reference, root / str(number), Random(f"{seed} {number}"), aimed)
+        trial = killed_and_resumed(start, reference, root / str(number), Random(f"{rng_seed} {number}"), aimed)
         if trial.kills or trial.differences:
             yield trial
 
@@ -102,32 +102,34 @@ def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: R
     tick = 0
     planned = 2 if chance.random() < TWICE else 1
     while True:
-        aim = _aim(chance, reference.seconds * (1 - tick / END), aimed) if len(kills) < planned else None
+        aim = _draw_moment(chance, reference.seconds * (1 - tick / END), aimed) if len(kills) < planned else None
         latest = _last_run(root).latest if tick else None
         program = _start(start, reference.flags, root, latest)
-        began = _begins_to_train(program, root)
-        if aim is None or not (kill := _killed(program, root, began, aim, reference.checkpoint_bytes)):
+        began = _wait_for_training(program, root)
+        if aim is None or not (kill := _kill_at(program, root, began, aim, reference.checkpoint_bytes)):
             break
         kills.append(kill)
         tick = kill.tick
     if program.ended() != 0:
         return Trial(kills, [f"it failed:\n{program.output.read_text()}"])
-    ending = ending_of(_last_run(root))
+    ending = result_of(_last_run(root))
     return Trial(kills, differences_of(ending, reference.ending))
 
 
-def _aim(chance: Random, seconds: float, aimed: float) -> Aim:
+def _draw_moment(chance: Random, seconds: float, aimed: float) -> KillMoment:
     """Draw a moment within the time that a run still needs."""
-    return Aim(chance.uniform(0.0, seconds), chance.random() if chance.random() < aimed else None)
+    return KillMoment(chance.uniform(0.0, seconds), chance.random() if chance.random() < aimed else None)
 
 
-def _killed(program: Program, root: Path, began: float, aim: Aim, checkpoint_bytes: int) -> Kill | None:
+def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkpoint_bytes: int) -> Kill | None:
     """Kill the run at its moment. None: it ended before."""
     drafts = f"*/checkpoints/.*.{program.pid}.tmp"
     program.wait(began + aim.seconds - time.monotonic())
     if aim.written is not None:
         enough = aim.written * checkpoint_bytes
-        while program.wait(GLANCE) is None and not any(_size(draft) >= enough for draft in root.glob(drafts)):
+        while program.wait(CHECK_INTERVAL_SECONDS) is None and not any(
+            _size(draft) >= enough for draft in root.glob(drafts)
+        ):
             pass
     if program.wait(0.0) is not None:
         return None
@@ -155,7 +157,7 @@ def _start(start: Start, flags: Sequence[str], root: Path, checkpoint: Path | No
     return start([*flags, "--trainer.default_root_dir", str(root), *go_on], root / "output.txt")
 
 
-def _begins_to_train(program: Program, root: Path) -> float:
+def _wait_for_training(program: Program, root: Path) -> float:
     """Wait until training begins and return the time: Lightning opens TensorBoard's file right before."""
     while program.wait(0.002) is None:
         if any(root.glob(f"*/events.out.tfevents.*.{program.pid}.*")):
@@ -189,9 +191,9 @@ def main() -> None:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # a resumed run warns of the points that it replaces
 
     kills = equal = writing = 0
-    with (fresh if args.fresh else forked)() as start, tempfile.TemporaryDirectory() as folder:
+    with (fresh_starter if args.fresh else forked_starter)() as start, tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        reference = untouched(start, (*flags_of(args.executor, args.precision), *others), root / "untouched")
+        reference = make_reference(start, (*flags_of(args.executor, args.precision), *others), root / "untouched")
         for trial in trials(start, reference, root, args.seed):
             report(trial, kills + 1)
             kills += len(trial.kills)

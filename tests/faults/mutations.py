@@ -44,7 +44,7 @@ OTHERS: tuple[Any, ...] = (
 Path = tuple[Any, ...]
 
 
-def places(value: Any, where: Path = ()) -> list[Path]:
+def paths(value: Any, where: Path = ()) -> list[Path]:
     """Return the path to every key of a dict and item of a list or tuple, at any depth."""
     found: list[Path] = []
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def places(value: Any, where: Path = ()) -> list[Path]:
     else:
         return found
     for key, child in children:
-        found += [(*where, key), *places(child, (*where, key))]
+        found += [(*where, key), *paths(child, (*where, key))]
     return found
 
 
@@ -74,14 +74,14 @@ def changed(value: Any, where: Path, change: Callable[[Any, Any], None]) -> Any:
     return tuple(copied) if isinstance(value, tuple) else copied
 
 
-def like(old: Any) -> list[Any]:
+def alternatives(old: Any) -> list[Any]:
     """Return another number of the same type, so that it passes checks of types."""
     return [number for number in NUMBERS if type(number) is type(old)] or list(NUMBERS)
 
 
 def mutate(value: Any, random: Random, tensors: bool = False) -> tuple[str, Any]:
     """Make one change somewhere in `value`; return the result and a description."""
-    candidates = places(value)
+    candidates = paths(value)
     # Depth is drawn first: most paths lead deep into lists of like items, and upper levels matter as much.
     depth = random.choice(sorted({len(where) for where in candidates}))
     where = random.choice([place for place in candidates if len(place) == depth])
@@ -91,7 +91,7 @@ def mutate(value: Any, random: Random, tensors: bool = False) -> tuple[str, Any]
         return f"{where}: {name}", changed(value, where, lambda box, key: box.__setitem__(key, new))
     kinds: dict[str, Callable[[Any, Any], None]] = {
         "drop": lambda box, key: box.pop(key),
-        "number": lambda box, key: box.__setitem__(key, random.choice(like(old))),
+        "number": lambda box, key: box.__setitem__(key, random.choice(alternatives(old))),
         "other": lambda box, key: box.__setitem__(key, copy.deepcopy(random.choice(OTHERS))),
         "wrap": lambda box, key: box.__setitem__(key, [box[key]]),
         "double": lambda box, key: (

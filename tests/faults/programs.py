@@ -52,7 +52,7 @@ Start = Callable[[Sequence[str], Path], Program]
 
 
 @contextmanager
-def forked() -> Iterator[Start]:
+def forked_starter() -> Iterator[Start]:
     """Starts programs one after the other, in forks of a process that has imported torch."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.faults.programs"],
@@ -77,7 +77,7 @@ def forked() -> Iterator[Start]:
             pid = reply(HARD_LIMIT)
             if pid is None:
                 raise TimeoutError(f"no program was started within {HARD_LIMIT} s")
-            return Program(pid, output, _remembering(reply))
+            return Program(pid, output, _cache_return_code(reply))
 
         try:
             yield start
@@ -90,7 +90,7 @@ def forked() -> Iterator[Start]:
 
 
 @contextmanager
-def fresh() -> Iterator[Start]:
+def fresh_starter() -> Iterator[Start]:
     """Starts programs in interpreters of their own, like users do; it takes seconds longer."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -124,7 +124,7 @@ def fresh() -> Iterator[Start]:
                 process.wait()
 
 
-def _remembering(reply: Callable[[float], int | None]) -> Callable[[float], int | None]:
+def _cache_return_code(reply: Callable[[float], int | None]) -> Callable[[float], int | None]:
     """Return the code of a program's end, which the server reports once; it may be asked for again."""
     code: int | None = None
 
@@ -137,7 +137,7 @@ def _remembering(reply: Callable[[float], int | None]) -> Callable[[float], int 
     return wait
 
 
-def take_orders() -> list[str]:
+def fork_on_orders() -> list[str]:
     """Fork on every order until the pipe is closed. Return in the forks only: their arguments.
 
     The server reports the process id of each fork, and its return code when it has ended.
@@ -147,7 +147,7 @@ def take_orders() -> list[str]:
         output, *args = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _be_on_ones_own(output)
+            _detach_from_server(output)
             return args
         print(pid, flush=True)
         end = os.pidfd_open(pid)
@@ -160,7 +160,7 @@ def take_orders() -> list[str]:
     raise SystemExit(0)
 
 
-def _be_on_ones_own(output: str) -> None:
+def _detach_from_server(output: str) -> None:
     """Set a fork up like a process that a shell has just started."""
     os.setsid()
     for path, flags, number in ((os.devnull, os.O_RDONLY, 0), (output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1)):
@@ -191,7 +191,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # otherwise the collector would touch, and so copy, all of it in every fork
     try:
-        main(["fit", *take_orders()])
+        main(["fit", *fork_on_orders()])
         code = 0
     except SystemExit as stopped:
         code = stopped.code or 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Callback, Trainer
 
-from callbacks.telemetry import EVENTS
+from callbacks.telemetry import EVENTS_FILE
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry.events import CheckpointSaved, Started, read_events
 from tests.runs import TINY, Run, cli, continuation, differences, load
@@ -24,13 +24,13 @@ Callbacks = Mapping[type[Callback], dict[str, Any]]
 """Classes of callbacks with their arguments."""
 
 
-class Ending(NamedTuple):
+class RunResult(NamedTuple):
     """Return the results of a finished run, without times and memory."""
 
     latest: dict[str, Any]
     best: dict[str, Any]
     points: dict[str, list[tuple[int, float]]]
-    told: list[str]
+    events: list[str]
     """Events except starts and saved checkpoints, whose numbers depend on interruptions."""
     files: list[str]
 
@@ -40,22 +40,22 @@ def grow(root: Path, *flags: str) -> None:
     cli(*GROWING, "--trainer.default_root_dir", str(root), *flags)
 
 
-def ending_of(run: Run) -> Ending:
-    return Ending(
+def result_of(run: Run) -> RunResult:
+    return RunResult(
         latest=continuation(run.latest),
         best=continuation(run.checkpoints / "best.ckpt"),
         points={tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))},
-        told=[str(event) for event in read_events(run.folder / EVENTS) if not isinstance(event, MAY_DIFFER)],
+        events=[str(event) for event in read_events(run.folder / EVENTS_FILE) if not isinstance(event, MAY_DIFFER)],
         files=sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("tick")),
     )
 
 
-def differences_of(ending: Ending, reference: Ending) -> list[str]:
+def differences_of(ending: RunResult, reference: RunResult) -> list[str]:
     """Return the paths at which two results differ, bit for bit."""
     return differences(ending._asdict(), reference._asdict())
 
 
-def check_that_it_grows(ending: Ending) -> None:
+def check_that_it_grows(ending: RunResult) -> None:
     """Raise ValueError if no seed was fossilized: such a run tests nothing."""
     kept = [value for _, value in ending.points["rollout/parameters"]]
     if len(set(kept)) < 2:
@@ -76,7 +76,7 @@ def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
     return "--trainer.callbacks", json.dumps(listed)
 
 
-class Breaking(Callback):
+class SpoilTwoHosts(Callback):
     """Spoil hosts before tick `tick` + 1: the first one's weights become NaN, the second one's far too large.
 
     The first is rolled back in that tick; the second is suspicious in it and in the next, and rolled back in the third.
@@ -86,8 +86,8 @@ class Breaking(Callback):
         self.tick = tick
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.loop.ticks == self.tick:
-            for env, factor in zip(pl_module.loop.pool.envs, (math.nan, 1e5), strict=False):
+        if pl_module.collector.ticks == self.tick:
+            for env, factor in zip(pl_module.collector.pool.envs, (math.nan, 1e5), strict=False):
                 with torch.no_grad():
                     env.network.head.weight.mul_(factor)
 
@@ -100,7 +100,7 @@ class SignalsAt(Callback):
         self.numbers = numbers
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.loop.ticks == self.tick:
+        if pl_module.collector.ticks == self.tick:
             for number in self.numbers:
                 os.kill(os.getpid(), number)
 

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 import pytest
 import torch
 
-from esper_lightning.disk import AtomicCheckpointIO, DiskError, size_on_disk
-from esper_lightning.endings import disk_failure
-from esper_lightning.telemetry.board import Board
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO, DiskError, size_on_disk
+from esper_lightning.errors import find_disk_error
+from esper_lightning.telemetry.tensorboard import TensorBoardWriter
 from tests.runs import HORIZON, ROOT, TINY, Run, fit, load, only_run
 
 
@@ -171,8 +171,8 @@ def circular(error: OSError) -> OSError:
 def test_an_error_behind_which_is_itself_is_looked_into_once(number: int, is_one: bool) -> None:
     error = circular(OSError(number, os.strerror(number)))
 
-    assert disk_failure(error) is (error if is_one else None)
-    assert disk_failure(error.__cause__) is (error if is_one else None)
+    assert find_disk_error(error) is (error if is_one else None)
+    assert find_disk_error(error.__cause__) is (error if is_one else None)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -181,13 +181,13 @@ def test_a_run_whose_folder_is_removed_ends_in_one_line(
 ) -> None:
     missing: list[Path] = []
 
-    def histogram(board: Board, tag: str, *_: object) -> None:
+    def histogram(board: TensorBoardWriter, tag: str, *_: object) -> None:
         folder = Path(board.writer.log_dir)
         shutil.rmtree(folder)
         missing.append(folder / "events" if ours else tmp_path.parent / "of_a_data_set")
         raise circular(FileNotFoundError(errno.ENOENT, "No such file or directory", os.fsencode(missing[0])))
 
-    monkeypatch.setattr(Board, "histogram", histogram)
+    monkeypatch.setattr(TensorBoardWriter, "histogram", histogram)
 
     with pytest.raises(SystemExit if ours else FileNotFoundError) as ended:
         fit(tmp_path)

@@ -16,18 +16,18 @@ from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.execution import StreamsExecutor
 from esper_lightning.envs.execution.fused.executor import FusedEpoch
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.governor import Decision
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, germinate
-from tests.envs.breaking import CALM, UNWATCHED
+from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
-WATCHED = replace(CALM, snapshot_every=1, cooldown=0, penalty=0.5)
+WATCHED = replace(ONLY_NAN_DIVERGES, snapshot_every=1, cooldown=0, penalty=0.5)
 
 HORIZON = 6
 
@@ -56,7 +56,7 @@ def activations_overflow(env: HostEnv) -> None:
         env.network.head.weight.fill_(1e5 if env.scaler.is_enabled() else 3e38)
 
 
-def seed_of(value: float) -> Callable[[HostEnv], None]:
+def spoil_seed_with(value: float) -> Callable[[HostEnv], None]:
     """Spoil a seed in TRAINING: its gradients become NaN, while the host's output stays sound."""
 
     def spoil(env: HostEnv) -> None:
@@ -67,7 +67,7 @@ def seed_of(value: float) -> Callable[[HostEnv], None]:
     return spoil
 
 
-gradients_nan, gradients_inf = seed_of(math.nan), seed_of(math.inf)
+gradients_nan, gradients_inf = spoil_seed_with(math.nan), spoil_seed_with(math.inf)
 
 FAULTS = {
     "NaN in weights": weights_nan,
@@ -85,13 +85,13 @@ def pool_of(make_pool: MakePool, executor: str, precision: str = "fp32", **chang
     return make_pool(3, **settings)
 
 
-def grown(pool: HostPool, blueprint: int = 0) -> None:
+def germinate_in_every_host(pool: HostPool, blueprint: int = 0) -> None:
     """Return a pool in which every host has a seed in TRAINING."""
     pool.reset([1, 2, 3])
     pool.step(act(*[germinate(0, blueprint)] * 3))
 
 
-def others(pool: HostPool, step: StepResult) -> list[Any]:
+def state_of_other_hosts(pool: HostPool, step: StepResult) -> list[Any]:
     """Return the whole state of hosts 0 and 2."""
     seen = (*step.observation, step.reward, step.terminated, step.truncated, *step.masks, *step.metrics)
     return [[part[i].clone() for part in seen] + [deepcopy(pool.envs[i].state_dict())] for i in (0, 2)]
@@ -108,21 +108,21 @@ def test_numbers_that_are_none_stay_in_their_host_which_is_rolled_back(
     make_pool: MakePool, executor: str, precision: str, fault: str
 ) -> None:
     pool = pool_of(make_pool, executor, precision)
-    grown(pool)
-    untouched = others(pool, pool.step(act(WAIT, WAIT, WAIT)))
-    grown(pool)
+    germinate_in_every_host(pool)
+    untouched = state_of_other_hosts(pool, pool.step(act(WAIT, WAIT, WAIT)))
+    germinate_in_every_host(pool)
     good = deepcopy(pool.envs[1].state_dict()["growing"]["network"])
     FAULTS[fault](pool.envs[1])
     step = pool.step(act(WAIT, WAIT, WAIT))
-    assert differences(others(pool, step), untouched) == []
+    assert differences(state_of_other_hosts(pool, step), untouched) == []
     if precision == "fp16" and "gradients" in fault:
         # In half precision every step was skipped: the loss says nothing, so the Governor must be patient.
         (word,) = step.verdicts
-        assert (word.host, word.verdict.decision) == (1, Decision.SUSPICIOUS)
+        assert (word.host, word.verdict.outcome) == (1, Verdict.SUSPICIOUS)
         step = pool.step(act(WAIT, WAIT, WAIT))
         assert "every step was skipped" in step.verdicts[0].verdict.cause
 
-    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.ROLL_BACK)]
+    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
     env = pool.envs[1]
     assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
     assert not any(slot.live for slot in env.slots)
@@ -139,13 +139,13 @@ def test_a_spoiled_seed_whose_gradients_show_nothing_is_found_when_it_is_blended
     make_pool: MakePool, executor: str
 ) -> None:
     pool = pool_of(make_pool, executor)
-    grown(pool, blueprint=2)  # a single layer: its gradient does not depend on its weights
+    germinate_in_every_host(pool, blueprint=2)  # a single layer: its gradient does not depend on its weights
     gradients_nan(pool.envs[1])
     step = pool.step(act(WAIT, WAIT, WAIT))
     assert step.verdicts == [] and pool.envs[1].slots[0].stage is Stage.BLENDING
     step = pool.step(act(WAIT, WAIT, WAIT))
 
-    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.ROLL_BACK)]
+    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.ROLL_BACK)]
     assert step.metrics.loss.isfinite().all() and not pool.envs[1].slots[0].occupied
 
 
@@ -193,17 +193,17 @@ def pool(make_pool: MakePool, fake_cuda: FakeCuda, request: pytest.FixtureReques
 def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     pool: HostPool, fail: Callable[[], None], training: bool
 ) -> None:
-    grown(pool)
-    untouched = others(pool, pool.step(act(WAIT, WAIT, WAIT)))
-    grown(pool)
+    germinate_in_every_host(pool)
+    untouched = state_of_other_hosts(pool, pool.step(act(WAIT, WAIT, WAIT)))
+    germinate_in_every_host(pool)
     env = pool.envs[1]
     good = deepcopy(env.network.state_dict())
     with short_of_memory(env, fail, training):
         step = pool.step(act(WAIT, WAIT, WAIT))
 
-    assert differences(others(pool, step), untouched) == []
+    assert differences(state_of_other_hosts(pool, step), untouched) == []
     (word,) = step.verdicts
-    assert (word.host, word.tick, word.seed, word.verdict.decision) == (1, 2, 2, Decision.END)
+    assert (word.host, word.tick, word.rng_seed, word.verdict.outcome) == (1, 2, 2, Verdict.END)
     assert word.verdict.cause.startswith("out of memory: ") and len(word.verdict.cause.splitlines()) == 1
     assert str(word).startswith("host 1 (seed 2) ended at tick 2")
     assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
@@ -212,7 +212,7 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     for tick in range(3, HORIZON + 1):
         step = pool.step(act(WAIT, WAIT, WAIT))
         assert step.verdicts == [] and step.truncated.tolist() == [tick == HORIZON] * 3
-    assert step.reward[1] == 0.0 and pool.test().isfinite().all()
+    assert step.reward[1] == 0.0 and pool.test_accuracy().isfinite().all()
     pool.reset([1, 2, 3])
     step = pool.step(act(WAIT, WAIT, WAIT))
     assert step.verdicts == [], "the next episode is as any other"
@@ -232,11 +232,11 @@ def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
     pool.reset([1, 2, 3])
     pool.step(act(WAIT, WAIT, WAIT))
     with monkeypatch.context() as patch:
-        patch.setattr("esper_lightning.growth.network.build_seed", lambda *_, **__: fail())
+        patch.setattr("esper_lightning.growth.lifecycle.build_seed", lambda *_, **__: fail())
         step = pool.step(act(WAIT, germinate(0, 2), WAIT))
 
     assert [str(word).split(":")[1] for word in step.verdicts] == [" out of memory"]
-    assert [(word.host, word.verdict.decision) for word in step.verdicts] == [(1, Decision.END)]
+    assert [(word.host, word.verdict.outcome) for word in step.verdicts] == [(1, Verdict.END)]
     assert pool.envs[1].slots[0].stage is Stage.DORMANT and step.metrics.accuracy.isfinite().all()
     assert [env.ended for env in pool.envs] == [False, True, False]
     step = pool.step(act(germinate(0, 2), WAIT, germinate(0, 2)))
@@ -245,18 +245,18 @@ def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
 
 def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_last(make_pool: MakePool) -> None:
     pool = pool_of(make_pool, "loop")
-    grown(pool)
+    germinate_in_every_host(pool)
     before = pool.step(act(WAIT, WAIT, WAIT)).metrics
     env = pool.envs[1]
     with short_of_memory(env, no_memory_on_the_gpu, True), short_of_memory(env, no_memory_on_the_gpu, False):
         step = pool.step(act(WAIT, WAIT, WAIT))
-        assert [word.verdict.decision for word in step.verdicts] == [Decision.END]
+        assert [word.verdict.outcome for word in step.verdicts] == [Verdict.END]
         assert step.metrics.accuracy[1] == before.accuracy[1]
         for _ in range(3):
             step = pool.step(act(WAIT, WAIT, WAIT))
             assert step.verdicts == [] and step.observation.features.isfinite().all()
         with pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory"):
-            pool.test()  # an error is better than a made-up number
+            pool.test_accuracy()  # an error is better than a made-up number
 
 
 def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_to(make_pool: MakePool) -> None:
@@ -270,8 +270,8 @@ def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_t
 
 @pytest.mark.parametrize("training", [True, False])
 def test_where_nobody_watches_the_error_is_raised(make_pool: MakePool, training: bool) -> None:
-    pool = pool_of(make_pool, "loop", governor=UNWATCHED)
-    grown(pool)
+    pool = pool_of(make_pool, "loop", governor=NO_GOVERNOR)
+    germinate_in_every_host(pool)
     with (
         short_of_memory(pool.envs[1], no_memory_on_the_processor, training),
         pytest.raises(RuntimeError, match="can't allocate memory"),
@@ -285,7 +285,7 @@ def test_any_other_error_is_raised_as_ever(make_pool: MakePool, executor: str) -
         torch.zeros(2) @ torch.zeros(3)
 
     pool = pool_of(make_pool, executor)
-    grown(pool)
+    germinate_in_every_host(pool)
     with short_of_memory(pool.envs[1], wrong, True), pytest.raises(RuntimeError, match="inconsistent tensor size"):
         pool.step(act(WAIT, WAIT, WAIT))
 
@@ -295,7 +295,7 @@ def test_a_stack_that_does_not_fit_into_memory_is_nobodys_fault_and_an_error(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
 ) -> None:
     pool = pool_of(make_pool, "fused")
-    grown(pool)
-    monkeypatch.setattr(FusedEpoch, "_learn", lambda *_: fail())
+    germinate_in_every_host(pool)
+    monkeypatch.setattr(FusedEpoch, "_accumulate_gradients", lambda *_: fail())
     with pytest.raises(MemoryError, match=r"3 hosts as one network: out of memory: .*; use env\.executor loop"):
         pool.step(act(WAIT, WAIT, WAIT))

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kills import Kill, flags_of, trials, untouched
+from tests.faults.kills import Kill, flags_of, make_reference, trials
 from tests.faults.programs import Start
 
 KILLS, WHILE_WRITING = 5, 2
-MOST_RUNS = 12
+MAX_RUNS = 12
 """Largest number of runs: a busy machine may see drafts too late, so that three or four are not enough."""
 
 
 @pytest.mark.slow
 def test_runs_killed_at_random_moments_end_equal_bit_for_bit(start: Start, tmp_path: Path) -> None:
     kills: list[Kill] = []
-    reference = untouched(start, flags_of("fused", "fp32"), tmp_path / "untouched")
-    for trial in islice(trials(start, reference, tmp_path, seed=1, aimed=0.6), MOST_RUNS):
+    reference = make_reference(start, flags_of("fused", "fp32"), tmp_path / "untouched")
+    for trial in islice(trials(start, reference, tmp_path, rng_seed=1, aimed=0.6), MAX_RUNS):
         said = "\n".join(map(str, trial.kills))
         assert trial.differences == [], f"this run did not end as it should have:\n{said}"
         kills += trial.kills

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.faults.runs import Breaking, Callbacks, Ending, check_that_it_grows, ending_of, grow, with_callbacks
+from tests.faults.runs import Callbacks, RunResult, SpoilTwoHosts, check_that_it_grows, grow, result_of, with_callbacks
 from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run, points_after
 from tests.tiers import rest_is_slow
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 SGD = ("--data.env.training.optimizer=sgd",)
 
 
-class Kind(NamedTuple):
+class RunConfig(NamedTuple):
     """Configuration of a run."""
 
     executor: str
@@ -51,12 +51,12 @@ class Kind(NamedTuple):
         )
 
 
-RUNS = [Kind(executor, precision) for executor in ("loop", "threads", "fused") for precision in ("fp32", "bf16")]
+RUNS = [RunConfig(executor, precision) for executor in ("loop", "threads", "fused") for precision in ("fp32", "bf16")]
 
-BROKEN = MappingProxyType({Breaking: {"tick": HORIZON + 1}})
+BROKEN = MappingProxyType({SpoilTwoHosts: {"tick": HORIZON + 1}})
 """Callback that gets one host rolled back before the first of the ticks above, and makes another suspicious there."""
 
-ROLLED_BACK = [Kind(executor, callbacks=BROKEN) for executor in ("loop", "threads", "fused")]
+ROLLED_BACK = [RunConfig(executor, callbacks=BROKEN) for executor in ("loop", "threads", "fused")]
 
 CASES = [(kind, tick) for kind in RUNS for tick in (TICKS if kind.precision == "fp32" else TICKS[:1])]
 CASES += [(kind, TICKS[0]) for kind in ROLLED_BACK]
@@ -65,34 +65,34 @@ FAST = [(ROLLED_BACK[-1], TICKS[0])]
 """Cases of the fast tier: executor `fused`, with a rollback."""
 
 
-class Whole(NamedTuple):
+class UninterruptedRun(NamedTuple):
     """Record of an uninterrupted run."""
 
     run: Run
-    ending: Ending
+    ending: RunResult
 
     def checkpoint(self, tick: int) -> Path:
         return self.run.checkpoints / f"tick{tick}.ckpt"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Whole]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], UninterruptedRun]:
     """Run each configuration once, with a checkpoint of every tick."""
-    done: dict[str, Whole] = {}
+    done: dict[str, UninterruptedRun] = {}
 
-    def run(kind: Kind) -> Whole:
+    def run(kind: RunConfig) -> UninterruptedRun:
         if str(kind) not in done:
             root = tmp_path_factory.mktemp("whole")
             kind.run(root)
-            ending = ending_of(only_run(root))
+            ending = result_of(only_run(root))
             check_that_it_grows(ending)
-            done[str(kind)] = Whole(only_run(root), ending)
+            done[str(kind)] = UninterruptedRun(only_run(root), ending)
         return done[str(kind)]
 
     return run
 
 
-def gone_on(checkpoint: Path, kind: Kind, root: Path, *flags: str) -> Run:
+def resume(checkpoint: Path, kind: RunConfig, root: Path, *flags: str) -> Run:
     """Resume a run of this configuration from a copy of `checkpoint`, in a folder with nothing else."""
     run = Run(root / "version_0")
     run.checkpoints.mkdir(parents=True)
@@ -109,19 +109,21 @@ def seeds_alive(checkpoint: Path) -> bool:
 
 @pytest.mark.parametrize(("kind", "tick"), rest_is_slow(CASES, lambda case: case in FAST), ids=str)
 def test_a_run_that_goes_on_in_mid_rollout_equals_the_uninterrupted_one(
-    kind: Kind, tick: int, whole: Callable[[Kind], Whole], tmp_path: Path
+    kind: RunConfig, tick: int, whole: Callable[[RunConfig], UninterruptedRun], tmp_path: Path
 ) -> None:
     reference = whole(kind)
     assert seeds_alive(reference.checkpoint(tick)), "nothing grows at that tick, so it is no test"
 
-    run = gone_on(reference.checkpoint(tick), kind, tmp_path)
+    run = resume(reference.checkpoint(tick), kind, tmp_path)
 
     assert differences(continuation(run.latest), reference.ending.latest) == []
-    assert differences(ending_of(run).points, points_after(tick, reference.ending.points)) == []
+    assert differences(result_of(run).points, points_after(tick, reference.ending.points)) == []
 
 
 @pytest.mark.parametrize("kind", rest_is_slow(ROLLED_BACK, lambda kind: kind is ROLLED_BACK[-1]), ids=str)
-def test_runs_with_rollbacks_are_worth_the_test(kind: Kind, whole: Callable[[Kind], Whole]) -> None:
+def test_runs_with_rollbacks_are_worth_the_test(
+    kind: RunConfig, whole: Callable[[RunConfig], UninterruptedRun]
+) -> None:
     points = whole(kind).ending.points
     rollbacks, suspicious = (dict(points[f"governor/{name}"]) for name in ("rollbacks", "suspicious"))
 
@@ -130,7 +132,7 @@ def test_runs_with_rollbacks_are_worth_the_test(kind: Kind, whole: Callable[[Kin
     assert rollbacks[TICKS[0] + 1] == 2
 
 
-def apart(a: Any, b: Any) -> float:
+def largest_difference(a: Any, b: Any) -> float:
     """Return the largest difference of the numbers in two nested structures; everything else must be equal."""
     if isinstance(a, Tensor) and a.is_floating_point():
         return (a - b).abs().max().item() if a.numel() else 0.0
@@ -138,10 +140,10 @@ def apart(a: Any, b: Any) -> float:
         return abs(a - b)
     if isinstance(a, dict):
         assert list(a) == list(b)
-        return max((apart(a[key], b[key]) for key in a), default=0.0)
+        return max((largest_difference(a[key], b[key]) for key in a), default=0.0)
     if isinstance(a, list | tuple):
         assert len(a) == len(b)
-        return max(map(apart, a, b), default=0.0)
+        return max(map(largest_difference, a, b), default=0.0)
     assert differences(a, b) == []
     return 0.0
 
@@ -149,11 +151,11 @@ def apart(a: Any, b: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("loop", "threads"), ("threads", "loop")])
 def test_loop_and_threads_go_on_from_each_other_bit_for_bit(
-    before: str, after: str, whole: Callable[[Kind], Whole], tmp_path: Path
+    before: str, after: str, whole: Callable[[RunConfig], UninterruptedRun], tmp_path: Path
 ) -> None:
-    reference = whole(Kind(before))
+    reference = whole(RunConfig(before))
 
-    run = gone_on(reference.checkpoint(TICKS[0]), Kind(after), tmp_path)
+    run = resume(reference.checkpoint(TICKS[0]), RunConfig(after), tmp_path)
 
     assert differences(continued(run.latest), continued(reference.run.latest)) == []
 
@@ -171,26 +173,26 @@ def continued(checkpoint: Path) -> dict[str, Any]:
     ("before", "after", "tick"),
     rest_is_slow(
         [
-            (Kind("loop", flags=SGD), Kind("fused", flags=SGD), HORIZON - 3),
-            (Kind("fused", flags=SGD), Kind("loop", flags=SGD), HORIZON - 3),
+            (RunConfig("loop", flags=SGD), RunConfig("fused", flags=SGD), HORIZON - 3),
+            (RunConfig("fused", flags=SGD), RunConfig("loop", flags=SGD), HORIZON - 3),
             # One tick: on a busy machine the threads of one operator wait for each other at every operation.
-            (Kind("loop", flags=SGD), Kind("loop", threads=2, flags=SGD), HORIZON - 1),
+            (RunConfig("loop", flags=SGD), RunConfig("loop", threads=2, flags=SGD), HORIZON - 1),
         ],
         lambda case: case[0].executor == "fused",
     ),
     ids=str,
 )
 def test_other_ways_to_execute_hosts_go_on_within_rounding(
-    before: Kind, after: Kind, tick: int, whole: Callable[[Kind], Whole], tmp_path: Path
+    before: RunConfig, after: RunConfig, tick: int, whole: Callable[[RunConfig], UninterruptedRun], tmp_path: Path
 ) -> None:
     reference = whole(before)
     assert seeds_alive(reference.checkpoint(tick)), "nothing grows at that tick, so it is no test"
 
-    run = gone_on(reference.checkpoint(tick), after, tmp_path, "--trainer.max_epochs=1", "--model.ppo.epochs=1")
+    run = resume(reference.checkpoint(tick), after, tmp_path, "--trainer.max_epochs=1", "--model.ppo.epochs=1")
 
     for later in range(tick + 1, HORIZON + 1):
         ended, expected = (hosts(of.checkpoints / f"tick{later}.ckpt") for of in (run, reference.run))
-        assert apart(ended, expected) < TOLERANCE
+        assert largest_difference(ended, expected) < TOLERANCE
 
 
 def hosts(checkpoint: Path) -> list[list[Any]]:

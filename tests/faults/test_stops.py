@@ -9,16 +9,16 @@ from signal import SIGCONT, SIGINT, SIGSTOP, SIGTERM, Signals
 import pytest
 from torch import nn
 
-from tests.faults.programs import Program, Start, fresh, wait_for_next_second
+from tests.faults.programs import Program, Start, fresh_starter, wait_for_next_second
 from tests.faults.runs import (
     GROWING,
-    Ending,
+    RunResult,
     SignalIn,
     SignalsAt,
     check_that_it_grows,
     differences_of,
-    ending_of,
     grow,
+    result_of,
     tick_of,
     with_callbacks,
 )
@@ -26,7 +26,7 @@ from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, g
 from tests.tiers import rest_is_slow
 
 MID_ROLLOUT = HORIZON + 3
-GLANCE = 0.0002
+CHECK_INTERVAL_SECONDS = 0.0002
 """Seconds between two checks for a draft, which exists for about 5 ms."""
 
 TRAINED = "`Trainer.fit` stopped: `max_epochs=3` reached.\n"
@@ -44,20 +44,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def untouched(saved: Run) -> Ending:
-    ending = ending_of(saved)
+def untouched(saved: Run) -> RunResult:
+    ending = result_of(saved)
     check_that_it_grows(ending)
     return ending
 
 
-def assert_it_goes_on_to_the_same_end(root: Path, untouched: Ending) -> None:
+def assert_it_goes_on_to_the_same_end(root: Path, untouched: RunResult) -> None:
     """Resume the run below `root`, and compare its results with the reference."""
     wait_for_next_second(root)
     grow(root, "--ckpt_path", str(only_run(root).latest))
-    assert differences_of(ending_of(only_run(root)), untouched) == []
+    assert differences_of(result_of(only_run(root)), untouched) == []
 
 
-def begun(start: Start, root: Path, *flags: str) -> Program:
+def start_training(start: Start, root: Path, *flags: str) -> Program:
     root.mkdir(exist_ok=True)
     return start([*GROWING, "--trainer.default_root_dir", str(root / "runs"), *flags], root / "output.txt")
 
@@ -75,7 +75,7 @@ def stopped_at(tick: int, number: Signals, root: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
-    saved: Run, untouched: Ending, tmp_path: Path
+    saved: Run, untouched: RunResult, tmp_path: Path
 ) -> None:
     go_on: tuple[str, ...] = ()
     for tick in range(1, 2 * HORIZON + 1):
@@ -91,7 +91,7 @@ def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
     ("number", "tick"),
     rest_is_slow([(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT)], {(SIGTERM, MID_ROLLOUT)}),
 )
-def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: Ending, tmp_path: Path) -> None:
+def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: RunResult, tmp_path: Path) -> None:
     stopped_at(tick, number, tmp_path)
 
     assert_it_goes_on_to_the_same_end(tmp_path, untouched)
@@ -109,16 +109,16 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(
     first: Signals, second: Signals, start: Start, tmp_path: Path
 ) -> None:
     at = {"tick": MID_ROLLOUT, "numbers": [int(first), int(second)]}
-    program = begun(start, tmp_path, *with_callbacks({SignalsAt: at}))
+    program = start_training(start, tmp_path, *with_callbacks({SignalsAt: at}))
 
     assert program.ended() == -second, program.output.read_text()
     assert tick_of(only_run(tmp_path / "runs").latest) == HORIZON
 
 
-def meets_while_it_writes_its_second_checkpoint(program: Program, checkpoints: Path, number: Signals) -> bool:
+def send_during_second_checkpoint(program: Program, checkpoints: Path, number: Signals) -> bool:
     """Send the signal while the checkpoint is written. False: it would have come too late, and was not sent."""
     latest, draft = checkpoints / "latest.ckpt", checkpoints / f".latest.ckpt.{program.pid}.tmp"
-    while program.wait(GLANCE) is None:
+    while program.wait(CHECK_INTERVAL_SECONDS) is None:
         if latest.exists() and draft.exists():
             program.send(SIGSTOP)
             if caught := draft.exists():
@@ -131,13 +131,13 @@ def meets_while_it_writes_its_second_checkpoint(program: Program, checkpoints: P
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [SIGTERM, SIGINT])
 def test_a_second_signal_while_a_checkpoint_is_written_leaves_the_one_before(
-    number: Signals, start: Start, untouched: Ending, tmp_path: Path
+    number: Signals, start: Start, untouched: RunResult, tmp_path: Path
 ) -> None:
     first = with_callbacks({SignalsAt: {"tick": MID_ROLLOUT, "numbers": [int(number)]}})
     for root in (tmp_path / str(attempt) for attempt in range(ATTEMPTS)):
-        program = begun(start, root, *first)
+        program = start_training(start, root, *first)
         checkpoints = root / "runs" / "version_0" / "checkpoints"
-        caught = meets_while_it_writes_its_second_checkpoint(program, checkpoints, number)
+        caught = send_during_second_checkpoint(program, checkpoints, number)
         code = program.ended()
         if caught:
             break
@@ -173,7 +173,7 @@ def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path
 ) -> None:
     host = f"--data.host={__name__}.host_that_meets_{number.name.lower()}"
-    assert_stopped_in_a_line(begun(start, tmp_path, host), number)
+    assert_stopped_in_a_line(start_training(start, tmp_path, host), number)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_signal_right_before_training_ends_the_program_in_a_line(
     hook: str, number: Signals, start: Start, tmp_path: Path
 ) -> None:
     flags = with_callbacks({SignalIn: {"hook": hook, "number": int(number)}})
-    assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
+    assert_stopped_in_a_line(start_training(start, tmp_path, *flags), number)
 
 
 @pytest.mark.slow
@@ -196,13 +196,13 @@ def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a
     number: Signals, start: Start, tmp_path: Path
 ) -> None:
     flags = with_callbacks({SignalIn: {"hook": "on_fit_end", "number": int(number)}})
-    assert_stopped_in_a_line(begun(start, tmp_path, *flags), number)
+    assert_stopped_in_a_line(start_training(start, tmp_path, *flags), number)
 
 
 @pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
 def test_a_signal_while_torch_is_imported_ends_the_program_in_a_line(number: Signals, tmp_path: Path) -> None:
-    with fresh() as start:
-        program = begun(start, tmp_path)
+    with fresh_starter() as start:
+        program = start_training(start, tmp_path)
         maps = Path(f"/proc/{program.pid}/maps")
         while program.wait(0.01) is None and "libtorch" not in maps.read_text():
             pass

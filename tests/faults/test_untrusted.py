@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.checkpoint import bring_home, check_checkpoint
-from esper_lightning.disk import AtomicCheckpointIO
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.validate import check_checkpoint, relocate_checkpoint_paths
 from esper_lightning.growth import load as load_network
 from esper_lightning.growth import save as save_network
-from esper_lightning.growth.reading import read_tensors
+from esper_lightning.serialization.safe_load import read_tensors
 from tests.runs import Run, fit, load, only_run, tiny_host
 from tests.tiers import rest_is_slow
 
@@ -44,7 +44,7 @@ def pickled(path: Path, content: bytes) -> Path:
     return archive(path, lambda name, data: content if name.endswith(".pkl") else data)
 
 
-def asks_for(callable_: str, argument: bytes) -> bytes:
+def pickle_of_call(callable_: str, argument: bytes) -> bytes:
     """Return a pickle that calls a function with one argument."""
     return b"\x80\x02c" + callable_.encode() + b"\n" + argument + b"\x85R."
 
@@ -59,7 +59,7 @@ def test_what_was_saved_is_read(tmp_path: Path) -> None:
     assert torch.equal(read_tensors(archive(tmp_path / "b.pt"))["a"], GOOD["a"])  # source of the cases below
 
 
-def refused(path: Path, why: str) -> None:
+def assert_refused(path: Path, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refusal:
         read_tensors(path)
     assert len(str(refusal.value).splitlines()) == 1
@@ -70,8 +70,9 @@ def refused(path: Path, why: str) -> None:
     ["builtins bytearray", "torch Tensor", "torch.storage UntypedStorage", "torch FloatTensor", "collections Counter"],
 )
 def test_what_allocates_as_much_as_a_file_asks_for_is_not_made(maker: str, tmp_path: Path) -> None:
-    refused(
-        pickled(tmp_path / "a.pt", asks_for(maker.replace(" ", "\n"), HUGE)), f"would make a {maker.replace(' ', '.')}"
+    assert_refused(
+        pickled(tmp_path / "a.pt", pickle_of_call(maker.replace(" ", "\n"), HUGE)),
+        f"would make a {maker.replace(' ', '.')}",
     )
 
 
@@ -87,14 +88,14 @@ def test_no_code_is_run(protocol: int, why: str, tmp_path: Path) -> None:
 
     torch.save({"a": Trap()}, tmp_path / "a.pt", pickle_protocol=protocol)
 
-    refused(tmp_path / "a.pt", why)
+    assert_refused(tmp_path / "a.pt", why)
     assert not (tmp_path / "sprung").exists()
 
 
 def test_torchs_old_format_is_refused(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
 
-    refused(tmp_path / "a.pt", "BadZipFile")
+    assert_refused(tmp_path / "a.pt", "BadZipFile")
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     )
     assert bomb.stat().st_size < 10**5
 
-    refused(bomb, "compressed")
+    assert_refused(bomb, "compressed")
 
 
 def test_every_bit_of_a_tensor_is_checked(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_every_bit_of_a_tensor_is_checked(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(whole)
     assert not torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["a"], GOOD["a"])  # torch does not notice
 
-    refused(tmp_path / "a.pt", "data/0 is damaged")
+    assert_refused(tmp_path / "a.pt", "data/0 is damaged")
 
 
 @pytest.mark.parametrize("added", [b"x", b"PK\5\6" + bytes(18), bytes(100)])
@@ -123,7 +124,7 @@ def test_an_archive_that_can_be_read_in_two_ways_is_refused(added: bytes, tmp_pa
     path = archive(tmp_path / "a.pt")
     path.write_bytes(path.read_bytes() + added)
 
-    refused(path, "truncated, damaged")
+    assert_refused(path, "truncated, damaged")
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -133,21 +134,21 @@ def test_two_entries_of_one_name_are_refused(name: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "a") as file:
         file.writestr(name, pickle.dumps({}, protocol=2))
 
-    refused(path, "a name twice, or more than one folder")
+    assert_refused(path, "a name twice, or more than one folder")
 
 
 def test_a_tensor_that_is_a_view_of_less_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").stat().st_size < 2000
 
-    refused(tmp_path / "a.pt", "is a view of less")
+    assert_refused(tmp_path / "a.pt", "is a view of less")
 
 
 def test_many_tensors_on_one_memory_are_refused(tmp_path: Path) -> None:
     whole = torch.zeros(10**6)
     torch.save([whole[:] for _ in range(100)], tmp_path / "a.pt")
 
-    refused(tmp_path / "a.pt", "larger than the file")
+    assert_refused(tmp_path / "a.pt", "larger than the file")
 
 
 def test_lists_that_hold_each_other_are_refused(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_lists_that_hold_each_other_are_refused(tmp_path: Path) -> None:
         (2**70, "whole number"),
     ):
         torch.save({"a": content}, tmp_path / "a.pt")
-        refused(tmp_path / "a.pt", why)
+        assert_refused(tmp_path / "a.pt", why)
 
 
 @pytest.fixture(scope="module")
@@ -213,13 +214,13 @@ def test_the_best_is_known_after_a_run_was_moved(finished: Run, tmp_path: Path) 
     state = checkpointing(load(finished.latest), "rollout/objective")
     moved = Path(shutil.copytree(finished.checkpoints, tmp_path / "checkpoints"))
 
-    home = bring_home(state, str(moved))
+    home = relocate_checkpoint_paths(state, str(moved))
 
     assert home["best_model_path"] == home["kth_best_model_path"] == str(moved / "best.ckpt")
     assert home["best_k_models"] == {str(moved / "best.ckpt"): state["best_model_score"]}
     assert home["dirpath"] == str(moved)
     (moved / "best.ckpt").unlink()
-    assert bring_home(state, str(moved)) is None
+    assert relocate_checkpoint_paths(state, str(moved)) is None
 
 
 def test_nothing_but_a_file_is_ever_removed(tmp_path: Path) -> None:

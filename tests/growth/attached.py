@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_slots, attachments
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.attach import attach_slots, attachment_records
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import grow, seeded
+from tests.growth.grown import generator_of, grow
 
 WIDTH = 6
 
@@ -27,7 +27,7 @@ def small_network() -> nn.Sequential:
 
 
 def images(samples: int = 4) -> Tensor:
-    return torch.randn(samples, 3, 8, 8, generator=seeded(3))
+    return torch.randn(samples, 3, 8, 8, generator=generator_of(3))
 
 
 def grown_network() -> nn.Sequential:
@@ -58,5 +58,5 @@ class Residual(nn.Module):
 
 def assert_untouched(network: nn.Module) -> None:
     assert slots_of(network) == {}
-    assert attachments(network) == []
+    assert attachment_records(network) == []
     assert not any(module._forward_hooks for module in network.modules())

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.manifest import manifest
-from esper_lightning.growth.network import SeedEvent
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LIFE, batch_of, host_of, loss_on, seeded
+from tests.growth.grown import LIFE, batch_of, generator_of, host_of, loss_on
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -42,7 +42,9 @@ def growing(
 ) -> GrowingNetwork:
     """Return a small CNN with the slots `block1` and `block2.pool` as a GrowingNetwork."""
     host = host_of("image")
-    return GrowingNetwork(host, make(host), horizon=50, lifecycle=lifecycle, **({"generator": seeded(1)} | options))
+    return GrowingNetwork(
+        host, make(host), horizon=50, lifecycle=lifecycle, **({"generator": generator_of(1)} | options)
+    )
 
 
 def learn(network: nn.Module, optimizer: Optimizer, step: int, layout: Layout = "image") -> float:
@@ -56,10 +58,12 @@ def learn(network: nn.Module, optimizer: Optimizer, step: int, layout: Layout = 
 
 def epoch(network: GrowingNetwork, step: int = 0, contribution: dict[str, float] | None = None) -> list[SeedEvent]:
     learn(network.module, network.optimizer, step)
-    return network.tick(contribution)
+    return network.end_epoch(contribution)
 
 
-def bring(network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "conv_small", **options: Any) -> None:
+def grow_to_stage(
+    network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "conv_small", **options: Any
+) -> None:
     """Grow a seed to `stage` by the operations of `BY_HAND`."""
     network.germinate(slot, blueprint, **({"ticks": 1} | options))
     for then in LIFE[1 : LIFE.index(stage) + 1]:
@@ -72,13 +76,13 @@ def bring(network: GrowingNetwork, slot: str, stage: Stage, blueprint: str = "co
     assert network.slots[slot].stage is stage
 
 
-def told(events: list[SeedEvent]) -> list[str]:
+def describe_events(events: list[SeedEvent]) -> list[str]:
     return [f"{event.slot}: {event.after.name}" for event in events]
 
 
-def memory(network: GrowingNetwork, besides: str = "") -> dict[str, list[Tensor]]:
+def optimizer_state(network: GrowingNetwork, except_slot: str = "") -> dict[str, list[Tensor]]:
     """Return the optimizer's state of every parameter by name, except those of the seed in slot `besides`."""
-    left_out = set() if not besides else set(network.slots[besides].seed.parameters())
+    left_out = set() if not except_slot else set(network.slots[except_slot].seed.parameters())
     return {
         name: [value.clone() for value in network.optimizer.state[parameter].values() if value is not None]
         for name, parameter in network.module.named_parameters()
@@ -86,13 +90,13 @@ def memory(network: GrowingNetwork, besides: str = "") -> dict[str, list[Tensor]
     }
 
 
-def same_memory(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bool:
+def same_optimizer_state(first: dict[str, list[Tensor]], second: dict[str, list[Tensor]]) -> bool:
     return list(first) == list(second) and all(
         torch.equal(a, b) for name in first for a, b in zip(first[name], second[name], strict=True)
     )
 
 
-def check_in_step(network: GrowingNetwork) -> None:
+def check_optimizer_matches(network: GrowingNetwork) -> None:
     """Assert that the optimizer holds each parameter of the network exactly once, and no other state."""
     held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in network.module.parameters())
@@ -100,14 +104,14 @@ def check_in_step(network: GrowingNetwork) -> None:
 
 
 def check_refused(network: GrowingNetwork, attempt: Callable[[], Any], message: str) -> None:
-    story, remembered, records = manifest(network.module), memory(network), deepcopy(network.records)
+    story, remembered, records = manifest(network.module), optimizer_state(network), deepcopy(network.measurements)
     weights = {name: value.clone() for name, value in network.module.state_dict().items()}
     held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
     with pytest.raises(ValueError) as refusal:
         attempt()
     assert str(refusal.value) == message
     assert manifest(network.module) == story
-    assert network.records == records
-    assert same_memory(memory(network), remembered)
+    assert network.measurements == records
+    assert same_optimizer_state(optimizer_state(network), remembered)
     assert [id(p) for group in network.optimizer.param_groups for p in group["params"]] == held
     assert all(torch.equal(weights[name], value) for name, value in network.module.state_dict().items())

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import initialise
-from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.blend import Style
-from esper_lightning.growth.fold import Folding, fold
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.fold import FoldResult, fold
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import grow, seeded
+from tests.growth.grown import generator_of, grow
 
 WIDTH = 6
 
@@ -53,10 +53,12 @@ def chain(layout: Layout, into: nn.Module | None = None, out_of: nn.Module | Non
 
 def example(layout: Layout, samples: int = 4) -> Tensor:
     shape = {"image": (3, 8, 8), "sequence": (7, 5), "vector": (5,)}[layout]
-    return torch.randn(samples, *shape, generator=seeded(5))
+    return torch.randn(samples, *shape, generator=generator_of(5))
 
 
-def keep(slot: SeedSlot, blueprint: str, ramp: Ramp = FULL, style: Style = "add", bias: bool = True) -> None:
+def fossilize_seed(
+    slot: SeedSlot, blueprint: str, ramp: Ramp = DEFAULT_RAMP, style: BlendStyle = "add", bias: bool = True
+) -> None:
     """Put a fossilized seed in `slot`; without `bias`, its biases are zero."""
     grow(slot, Stage.FOSSILIZED, blueprint, ramp, style=style)
     if not bias:
@@ -65,7 +67,7 @@ def keep(slot: SeedSlot, blueprint: str, ramp: Ramp = FULL, style: Style = "add"
                 nn.init.zeros_(parameter)
 
 
-def folded(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[Folding]:
+def fold_and_check(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[FoldResult]:
     """Fold `network`, and check that outputs and modes are unchanged."""
     modes = [network.get_submodule(name).training for name, _ in network.named_modules() if "seed" not in name]
     was_training = network.training
@@ -78,8 +80,8 @@ def folded(network: nn.Module, x: Any, tolerance: float = 1e-5) -> list[Folding]
     network.train(was_training)
     for folding in foldings:
         slot = slots_of(network)[folding.slot]
-        assert (folding.into is None) == (slot.stage is Stage.FOSSILIZED) == bool(folding.why)
-        assert slot.occupied == (folding.into is None)
+        assert (folding.target_layer is None) == (slot.stage is Stage.FOSSILIZED) == bool(folding.reason)
+        assert slot.occupied == (folding.target_layer is None)
     return foldings
 
 
@@ -87,7 +89,7 @@ def relative_change(output: Tensor, reference: Tensor) -> float:
     return ((output - reference).abs().max() / reference.abs().max()).item()
 
 
-def unchanged_by_folding(network: nn.Module, x: Any) -> list[Folding]:
+def unchanged_by_folding(network: nn.Module, x: Any) -> list[FoldResult]:
     """Fold `network`, and check that nothing was folded and it is unchanged bit for bit."""
     before, state = network.eval()(x).detach(), deepcopy(network.state_dict())
     stages = {name: slot.stage for name, slot in slots_of(network).items()}
@@ -96,7 +98,7 @@ def unchanged_by_folding(network: nn.Module, x: Any) -> list[Folding]:
     assert all(torch.equal(network.state_dict()[key], value) for key, value in state.items())
     assert {name: slot.stage for name, slot in slots_of(network).items()} == stages
     assert torch.equal(network(x), before)
-    assert all(folding.into is None and folding.why for folding in foldings)
+    assert all(folding.target_layer is None and folding.reason for folding in foldings)
     return foldings
 
 
@@ -112,7 +114,7 @@ class UsedElsewhere(nn.Module):
         self.before, self.slot = nn.Linear(5, WIDTH), SeedSlot("place", "vector", WIDTH)
         self.behind, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
         self.both = both
-        initialise(self, seeded())
+        initialise(self, generator_of())
 
     def forward(self, x: Tensor) -> Tensor:  # [B, 5] -> [B, 3]
         made = self.before(x)

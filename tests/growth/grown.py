@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
-from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.blend import Style
+from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
+from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.gates import Evidence
-from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.network import germinate, slots_of
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 LIFE = [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED]
 
-STYLES: list[Style] = list(get_args(Style))
+STYLES: list[BlendStyle] = list(get_args(BlendStyle))
 
 LAYOUTS: list[Layout] = list(get_args(Layout))
 
@@ -30,17 +30,17 @@ CALM = GradientStats(norm=1.0, rms=0.1, vanished=0.0, exploded=0.0)
 SLOTS = ["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"]
 
 
-def seeded(seed: int = 0) -> torch.Generator:
+def generator_of(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def small_cnn(slots: list[str] | None = None, seed: int = 0, isolate: bool | None = None, base: int = 4) -> CNN:
     """Return a CNN of three 3×3 blocks for images of 1×8×8; its weights depend on the RNG seed `seed` alone."""
-    return build_on(CPU, lambda: CNN((1, 8, 8), 10, base=base, slots=slots, isolate=isolate), seeded(seed))
+    return build_on(CPU, lambda: CNN((1, 8, 8), 10, base=base, slots=slots, isolate=isolate), generator_of(seed))
 
 
 def small_batch(samples: int = 16, seed: int = 7) -> tuple[Tensor, Tensor]:  # [B, 1, 8, 8], [B]
-    generator = seeded(seed)
+    generator = generator_of(seed)
     return torch.randn(samples, 1, 8, 8, generator=generator), torch.randint(10, (samples,), generator=generator)
 
 
@@ -68,7 +68,7 @@ def host_of(layout: Layout, seed: int = 0, isolate: bool | None = None) -> nn.Mo
     """Return a small host with at least two slots of `layout`; its weights depend on the RNG seed `seed` alone."""
     if layout == "image":
         return small_cnn(["block1", "block2.pool"], seed, isolate)
-    return build_on(CPU, lambda: TinyHost(layout, isolate=isolate), seeded(seed))
+    return build_on(CPU, lambda: TinyHost(layout, isolate=isolate), generator_of(seed))
 
 
 def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def batch_of(layout: Layout, samples: int = 16, seed: int = 7) -> tuple[Tensor, 
     if layout == "image":
         return small_batch(samples, seed)
     shape = (samples, 4, 5) if layout == "sequence" else (samples, 5)
-    return torch.randn(shape, generator=seeded(seed)), torch.randint(3, (samples,), generator=seeded(seed))
+    return torch.randn(shape, generator=generator_of(seed)), torch.randint(3, (samples,), generator=generator_of(seed))
 
 
 class LastState(nn.Module):
@@ -97,9 +97,9 @@ def loss_on(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def stir(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
+def add_noise(module: nn.Module, seed: int = 0, scale: float = 0.3) -> None:
     """Add noise to every parameter, so that no seed is the identity."""
-    generator = seeded(seed)
+    generator = generator_of(seed)
     for parameter in module.parameters():
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
@@ -108,13 +108,13 @@ def grow(
     slot: SeedSlot,
     stage: Stage,
     blueprint: str = "conv_light",
-    ramp: Ramp = FULL,
+    ramp: Ramp = DEFAULT_RAMP,
     seed: int = 0,
-    style: Style = "add",
+    style: BlendStyle = "add",
 ) -> None:
     """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
-    germinate(slot, blueprint, ramp, seeded(seed), style)
-    stir(slot.seed, seed)
+    germinate(slot, blueprint, ramp, generator_of(seed), style)
+    add_noise(slot.seed, seed)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         if step is Stage.PROBATIONARY:
             slot.ramp_ticks = ramp.ticks  # as many host epochs have passed
@@ -129,8 +129,8 @@ def evidence_of(
         age=slot.age,
         ticks_in_stage=slot.ticks_in_stage,
         in_optimizer=in_optimizer,
-        alpha_share=slot.alpha_share,
-        alpha_rests=slot.alpha_before == slot.ramp.target > 0.0,
+        alpha_progress=slot.alpha_progress,
+        alpha_at_target=slot.alpha_before == slot.ramp.target > 0.0,
         gradient=gradient,
         contribution=contribution,
     )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth.alpha import Ramp
+from esper_lightning.growth.lifecycle import cull, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
-from esper_lightning.growth.network import cull, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.grown import (
@@ -33,18 +33,18 @@ def grown_cnn() -> CNN:
     """Return a host whose six slots are in six different stages, one of them in the middle of its ramp."""
     network = small_cnn(SLOTS)
     stages = [*LIFE, Stage.TRAINING]
-    for i, (name, stage, blueprint) in enumerate(zip(SLOTS, stages, names("image"), strict=False)):
+    for i, (name, stage, blueprint) in enumerate(zip(SLOTS, stages, blueprint_names("image"), strict=False)):
         grow(slot_named(network, name), stage, blueprint, RAMP, style=STYLES[i % 3])
     cull(slot_named(network, "block3.pool"))
     for slot in slots_of(network).values():
-        slot.tick()
-        slot.tick()
+        slot.end_epoch()
+        slot.end_epoch()
     network.train()
     loss_of(network)  # moves BatchNorm's statistics
     return network
 
 
-def carried_over(network: nn.Module, into: nn.Module) -> nn.Module:
+def rebuild_from(network: nn.Module, into: nn.Module) -> nn.Module:
     """Return `into`, rebuilt from the manifest and state dict of `network`."""
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
@@ -54,13 +54,13 @@ def carried_over(network: nn.Module, into: nn.Module) -> nn.Module:
     return into
 
 
-def answers(network: nn.Module, inputs: Tensor) -> list[Tensor]:
+def outputs_in_both_modes(network: nn.Module, inputs: Tensor) -> list[Tensor]:
     """Return the network's outputs in training and in evaluation mode."""
     return [network.train(mode)(inputs).detach() for mode in (True, False)]
 
 
 def same(network: nn.Module, copy: nn.Module, inputs: Tensor) -> bool:
-    pairs = zip(answers(network, inputs), answers(copy, inputs), strict=True)
+    pairs = zip(outputs_in_both_modes(network, inputs), outputs_in_both_modes(copy, inputs), strict=True)
     return manifest(network) == manifest(copy) and all(torch.equal(a, b) for a, b in pairs)
 
 

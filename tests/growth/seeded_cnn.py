@@ -5,7 +5,7 @@ from copy import deepcopy
 from torch import Tensor, nn
 
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.grown import grow, loss_of, slot_named, small_cnn

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.growth.alpha import CURVES, FULL, Curve, Ramp
+from esper_lightning.growth.alpha import CURVES, DEFAULT_RAMP, Curve, Ramp
 
 curves = st.sampled_from(sorted(CURVES))
 shares = st.floats(0.0, 1.0)
@@ -74,4 +74,4 @@ def test_a_ramp_without_length_is_at_its_target_after_the_first_tick() -> None:
 
 
 def test_the_ramp_of_an_empty_slot_starts_at_nothing_and_ends_at_all() -> None:
-    assert [FULL.value(0), FULL.value(1)] == [0.0, 1.0]
+    assert [DEFAULT_RAMP.value(0), DEFAULT_RAMP.value(1)] == [0.0, 1.0]

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from esper_lightning.blueprints import build_on, names
+from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.growth.alpha import CURVES
 from esper_lightning.growth.counterfactual import contributions
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradients import GradientStats
-from esper_lightning.growth.growing import GrowingNetwork, SeedRecord
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
+from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
-from esper_lightning.growth.network import SeedEvent, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
-from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, batch_of, loss_on, seeded, stir
+from tests.growth.grown import CPU, LAYOUTS, STYLES, TinyHost, add_noise, batch_of, generator_of, loss_on
 from tests.tiers import rest_is_slow
 
 FOLLOWERS = {
@@ -56,7 +56,7 @@ UNGATED = {"germinate", "set_alpha"}
 BUILDERS: list[type[Optimizer]] = [SGD, Adam, AdamW]
 
 
-class Wish(NamedTuple):
+class Operation(NamedTuple):
     """One operation to try, with arguments of which each operation uses those it needs."""
 
     operation: str
@@ -94,7 +94,7 @@ gradients = st.builds(
 )
 
 wishes = st.builds(
-    Wish,
+    Operation,
     operation=st.sampled_from(
         ["germinate", "germinate", "advance", "set_alpha", "cull", "fade", "fossilize", "fossilize", *["tick"] * 8]
     ),
@@ -127,31 +127,31 @@ def hosts(draw: st.DrawFn) -> tuple[Layout, dict[str, Any]]:
 def build(host: tuple[Layout, dict[str, Any]], seed: int = 0) -> nn.Module:
     layout, sizes = host
     if layout == "image":
-        return build_on(CPU, lambda: CNN((1, 8, 8), 10, **sizes), seeded(seed))
-    return build_on(CPU, lambda: TinyHost(layout, **sizes), seeded(seed))
+        return build_on(CPU, lambda: CNN((1, 8, 8), 10, **sizes), generator_of(seed))
+    return build_on(CPU, lambda: TinyHost(layout, **sizes), generator_of(seed))
 
 
 def right(outputs: Tensor, classes: Tensor) -> Tensor:
     return (outputs.argmax(1) == classes).double()
 
 
-class Life:
+class TrackedNetwork:
     """Growing network, with its state as inferred from events alone."""
 
     def __init__(self, host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig) -> None:
         self.layout = host[0]
         module = build(host)
         self.network = GrowingNetwork(
-            module, make(module.parameters(), lr=0.01), horizon=20, lifecycle=lifecycle, generator=seeded(1)
+            module, make(module.parameters(), lr=0.01), horizon=20, lifecycle=lifecycle, generator=generator_of(1)
         )
         self.stages = dict.fromkeys(self.network.slots, "DORMANT")
         self.fading = dict.fromkeys(self.network.slots, False)
         self.seen = dict.fromkeys(self.network.slots, 0.0)  # alpha in the last host epoch
 
-    def named(self, wish: Wish) -> str:
+    def named(self, wish: Operation) -> str:
         return list(self.network.slots)[wish.slot % len(self.network.slots)]
 
-    def fulfil(self, wish: Wish) -> None:
+    def fulfil(self, wish: Operation) -> None:
         if wish.operation == "tick":
             self.learn()
             self.take_in(self.tick(wish))
@@ -170,13 +170,13 @@ class Life:
         assert possible
         self.take_in([event])
         if wish.operation == "germinate":
-            stir(self.network.slots[slot].seed, seed=2, scale=0.1)
+            add_noise(self.network.slots[slot].seed, seed=2, scale=0.1)
         if event.before is event.after:
             self.fading[slot] = wish.operation == "fade"
 
-    def operate(self, wish: Wish) -> SeedEvent:
+    def operate(self, wish: Operation) -> SeedEvent:
         network, slot = self.network, self.named(wish)
-        known = names(self.layout, CPU)
+        known = blueprint_names(self.layout, CPU)
         if wish.operation == "germinate":
             blueprint = known[wish.blueprint % len(known)]
             return network.germinate(slot, blueprint, ticks=wish.ticks, style=wish.style, curve=wish.curve)
@@ -192,11 +192,11 @@ class Life:
         loss_on(self.network.module, batch_of(self.layout, samples=6)).backward()
         self.network.optimizer.step()
 
-    def tick(self, wish: Wish) -> list[SeedEvent]:
+    def tick(self, wish: Operation) -> list[SeedEvent]:
         contribution = None if wish.contribution is None else dict.fromkeys(self.stages, wish.contribution)
         gradient = None if wish.gradient is None else dict.fromkeys(self.stages, wish.gradient)
         self.seen = {name: slot.alpha.item() for name, slot in self.network.slots.items()}
-        return self.network.tick(contribution, gradient)
+        return self.network.end_epoch(contribution, gradient)
 
     def take_in(self, events: list[SeedEvent]) -> None:
         for event in events:
@@ -215,7 +215,7 @@ class Life:
         network = self.network
         return (
             manifest(network.module),
-            deepcopy(network.records),
+            deepcopy(network.measurements),
             {name: slot.alpha.item() for name, slot in network.slots.items()},
             [id(p) for group in network.optimizer.param_groups for p in group["params"]],
             [id(value) for state in network.optimizer.state.values() for value in state.values()],
@@ -232,24 +232,24 @@ class Life:
         for name, slot in network.slots.items():
             assert slot.alpha.item() == torch.tensor(slot.alpha_now).item()  # the buffer has float32
             assert 0.0 <= slot.alpha_now <= 1.0
-            assert 0.0 <= slot.alpha_share <= 1.0
+            assert 0.0 <= slot.alpha_progress <= 1.0
             assert slot.blended or slot.alpha_now == 0.0
             # However often alpha was given another target: every ramp starts at the alpha of the last epoch.
             assert not slot.blended or slot.alpha_before == pytest.approx(self.seen[name], abs=1e-6)
             assert slot.occupied == bool([*slot.parameters()])
-            assert slot.occupied or network.records[name] == SeedRecord()
+            assert slot.occupied or network.measurements[name] == SeedMeasurements()
         held = [id(p) for group in network.optimizer.param_groups for p in group["params"]]
         assert len(set(held)) == len(held)
         assert set(held) == {id(p) for p in network.module.parameters()}
         assert {id(p) for p in network.optimizer.state} <= set(held)
 
 
-def whole(slot: SeedSlot) -> bool:
+def is_at_full_alpha(slot: SeedSlot) -> bool:
     """Return True if the seed was fossilized at alpha 1, after which alpha is not used any more."""
     return slot.stage is Stage.FOSSILIZED and slot.ramp.target == 1.0
 
 
-def check_rebuilt(life: Life, host: tuple[Layout, dict[str, Any]]) -> None:
+def check_rebuilt(life: TrackedNetwork, host: tuple[Layout, dict[str, Any]]) -> None:
     network, copy = life.network.module, build(host, seed=9)
     rebuild(copy, json.loads(json.dumps(manifest(network))))
     copy.load_state_dict(network.state_dict())
@@ -260,18 +260,18 @@ def check_rebuilt(life: Life, host: tuple[Layout, dict[str, Any]]) -> None:
     assert torch.equal(copy.train()(inputs), network.train()(inputs))
 
 
-def check_nothing_at_alpha_0(life: Life) -> None:
+def check_nothing_at_alpha_0(life: TrackedNetwork) -> None:
     network, batch = life.network.module.eval(), batch_of(life.layout, samples=12)
     for name, slot in life.network.slots.items():
-        if not slot.blended or whole(slot):
+        if not slot.blended or is_at_full_alpha(slot):
             continue
         alpha = slot.alpha.item()
         slot.alpha.zero_()
         at_0 = network(batch[0])
         assert contributions(network, [batch], right)[name] == 0.0
-        slot.branch = lambda _, x: x
+        slot.override = lambda _, x: x
         assert torch.equal(at_0, network(batch[0]))
-        slot.branch = None
+        slot.override = None
         slot.alpha.fill_(alpha)
 
 
@@ -287,9 +287,9 @@ def test_no_sequence_of_operations_leaves_the_table_or_loses_the_structure(lives
 
 
 def stays_in_the_table(
-    host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig, wished: list[Wish]
+    host: tuple[Layout, dict[str, Any]], make: type[Optimizer], lifecycle: LifecycleConfig, wished: list[Operation]
 ) -> None:
-    life = Life(host, make, lifecycle)
+    life = TrackedNetwork(host, make, lifecycle)
     for wish in wished:
         life.fulfil(wish)
         life.check()
@@ -302,7 +302,7 @@ def stays_in_the_table(
     life.check()
 
 
-def manifest_stages(life: Life) -> list[str]:
+def manifest_stages(life: TrackedNetwork) -> list[str]:
     return [entry["stage"] for entry in manifest(life.network.module)]
 
 
@@ -311,8 +311,8 @@ def manifest_stages(life: Life) -> list[str]:
 )
 def test_a_life_of_the_property_above_can_reach_every_stage(host: tuple[Layout, dict[str, Any]]) -> None:
     """The property test is not vacuous: every stage is reached."""
-    life = Life(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
-    calm = Wish("tick", 0, 0, "gate", "linear", 1, 0.5, 3.0, None)
+    life = TrackedNetwork(host, Adam, LifecycleConfig(training_ticks=0, min_gradient_health=0.0, embargo_ticks=1))
+    calm = Operation("tick", 0, 0, "gate", "linear", 1, 0.5, 3.0, None)
     seen = []
     for operation in [
         "germinate",

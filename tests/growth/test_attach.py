@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_known, attach_slots, attachments, detach_slots
-from esper_lightning.growth.growing import GrowingNetwork
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records, detach_slots
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, grown_network, images, small_network
-from tests.growth.grown import TinyHost, grow, seeded
+from tests.growth.grown import TinyHost, generator_of, grow
 
 
 class Twice(nn.Module):
@@ -54,10 +54,10 @@ def test_a_slot_sees_what_its_module_gives_and_the_next_module_sees_the_slot() -
 
 
 def test_seeds_isolate_as_the_layout_suggests_or_as_told() -> None:
-    assert [slot.isolate for slot in attach_slots(small_network(), ["0", "5"], images()).values()] == [True, False]
+    assert [slot.detach_input for slot in attach_slots(small_network(), ["0", "5"], images()).values()] == [True, False]
     for isolate in (True, False):
         slots = attach_slots(small_network(), ["0", "5"], images(), isolate)
-        assert [slot.isolate for slot in slots.values()] == [isolate, isolate]
+        assert [slot.detach_input for slot in slots.values()] == [isolate, isolate]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -110,13 +110,13 @@ def test_a_host_with_slots_of_its_own_gets_more() -> None:
     ("place", "trunk"), [("stem", True), ("body", False), ("body.0", False), ("aside", False), ("head", True)]
 )
 def test_the_trunk_is_where_all_data_passes(place: str, trunk: bool) -> None:
-    assert attach_slots(Residual(), [place], torch.randn(3, 5))[place].trunk is trunk
+    assert attach_slots(Residual(), [place], torch.randn(3, 5))[place].on_single_path is trunk
 
 
 def test_a_module_that_is_called_twice_has_one_slot_at_both_places_and_is_no_trunk() -> None:
-    network, x = Twice(), torch.randn(4, 5, generator=seeded())
+    network, x = Twice(), torch.randn(4, 5, generator=generator_of())
     slot = attach_slots(network, ["shared"], x)["shared"]
-    assert not slot.trunk
+    assert not slot.on_single_path
     grow(slot, Stage.FOSSILIZED, "lora")
     layer, seed = network.shared, slot.seed
     detach_slots(network)
@@ -204,7 +204,7 @@ def test_a_copy_grows_in_its_own_slots(copied: Callable[[nn.Module], nn.Module])
     detach_slots(twin)
     assert torch.equal(twin(images()), small_network().eval()(images()))
     assert torch.equal(network(images()), before)
-    assert [place["slot"] for place in attachments(network)] == ["2", "5"]
+    assert [place["slot"] for place in attachment_records(network)] == ["2", "5"]
 
 
 def test_a_sequential_network_goes_on_with_a_slot_behind_its_last_layer() -> None:
@@ -229,22 +229,22 @@ def test_a_compiled_network_says_the_same_while_seeds_come_and_go() -> None:
 
 def test_where_slots_are_is_enough_to_attach_them_again() -> None:
     network, bare = grown_network(), small_network().eval()
-    attach_known(bare, attachments(network))
-    assert attachments(bare) == attachments(network)
+    attach_from_records(bare, attachment_records(network))
+    assert attachment_records(bare) == attachment_records(network)
     assert list(slots_of(bare)) == list(slots_of(network))
     assert torch.equal(bare(images()), small_network().eval()(images()))
-    assert attachments(small_network()) == []
+    assert attachment_records(small_network()) == []
     beside, again = Residual(), Residual()
     attach_slots(beside, ["stem", "body.0"], torch.randn(3, 5))  # a shortcut bypasses the second
-    attach_known(again, attachments(beside))
-    assert {name: slot.trunk for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
+    attach_from_records(again, attachment_records(beside))
+    assert {name: slot.on_single_path for name, slot in slots_of(again).items()} == {"stem": True, "body.0": False}
 
 
 def test_seeds_learn_at_attached_slots_while_the_host_learns_as_if_alone() -> None:
     plain, network = small_network(), small_network()
     attach_slots(network, ["2", "5"], images())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    growing = GrowingNetwork(network, optimizer, horizon=5, generator=seeded())
+    growing = GrowingNetwork(network, optimizer, horizon=5, generator=generator_of())
     growing.germinate("2", "conv_light")
     growing.germinate("5", "lora")
     seeds = {name: [p.clone() for p in slot.seed.parameters()] for name, slot in growing.slots.items()}

@@ -17,17 +17,17 @@ from torchvision.models.regnet import BlockParams, RegNet
 
 from esper_lightning.growth.attach import attach_slots, detach_slots
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing import GrowingNetwork
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import grow, seeded, stir
+from tests.growth.grown import add_noise, generator_of, grow
 from tests.tiers import rest_is_slow
 
 BLUEPRINTS: dict[Layout, str] = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
 
-Place = tuple[Layout, int, bool]
+ExpectedSlot = tuple[Layout, int, bool]
 """Expected layout, width and `on_single_path` of a slot."""
 
 
@@ -35,7 +35,7 @@ class Architecture(NamedTuple):
     """Network with the sites of its slots in the order of execution."""
 
     build: Callable[[], nn.Module]
-    places: dict[str, Place]
+    places: dict[str, ExpectedSlot]
     shape: tuple[int, ...] = (3, 32, 32)
     channels_last: tuple[str, ...] = ()
 
@@ -193,13 +193,13 @@ def network_of(name: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = ARCHITECTURES[name].build()
-        stir(network, scale=0.05)
+        add_noise(network, scale=0.05)
         network(inputs_for(name, 8))
     return network
 
 
 def inputs_for(name: str, samples: int, seed: int = 3) -> Tensor:
-    return torch.randn(samples, *ARCHITECTURES[name].shape, generator=seeded(seed))
+    return torch.randn(samples, *ARCHITECTURES[name].shape, generator=generator_of(seed))
 
 
 def attached(name: str) -> nn.Module:
@@ -231,7 +231,7 @@ def one_step(network: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]
 def test_places_have_their_layout_width_and_way_in_the_order_of_the_data(name: str) -> None:
     network, places = network_of(name), ARCHITECTURES[name].places
     slots = attach(network, name, backwards=True)
-    assert {place: (slot.layout, slot.width, slot.trunk) for place, slot in slots.items()} == places
+    assert {place: (slot.layout, slot.width, slot.on_single_path) for place, slot in slots.items()} == places
     assert list(slots) == list(places) == list(slots_of(network))
 
 
@@ -287,7 +287,9 @@ def test_what_grew_is_saved_and_loaded_where_nobody_knows_the_places(name: str, 
         grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
     save(network, tmp_path)
     load(fresh, tmp_path)
-    assert [slot.trunk for slot in slots_of(fresh).values()] == [slot.trunk for slot in slots_of(network).values()]
+    assert [slot.on_single_path for slot in slots_of(fresh).values()] == [
+        slot.on_single_path for slot in slots_of(network).values()
+    ]
     assert torch.equal(fresh.eval()(inputs_for(name, 4)), network.eval()(inputs_for(name, 4)))
     detach_slots(fresh)
     detach_slots(network)
@@ -304,7 +306,7 @@ def test_every_seed_takes_part_in_the_output(name: str) -> None:
         assert not torch.allclose(network(inputs_for(name, 4)), before), place
 
 
-def chosen_places() -> list[tuple[str, str]]:
+def last_sites() -> list[tuple[str, str]]:
     """Return the last site of each layout in an architecture."""
     last = {(name, place[0]): each for name, it in ARCHITECTURES.items() for each, place in it.places.items()}
     return [(name, place) for (name, _), place in last.items()]
@@ -325,7 +327,7 @@ def classify(network: nn.Module, x: Tensor) -> Tensor:  # -> [B, 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), rest_is_slow(chosen_places(), lambda case: not case[0].startswith(("resnet", "densenet")))
+    ("name", "place"), rest_is_slow(last_sites(), lambda case: not case[0].startswith(("resnet", "densenet")))
 )
 def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) -> None:
     with torch.random.fork_rng():
@@ -336,7 +338,7 @@ def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) ->
             torch.optim.Adam(network.parameters(), lr=2e-3),
             horizon=2,
             lifecycle=LifecycleConfig(training_ticks=0, min_gradient_health=0.0, auto_cull=False),
-            generator=seeded(),
+            generator=generator_of(),
         )
         slot = growing.slots[place]
         growing.germinate(place, BLUEPRINTS[slot.layout], ticks=1)
@@ -350,7 +352,7 @@ def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) ->
                 loss.backward()
                 growing.optimizer.step()
                 losses[-1].append(loss.item())
-            growing.tick()
+            growing.end_epoch()
             weights.append(parameters_of(slot.seed))
     assert stages == [Stage.GERMINATED, Stage.BLENDING]
     assert sum(losses[1]) < sum(losses[0])
@@ -358,7 +360,7 @@ def test_a_network_that_is_not_ours_learns_with_a_seed(name: str, place: str) ->
     assert all(not torch.equal(a, b) for a, b in zip(*weights[1:], strict=True)), "while it was blended"
     x = batches[0][0]
     with_seed = network.eval()(x)
-    growing.remove(place)
+    growing.remove_seed(place)
     assert not torch.allclose(network(x), with_seed)
 
 

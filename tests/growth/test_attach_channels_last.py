@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, assert_untouched, images, small_network
-from tests.growth.grown import grow, seeded
+from tests.growth.grown import generator_of, grow
 
 
 class LooksLast(nn.Module):
@@ -22,7 +22,7 @@ class LooksLast(nn.Module):
 
 
 def test_a_seed_sees_channels_that_come_last_as_a_seed_of_images_does() -> None:
-    network, x = LooksLast(), torch.randn(2, 3, 7, 9, generator=seeded())
+    network, x = LooksLast(), torch.randn(2, 3, 7, 9, generator=generator_of())
     slots = attach_slots(network, ["last", "see"], x, channels_last=["last"])
     assert [(slot.layout, slot.width) for slot in slots.values()] == [("image", WIDTH)] * 2
     grow(slots["last"], Stage.FOSSILIZED, "conv_heavy")

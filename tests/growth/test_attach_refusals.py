@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.attach import attach_slots, attachments, detach_slots
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.attach import attach_slots, attachment_records, detach_slots
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import WIDTH, Residual, assert_untouched, grown_network, images, small_network
-from tests.growth.grown import TinyHost, grow, seeded
+from tests.growth.grown import TinyHost, generator_of, grow
 
 
 class Calls(nn.Module):
@@ -145,7 +145,7 @@ class ChecksItsBatch(nn.Module):
 )
 def test_a_network_that_checks_its_batch_has_no_trunk_there(error: type[Exception]) -> None:
     slots = attach_slots(ChecksItsBatch(error), ["stem", "head"], torch.randn(3, 5))
-    assert [slot.trunk for slot in slots.values()] == [False, True]
+    assert [slot.on_single_path for slot in slots.values()] == [False, True]
 
 
 def test_a_trial_that_ends_in_something_else_leaves_the_network_as_it_was() -> None:
@@ -180,16 +180,16 @@ def test_a_refusal_leaves_what_was_attached_before_and_grew(
 ) -> None:
     network = small_network()
     grow(attach_slots(network, ["2"], images())["2"], Stage.FOSSILIZED, "conv_light")
-    before, story, state = network.eval()(images()), attachments(network), list(network.state_dict())
+    before, story, state = network.eval()(images()), attachment_records(network), list(network.state_dict())
     with pytest.raises(error):
         attach_slots(network, names, example)
     assert torch.equal(network(images()), before)
-    assert (attachments(network), list(network.state_dict())) == (story, state)
+    assert (attachment_records(network), list(network.state_dict())) == (story, state)
     assert [len(module._forward_hooks) for module in network[:7]] == [0, 0, 1, 0, 0, 0, 0]
 
 
 def test_a_trial_that_fails_leaves_what_was_attached_before_and_grew() -> None:
-    network, x = ChecksItsBatch(ZeroDivisionError), torch.randn(3, 5, generator=seeded())
+    network, x = ChecksItsBatch(ZeroDivisionError), torch.randn(3, 5, generator=generator_of())
     slot = attach_slots(network, ["head"], x)["head"]
     grow(slot, Stage.FOSSILIZED, "lora")
     before = network(x)

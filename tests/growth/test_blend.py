@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper_lightning.growth.alpha import FULL, Ramp
-from esper_lightning.growth.blend import GatedSeed, SampleGate, Style, add, multiply, straight_through
-from esper_lightning.growth.network import count_parameters, cull, new_seed
+from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
+from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate, add, multiply, straight_through
+from esper_lightning.growth.lifecycle import count_parameters, cull, new_seed
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LAYOUTS, STYLES, grow, seeded, stir
+from tests.growth.grown import LAYOUTS, STYLES, add_noise, generator_of, grow
 
 AWKWARD = [0.0, -0.0, 1e-45, 3e38, float("inf"), float("-inf"), float("nan"), 1.0]
 
@@ -43,10 +43,12 @@ def scalar(value: float) -> Tensor:
 
 
 def feature(layout: Layout, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(SHAPES[layout], generator=seeded(3), dtype=torch.float64).to(dtype)
+    return torch.randn(SHAPES[layout], generator=generator_of(3), dtype=torch.float64).to(dtype)
 
 
-def grown_slot(layout: Layout, style: Style, stage: Stage = Stage.PROBATIONARY, ramp: Ramp = FULL) -> SeedSlot:
+def grown_slot(
+    layout: Layout, style: BlendStyle, stage: Stage = Stage.PROBATIONARY, ramp: Ramp = DEFAULT_RAMP
+) -> SeedSlot:
     slot = SeedSlot("place", layout, 8)
     grow(slot, stage, BLUEPRINT[layout], ramp, style=style)
     return slot
@@ -63,7 +65,7 @@ def gate_by_hand(gate: SampleGate, h: np.ndarray, layout: Layout) -> np.ndarray:
     return np.array(opened)
 
 
-def mix_by_hand(style: Style, h: np.ndarray, s: np.ndarray, alpha: float, gate: np.ndarray) -> np.ndarray:
+def mix_by_hand(style: BlendStyle, h: np.ndarray, s: np.ndarray, alpha: float, gate: np.ndarray) -> np.ndarray:
     if style == "multiply":
         return h * (1.0 + alpha * np.tanh(s - h))
     share = alpha * gate.reshape(-1, *[1] * (h.ndim - 1)) if style == "gate" else alpha
@@ -73,7 +75,7 @@ def mix_by_hand(style: Style, h: np.ndarray, s: np.ndarray, alpha: float, gate: 
 @pytest.mark.parametrize("alpha", [0.0, 0.125, 0.5, 0.7, 1.0])
 @every_style
 @every_layout
-def test_a_style_is_its_formula_in_double_precision(layout: Layout, style: Style, alpha: float) -> None:
+def test_a_style_is_its_formula_in_double_precision(layout: Layout, style: BlendStyle, alpha: float) -> None:
     slot, x = grown_slot(layout, style).double(), feature(layout, torch.float64)
     slot.alpha.fill_(alpha)
     h, s = x.numpy(), slot.seed(x).detach().numpy()
@@ -83,7 +85,7 @@ def test_a_style_is_its_formula_in_double_precision(layout: Layout, style: Style
 
 @every_style
 @every_layout
-def test_a_full_fossil_says_what_its_formula_says_at_alpha_1(layout: Layout, style: Style) -> None:
+def test_a_full_fossil_says_what_its_formula_says_at_alpha_1(layout: Layout, style: BlendStyle) -> None:
     slot, x = grown_slot(layout, style, Stage.FOSSILIZED).double(), feature(layout, torch.float64)
     h, s = x.numpy(), slot.seed(x).detach().numpy()
     gate = gate_by_hand(slot.seed.gate, h, layout) if style == "gate" else np.empty(0)
@@ -92,7 +94,7 @@ def test_a_full_fossil_says_what_its_formula_says_at_alpha_1(layout: Layout, sty
 
 @every_style
 @every_layout
-def test_every_style_is_the_host_exactly_at_alpha_0(layout: Layout, style: Style) -> None:
+def test_every_style_is_the_host_exactly_at_alpha_0(layout: Layout, style: BlendStyle) -> None:
     slot, x = grown_slot(layout, style), feature(layout)
     slot.alpha.zero_()
     assert torch.equal(slot(x), x)
@@ -104,7 +106,7 @@ def test_every_style_is_the_host_exactly_at_alpha_0(layout: Layout, style: Style
 def test_the_host_keeps_its_precision_and_its_numbers_whatever_the_seeds(host: str, seed: str) -> None:
     h, s = feature("vector", getattr(torch, host)), 3.0 * feature("vector", getattr(torch, seed))
     nothing, everything = torch.zeros(()), torch.ones(())
-    gate = torch.rand(3, 1, generator=seeded(1)).to(s.dtype)
+    gate = torch.rand(3, 1, generator=generator_of(1)).to(s.dtype)
     for blended in (add(h, s, nothing), add(h, s, nothing * gate), multiply(h, s, h, nothing)):
         assert blended.dtype == h.dtype
         assert torch.equal(blended, h)
@@ -113,7 +115,7 @@ def test_the_host_keeps_its_precision_and_its_numbers_whatever_the_seeds(host: s
 
 @every_style
 @every_layout
-def test_under_autocast_alpha_0_is_still_the_host_exactly(layout: Layout, style: Style) -> None:
+def test_under_autocast_alpha_0_is_still_the_host_exactly(layout: Layout, style: BlendStyle) -> None:
     slot, x = grown_slot(layout, style), feature(layout)
     slot.alpha.zero_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -134,7 +136,7 @@ def test_under_autocast_a_full_fossil_keeps_the_hosts_precision() -> None:
 
 @every_style
 @every_layout
-def test_under_autocast_a_training_seed_learns_and_leaves_the_host_alone(layout: Layout, style: Style) -> None:
+def test_under_autocast_a_training_seed_learns_and_leaves_the_host_alone(layout: Layout, style: BlendStyle) -> None:
     slot, x = grown_slot(layout, style, Stage.TRAINING), feature(layout).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = slot(x)
@@ -152,7 +154,7 @@ def test_straight_through_returns_the_hosts_feature_bit_for_bit(seed_value: floa
 
 @pytest.mark.parametrize("seed_value", [0.5, float("inf"), float("nan")])
 def test_straight_through_hands_the_gradient_to_host_and_seed_alike(seed_value: float) -> None:
-    h = torch.randn(2, 3, generator=seeded(1), requires_grad=True)
+    h = torch.randn(2, 3, generator=generator_of(1), requires_grad=True)
     s = torch.full((2, 3), seed_value, requires_grad=True)
     arriving = torch.tensor([[1.0, -2.0, 0.3], [0.0, 1e-30, 7.0]])
     straight_through(h, s).backward(arriving)
@@ -170,7 +172,7 @@ def test_straight_through_hands_each_its_gradient_in_its_own_precision() -> None
 
 
 def test_a_feature_that_needs_no_gradient_still_lets_the_seed_learn() -> None:
-    images = torch.randn(2, 3, generator=seeded(1))  # a slot directly after the input
+    images = torch.randn(2, 3, generator=generator_of(1))  # a slot directly after the input
     seed = nn.Linear(3, 3)
     straight_through(images, seed(images)).sum().backward()
     assert all(parameter.grad.any() for parameter in seed.parameters())
@@ -217,8 +219,8 @@ def test_a_seed_that_multiplies_and_agrees_with_the_host_changes_nothing_but_lea
 
 @every_layout
 def test_the_gate_opens_for_each_sample_by_itself(layout: Layout) -> None:
-    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", seeded()).gate
-    stir(gate, seed=4, scale=2.0)
+    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator_of()).gate
+    add_noise(gate, seed=4, scale=2.0)
     h = feature(layout)
     opened = gate(h)
     assert opened.shape == (3, *[1] * (h.ndim - 1))
@@ -233,7 +235,7 @@ def test_the_gate_opens_for_each_sample_by_itself(layout: Layout) -> None:
 @every_layout
 def test_the_gate_does_not_care_for_the_order_of_positions(layout: Layout) -> None:
     h = feature(layout)
-    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", seeded()).gate
+    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator_of()).gate
     turned = {"image": lambda: h.flip((2, 3)), "sequence": lambda: h.flip(1), "vector": lambda: h}[layout]()
     torch.testing.assert_close(gate(turned), gate(h))
 
@@ -257,6 +259,6 @@ def test_the_gate_travels_with_its_seed(layout: Layout) -> None:
 
 def test_a_gated_seed_and_a_plain_one_from_one_generator_are_the_same_seed() -> None:
     slot = SeedSlot("place", "image", 8)
-    make: Callable[[Style], nn.Module] = lambda style: new_seed(slot, "conv_heavy", style, seeded(5))  # noqa: E731
+    make: Callable[[BlendStyle], nn.Module] = lambda style: new_seed(slot, "conv_heavy", style, generator_of(5))  # noqa: E731
     plain, gated = make("add").state_dict(), make("gate").seed.state_dict()
     assert all(torch.equal(plain[name], gated[name]) for name in plain)

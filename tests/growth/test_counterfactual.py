@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.counterfactual import (
-    Variant,
-    committed_only,
+    SeedVariant,
+    all_variants,
     forward_variants,
-    full_family,
+    fossilized_only,
     leave_one_out,
 )
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
@@ -74,11 +74,11 @@ def test_a_watcher_is_told_how_much_longer_the_batch_becomes() -> None:
     network, told = grown_cnn(3), []
     network.convs[0].register_forward_hook(lambda *_: told.append("first layer"))
     network.head.register_forward_hook(lambda *_: told.append("head"))
-    forward_variants(network, family(PLACES), images(), watch=told.append)
+    forward_variants(network, family(PLACES), images(), on_split=told.append)
     assert told == [1, "first layer", 2, 4, 8, "head"]
 
     told.clear()
-    forward_variants(network, [frozenset(PLACES)], images(), watch=told.append)
+    forward_variants(network, [frozenset(PLACES)], images(), on_split=told.append)
     assert told == [1, "first layer", "head"], "where nothing splits the batch it stays as it is"
 
 
@@ -109,7 +109,7 @@ def test_a_network_is_as_it_was_after_a_counterfactual_pass() -> None:
     network = grown_cnn(3)
     before = network(images())
     forward_variants(network, family(PLACES), images())
-    assert all(slot.branch is None for slot in slots_of(network).values())
+    assert all(slot.override is None for slot in slots_of(network).values())
     assert torch.equal(network(images()), before)
 
 
@@ -118,12 +118,12 @@ def test_a_network_is_as_it_was_after_a_pass_that_failed() -> None:
     before = network(images())
     with pytest.raises(RuntimeError, match="channels"):
         forward_variants(network, family(PLACES), images().expand(-1, 3, -1, -1))
-    assert all(slot.branch is None for slot in slots_of(network).values())
+    assert all(slot.override is None for slot in slots_of(network).values())
     handle = network.head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # after every slot has split the batch
         forward_variants(network, family(PLACES), images())
     handle.remove()
-    assert all(slot.branch is None for slot in slots_of(network).values())
+    assert all(slot.override is None for slot in slots_of(network).values())
     assert torch.equal(network(images()), before)
 
 
@@ -139,19 +139,19 @@ def test_families_by_hand() -> None:
     assert leave_one_out(["a", "b", "c"]) == [a | b | c, b | c, a | c, a | b]
     assert leave_one_out(["a"]) == [a, frozenset()]
     assert leave_one_out([]) == [frozenset()]
-    assert full_family(["a", "b", "c"]) == [frozenset(), a, b, c, a | b, a | c, b | c, a | b | c]
-    assert full_family([]) == [frozenset()]
+    assert all_variants(["a", "b", "c"]) == [frozenset(), a, b, c, a | b, a | c, b | c, a | b | c]
+    assert all_variants([]) == [frozenset()]
 
 
 def test_what_is_committed_is_what_is_fossilized() -> None:
     network = small_cnn(PLACES)
-    assert committed_only(network) == frozenset()
+    assert fossilized_only(network) == frozenset()
     for place, stage in zip(PLACES, [Stage.FOSSILIZED, Stage.PROBATIONARY, Stage.FOSSILIZED], strict=True):
         grow(slot_named(network, place), stage)
-    assert committed_only(network) == {"block1", "block3.pool"}
+    assert fossilized_only(network) == {"block1", "block3.pool"}
 
 
-def rows_of(network: CNN, variants: list[Variant]) -> list[int]:
+def rows_of(network: CNN, variants: list[SeedVariant]) -> list[int]:
     """Return the number of rows that each convolution and the head process."""
     rows: list[int] = []
     for layer in (*network.convs, network.head):
@@ -161,10 +161,10 @@ def rows_of(network: CNN, variants: list[Variant]) -> list[int]:
 
 
 def test_each_family_shares_all_work_up_to_its_first_difference() -> None:
-    assert rows_of(grown_cnn(3), full_family(PLACES)) == [6, 2 * 6, 4 * 6, 8 * 6]
+    assert rows_of(grown_cnn(3), all_variants(PLACES)) == [6, 2 * 6, 4 * 6, 8 * 6]
     assert rows_of(grown_cnn(3), leave_one_out(PLACES)) == [6, 2 * 6, 3 * 6, 4 * 6]
     assert rows_of(grown_cnn(3), [frozenset(PLACES), frozenset(PLACES[:2])]) == [6, 6, 6, 2 * 6]
-    assert rows_of(grown_cnn(1), full_family(PLACES)) == [6, 2 * 6, 2 * 6, 2 * 6]  # empty slots split nothing
+    assert rows_of(grown_cnn(1), all_variants(PLACES)) == [6, 2 * 6, 2 * 6, 2 * 6]  # empty slots split nothing
 
 
 def test_variants_share_the_rows_before_they_differ() -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torchvision import models
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.counterfactual import forward_variants, full_family
-from esper_lightning.growth.network import slots_of
-from tests.growth.grown import LastState, grow, seeded, stir
+from esper_lightning.growth.counterfactual import all_variants, forward_variants
+from esper_lightning.growth.lifecycle import slots_of
+from tests.growth.grown import LastState, add_noise, generator_of, grow
 from tests.growth.seeded_cnn import BLENDED, HALF, plain_pass
 
 
@@ -25,7 +25,7 @@ def attached(network: nn.Module, places: list[str], *example: Tensor, channels_l
 
 def check_family(network: nn.Module, *inputs: Tensor) -> None:
     """Compare every combination in one pass with a separate pass."""
-    variants = full_family(list(slots_of(network)))
+    variants = all_variants(list(slots_of(network)))
     outputs, places = forward_variants(network, variants, *inputs)
     groups = outputs.unflatten(0, (max(places) + 1, -1))
     answers = []
@@ -51,9 +51,9 @@ def test_seeds_in_the_branches_of_a_resnet_equal_one_plain_pass_for_each_combina
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = models.ResNet(models.resnet.BasicBlock, [2, 1, 1, 2], num_classes=3)
-    x = torch.randn(3, 3, 32, 32, generator=seeded())
+    x = torch.randn(3, 3, 32, 32, generator=generator_of())
     attached(network, places, x)
-    assert [slot.trunk for slot in slots_of(network).values()] == trunk
+    assert [slot.on_single_path for slot in slots_of(network).values()] == trunk
     check_family(network, x.double())
 
 
@@ -71,10 +71,10 @@ def test_seeds_on_channels_that_come_last_equal_one_plain_pass_for_each_combinat
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = models.SwinTransformer([2, 2], 8, [1, 1], [1, 2], [2, 2], num_classes=3)
-    stir(network, scale=0.05)
-    x = torch.randn(3, 3, 16, 24, generator=seeded())
+    add_noise(network, scale=0.05)
+    x = torch.randn(3, 3, 16, 24, generator=generator_of())
     attached(network, places, x, channels_last=places[:channels_last])
-    assert [slot.trunk for slot in slots_of(network).values()] == trunk
+    assert [slot.on_single_path for slot in slots_of(network).values()] == trunk
     check_family(network, x.double())
 
 
@@ -91,7 +91,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("places", [["shared"], ["behind", "shared"]], ids=" ".join)
 def test_a_seed_that_the_data_meets_twice_is_on_or_off_both_times(places: list[str]) -> None:
-    x = torch.randn(4, 5, generator=seeded())
+    x = torch.randn(4, 5, generator=generator_of())
     check_family(attached(Twice(), places, x), x.double())
 
 
@@ -110,9 +110,11 @@ class TwoInputs(nn.Module):
 
 @pytest.mark.parametrize("places", [["see"], ["read", "both"], ["both"], ["see", "read", "both"]], ids=" ".join)
 def test_a_network_of_several_inputs_has_all_of_them_repeated(places: list[str]) -> None:
-    image, vector = torch.randn(4, 2, 6, 6, generator=seeded()), torch.randn(4, 5, generator=seeded(1))
+    image, vector = torch.randn(4, 2, 6, 6, generator=generator_of()), torch.randn(4, 5, generator=generator_of(1))
     network = attached(TwoInputs(), places, image, vector)
-    assert {name: slot.trunk for name, slot in slots_of(network).items()} == {name: name == "both" for name in places}
+    assert {name: slot.on_single_path for name, slot in slots_of(network).items()} == {
+        name: name == "both" for name in places
+    }
     check_family(network, image.double(), vector.double())
 
 
@@ -129,7 +131,7 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_seed_on_the_state_of_an_lstm_equals_one_plain_pass_for_each_combination(layers: int) -> None:
-    x = torch.randn(4, 7, 5, generator=seeded())
+    x = torch.randn(4, 7, 5, generator=generator_of())
     check_family(attached(Remembers(layers), ["lstm[1][0]"], x), x.double())
 
 
@@ -146,8 +148,8 @@ class TwoAnswers(nn.Module):
 
 
 def test_every_output_has_a_row_for_every_combination() -> None:
-    x = torch.randn(4, 5, generator=seeded())
+    x = torch.randn(4, 5, generator=generator_of())
     network = attached(TwoAnswers(), ["late"], x)
-    (first, second), places = forward_variants(network, full_family(["late"]), x.double())
+    (first, second), places = forward_variants(network, all_variants(["late"]), x.double())
     assert places == [1, 0]
     assert len(first) == len(second) == 8

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.blend import Style
-from esper_lightning.growth.counterfactual import Variant, contributions, full_family, measure_variants
+from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, contributions, measure_variants
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import STYLES, grow, loss_of, slot_named, small_batch, small_cnn
 from tests.growth.seeded_cnn import PLACES, grown_cnn, plain_pass
@@ -29,7 +29,7 @@ def unequal_batches(sizes: Sequence[int] = (5, 3, 1, 16)) -> list[tuple[Tensor, 
     return [(x.double(), digits) for x, digits in batches]
 
 
-def by_hand(network: nn.Module, variant: Variant) -> float:
+def by_hand(network: nn.Module, variant: SeedVariant) -> float:
     """Compute the mean log-likelihood sample by sample."""
     sums = [
         log_likelihood(plain_pass(network, variant, x[None]), digit[None]).item()
@@ -41,7 +41,7 @@ def by_hand(network: nn.Module, variant: Variant) -> float:
 
 def test_combinations_are_measured_over_batches_of_any_size() -> None:
     network = grown_cnn(3)
-    variants = [*full_family(PLACES), frozenset(PLACES[:1]), frozenset()]
+    variants = [*all_variants(PLACES), frozenset(PLACES[:1]), frozenset()]
     measured = measure_variants(network, variants, unequal_batches(), log_likelihood)
     expected = [by_hand(network, variant) for variant in variants]
     torch.testing.assert_close(measured, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
@@ -104,10 +104,10 @@ def test_training_goes_on_after_a_measurement() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_seed_at_alpha_0_contributes_exactly_nothing_in_every_style(style: Style) -> None:
+def test_a_seed_at_alpha_0_contributes_exactly_nothing_in_every_style(style: BlendStyle) -> None:
     network = small_cnn(PLACES)
     for place in PLACES:
-        grow(slot_named(network, place), Stage.BLENDING, "conv_light", FULL, seed=len(place), style=style)
+        grow(slot_named(network, place), Stage.BLENDING, "conv_light", DEFAULT_RAMP, seed=len(place), style=style)
     slot = slot_named(network, "block2.pool")
     slot.alpha.zero_()
     batches = [small_batch(16, seed) for seed in range(4)]
@@ -116,4 +116,4 @@ def test_a_seed_at_alpha_0_contributes_exactly_nothing_in_every_style(style: Sty
     assert abs(others["block1"]) > 1e-3
     assert abs(others["block3.pool"]) > 1e-3
     x = torch.randn(4, slot.width, 4, 4)
-    assert torch.equal(slot.express(x), x)
+    assert torch.equal(slot.blend_output(x), x)

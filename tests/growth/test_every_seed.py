@@ -7,18 +7,18 @@ import pytest
 from torch import nn
 from torch.optim import SGD, Adam
 
-from esper_lightning.blueprints import Birth, names
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.blend import GatedSeed, Style
-from esper_lightning.growth.network import germinate, slots_of
+from esper_lightning.blueprints import Birth, blueprint_names
+from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.blend import BlendStyle, GatedSeed
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of, host_of, loss_on, seeded
+from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of, generator_of, host_of, loss_on
 
 MATRIX = [
     pytest.param(layout, blueprint, style, birth, id=f"{layout}-{blueprint}-{style}-{birth}")
     for layout in LAYOUTS
-    for blueprint in names(layout, CPU)
+    for blueprint in blueprint_names(layout, CPU)
     for style in STYLES
     for birth in get_args(Birth)
 ]
@@ -26,11 +26,13 @@ MATRIX = [
 every_seed = pytest.mark.parametrize(("layout", "blueprint", "style", "birth"), MATRIX)
 
 
-def newborn(layout: Layout, blueprint: str, style: Style, birth: Birth, stage: Stage) -> tuple[nn.Module, SeedSlot]:
+def newborn(
+    layout: Layout, blueprint: str, style: BlendStyle, birth: Birth, stage: Stage
+) -> tuple[nn.Module, SeedSlot]:
     """Return a host and its first slot with an untrained seed in `stage`; alpha is 1 once it is blended."""
     host = host_of(layout).train()
     slot = next(iter(slots_of(host).values()))
-    germinate(slot, blueprint, FULL, seeded(1), style, birth)
+    germinate(slot, blueprint, DEFAULT_RAMP, generator_of(1), style, birth)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         slot.move_to(step)
     return host, slot
@@ -52,7 +54,7 @@ def without_gradient_for(
 
 @every_seed
 def test_every_tensor_of_a_training_seed_has_a_gradient_within_two_steps(
-    layout: Layout, blueprint: str, style: Style, birth: Birth
+    layout: Layout, blueprint: str, style: BlendStyle, birth: Birth
 ) -> None:
     host, slot = newborn(layout, blueprint, style, birth, Stage.TRAINING)
     seed = slot.seed.seed if isinstance(slot.seed, GatedSeed) else slot.seed
@@ -62,7 +64,7 @@ def test_every_tensor_of_a_training_seed_has_a_gradient_within_two_steps(
 @every_seed
 @pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.PROBATIONARY], ids=lambda stage: stage.name)
 def test_every_tensor_of_a_blended_seed_and_its_gate_has_a_gradient_within_two_steps(
-    stage: Stage, layout: Layout, blueprint: str, style: Style, birth: Birth
+    stage: Stage, layout: Layout, blueprint: str, style: BlendStyle, birth: Birth
 ) -> None:
     host, slot = newborn(layout, blueprint, style, birth, stage)
     assert slot.alpha.item() == 1.0
@@ -81,7 +83,7 @@ def losses(host: nn.Module, layout: Layout, seed: nn.Module, steps: int) -> Iter
 
 @every_seed
 def test_the_loss_falls_within_fifty_steps_of_the_seed_alone(
-    layout: Layout, blueprint: str, style: Style, birth: Birth
+    layout: Layout, blueprint: str, style: BlendStyle, birth: Birth
 ) -> None:
     host, slot = newborn(layout, blueprint, style, birth, Stage.PROBATIONARY)
     host.requires_grad_(False)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torchvision import models
 
-from esper_lightning.blueprints import names
-from esper_lightning.growth.alpha import FULL, Ramp
+from esper_lightning.blueprints import blueprint_names
+from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.blend import Style
+from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.fold import fold
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
-from tests.growth.grown import CPU, STYLES, grow, seeded, slot_named, small_batch, small_cnn
+from tests.growth.grown import CPU, STYLES, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.tiers import rest_is_slow
 
 HALF = Ramp(0.0, 0.5, 1, "linear")
@@ -50,15 +50,15 @@ def digits(samples: int) -> Tensor:
 
 
 def tokens(samples: int) -> Tensor:
-    return torch.randint(11, (samples, 6), generator=seeded(samples))
+    return torch.randint(11, (samples, 6), generator=generator_of(samples))
 
 
 def vectors(samples: int) -> Tensor:
-    return torch.randn(samples, 5, generator=seeded(samples))
+    return torch.randn(samples, 5, generator=generator_of(samples))
 
 
 def images(samples: int) -> Tensor:
-    return torch.randn(samples, 3, 32, 32, generator=seeded(samples))
+    return torch.randn(samples, 3, 32, 32, generator=generator_of(samples))
 
 
 SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
@@ -66,7 +66,7 @@ SIMPLE = {"image": "conv_light", "sequence": "lora", "vector": "lora"}
 
 def grown(network: nn.Module) -> nn.Module:
     """Return a network with a fossilized seed of each style, the first two at alpha 1/2."""
-    for slot, style, ramp in zip(slots_of(network).values(), STYLES, [HALF, HALF, FULL], strict=True):
+    for slot, style, ramp in zip(slots_of(network).values(), STYLES, [HALF, HALF, DEFAULT_RAMP], strict=True):
         grow(slot, Stage.FOSSILIZED, SIMPLE[slot.layout], ramp, style=style)
     return network.eval()
 
@@ -99,21 +99,22 @@ def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
     assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
 
 
-IMAGE_SEEDS = list(zip(names("image", CPU), cycle(STYLES), strict=False))
+IMAGE_SEEDS = list(zip(blueprint_names("image", CPU), cycle(STYLES), strict=False))
 """Each of them in a style, and each style with some of them."""
 
 
 @pytest.mark.parametrize(
-    ("blueprint", "style"), rest_is_slow(product(names("image", CPU), STYLES), lambda case: case in IMAGE_SEEDS)
+    ("blueprint", "style"),
+    rest_is_slow(product(blueprint_names("image", CPU), STYLES), lambda case: case in IMAGE_SEEDS),
 )
-def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: Style) -> None:
+def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: BlendStyle) -> None:
     network = small_cnn(["block1"]).eval()
     grow(slot_named(network, "block1"), Stage.FOSSILIZED, blueprint, HALF, style=style)
     program = exported(network, digits(2))
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("blueprint", names("sequence", CPU))
+@pytest.mark.parametrize("blueprint", blueprint_names("sequence", CPU))
 def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: str) -> None:
     network = GPT((6,), 11, width=8, blocks=1, heads=2, context=8, slots=["layer1"]).eval()
     grow(slot_named(network, "layer1"), Stage.FOSSILIZED, blueprint, HALF, style="gate")
@@ -123,7 +124,7 @@ def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: 
         torch.testing.assert_close(program.module()(x), network(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("blueprint", names("vector", CPU))
+@pytest.mark.parametrize("blueprint", blueprint_names("vector", CPU))
 def test_every_vector_seed_is_exported(blueprint: str) -> None:
     network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, blueprint, HALF, style="multiply")
@@ -148,7 +149,7 @@ def test_a_folded_network_is_exported() -> None:
     grow(slot_named(network, "block1"), Stage.FOSSILIZED, "conv_light")
     grow(slot_named(network, "block2"), Stage.FOSSILIZED, "conv_small")
     before = network(digits(5))
-    assert [folding.into for folding in fold(network, digits(4))] == ["block1", "block2"]
+    assert [folding.target_layer for folding in fold(network, digits(4))] == ["block1", "block2"]
     program = exported(network, digits(2))
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(program.module()(digits(5)), before, rtol=1e-4, atol=1e-5)

@@ -7,9 +7,9 @@ from torch.optim import SGD
 
 from esper_lightning.growth.alpha import CURVES, Curve, Ramp
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.growing import GrowingNetwork
-from esper_lightning.growth.network import SeedEvent
-from esper_lightning.growth.optimizer import group_names
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import SeedEvent
+from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import CALM, small_cnn
@@ -36,7 +36,7 @@ def slot_of(network: GrowingNetwork) -> SeedSlot:
 
 
 def tick(network: GrowingNetwork, contribution: float = 2.0) -> list[SeedEvent]:
-    return network.tick({"block1": contribution}, {"block1": CALM})
+    return network.end_epoch({"block1": contribution}, {"block1": CALM})
 
 
 def seen_until_gone(network: GrowingNetwork, contribution: float = 2.0) -> tuple[list[float], list[SeedEvent]]:
@@ -92,7 +92,7 @@ def test_a_seed_that_has_faded_out_leaves_nothing_behind_and_its_slot_stays_clos
     assert slot_of(network).stage is Stage.CULLED
     assert group_names(network.optimizer) == [""]
     assert list(slot_of(network).parameters()) == []
-    assert network.records["block1"].contribution is None
+    assert network.measurements["block1"].contribution is None
     assert [[event.after.name for event in tick(network)] for _ in range(4)] == [["EMBARGOED"], [], [], ["DORMANT"]]
 
 
@@ -118,10 +118,10 @@ def test_a_slow_cull_also_waits_until_a_seed_is_old_enough() -> None:
 
 def test_a_fading_seed_cannot_be_fossilized_at_any_moment() -> None:
     network = growing()
-    assert network.against_fossilizing("block1") == []
+    assert network.reasons_against_fossilizing("block1") == []
     network.cull("block1", ticks=4)
     for _ in range(3):
-        assert network.against_fossilizing("block1") == ["alpha is still moving"]
+        assert network.reasons_against_fossilizing("block1") == ["alpha is still moving"]
         with pytest.raises(ValueError, match=r"slot 'block1' cannot be fossilized: alpha is still moving"):
             network.fossilize("block1")
         tick(network)
@@ -132,21 +132,21 @@ def test_alpha_at_zero_is_no_rest_for_a_fading_seed() -> None:
     network = growing()
     network.cull("block1", ticks=2)
     for _ in range(2):
-        slot_of(network).tick()  # without automatic transitions, so that it is not culled
+        slot_of(network).end_epoch()  # without automatic transitions, so that it is not culled
     assert slot_of(network).alpha_before == slot_of(network).ramp.target == 0.0
-    assert network.against_fossilizing("block1") == ["alpha is still moving"]
+    assert network.reasons_against_fossilizing("block1") == ["alpha is still moving"]
 
 
 def test_events_tell_what_a_seed_contributed_at_the_alpha_that_it_was_meant_to_have() -> None:
     culled, kept, faded = growing(), growing(), growing()
     for network in (culled, kept, faded):
         tick(network, contribution=3.0)
-        assert network.standing("block1").contribution == 3.0
+        assert network.status_event("block1").contribution == 3.0
     assert culled.cull("block1").contribution == kept.fossilize("block1").contribution == 3.0
 
     faded.cull("block1", ticks=3)
     tick(faded, contribution=-5.0)
-    assert faded.standing("block1").contribution is None
+    assert faded.status_event("block1").contribution is None
     _, (gone,) = seen_until_gone(faded, contribution=-5.0)
     assert gone.contribution is None
 
@@ -200,7 +200,7 @@ def test_a_seed_that_fades_while_blending_never_gets_to_probation_by_itself(reac
     network = growing(
         Stage.BLENDING, LifecycleConfig(training_ticks=0, min_alpha_reached=reached, auto_cull=False), ticks=2
     )
-    slot_of(network).tick()  # an epoch at alpha 1/2, without automatic transitions
+    slot_of(network).end_epoch()  # an epoch at alpha 1/2, without automatic transitions
     network.cull("block1", ticks=6)
     alphas, events = seen_until_gone(network)
     assert len(alphas) == 5
@@ -213,7 +213,7 @@ def test_a_seed_that_fades_while_blending_cannot_be_advanced(reached: float) -> 
     network = growing(Stage.BLENDING, by_hand, ticks=2)
     tick(network)
     network.cull("block1", ticks=6)
-    assert network.against_advancing("block1") == ["it is being culled"]
+    assert network.reasons_against_advancing("block1") == ["it is being culled"]
     with pytest.raises(ValueError, match=r"^slot 'block1' cannot be advanced: it is being culled$"):
         network.advance("block1")
     assert slot_of(network).stage is Stage.BLENDING
@@ -227,7 +227,7 @@ def test_a_resting_alpha_goes_to_its_new_target_along_the_curve(curve: Curve, ti
     alphas = []
     for _ in range(ticks + 2):
         rests = alphas[-1:] == [0.5]  # measurements of the last epoch were made at the target
-        assert network.against_fossilizing("block1") == ([] if rests else ["alpha is still moving"])
+        assert network.reasons_against_fossilizing("block1") == ([] if rests else ["alpha is still moving"])
         alphas.append(slot_of(network).alpha.item())
         tick(network)
     expected = [1.0 - 0.5 * CURVES[curve](min(1.0, k / ticks)) for k in range(1, ticks + 3)]
@@ -239,9 +239,9 @@ def test_a_new_target_without_ticks_holds_from_the_coming_epoch_on() -> None:
     network = growing()
     network.set_alpha("block1", 0.3, ticks=0)
     assert slot_of(network).alpha.item() == pytest.approx(0.3)
-    assert network.against_fossilizing("block1") == ["alpha is still moving"]  # not yet measured at 0.3
+    assert network.reasons_against_fossilizing("block1") == ["alpha is still moving"]  # not yet measured at 0.3
     tick(network)
-    assert network.against_fossilizing("block1") == []
+    assert network.reasons_against_fossilizing("block1") == []
 
 
 @every_curve

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import get, names
+from esper_lightning.blueprints import blueprint_names, get_blueprint
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import Style
-from esper_lightning.growth.fold import Folding, fold
-from esper_lightning.growth.network import count_parameters
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.fold import FoldResult, fold
+from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
 from tests.growth.chains import (
@@ -20,13 +20,13 @@ from tests.growth.chains import (
     Chain,
     chain,
     example,
-    folded,
-    keep,
+    fold_and_check,
+    fossilize_seed,
     linear,
     relative_change,
     unchanged_by_folding,
 )
-from tests.growth.grown import STYLES, grow, seeded
+from tests.growth.grown import STYLES, generator_of, grow
 
 FOLDABLE: list[tuple[Layout, str]] = [
     ("image", "conv_small"),
@@ -45,27 +45,29 @@ def test_outputs_stay_and_the_seeds_parameters_go(
 ) -> None:
     network, x = chain(layout).to(dtype), example(layout).to(dtype)
     alone = count_parameters(network)
-    keep(network.slot, blueprint, Ramp(0.0, target, 1, "linear"))
+    fossilize_seed(network.slot, blueprint, Ramp(0.0, target, 1, "linear"))
     assert relative_change(network(x), chain(layout).to(dtype)(x)) > 0.01  # the seed has an effect
 
-    foldings = folded(network, x, PRECISION[dtype])
+    foldings = fold_and_check(network, x, PRECISION[dtype])
 
     into = "place" if blueprint == "conv_light" else "before"
-    assert foldings == [Folding("place", into, "")]
+    assert foldings == [FoldResult("place", into, "")]
     # A 3×3 seed is replaced by one 3×3 convolution; any other seed adds no layer.
-    assert count_parameters(network) - alone == (get(blueprint, layout).parameters(WIDTH) if into == "place" else 0)
+    assert count_parameters(network) - alone == (
+        get_blueprint(blueprint, layout).parameters(WIDTH) if into == "place" else 0
+    )
     assert {parameter.dtype for parameter in network.parameters()} == {dtype}
-    other = torch.randn(3, *x.shape[1:], generator=seeded(9)).to(dtype)
+    other = torch.randn(3, *x.shape[1:], generator=generator_of(9)).to(dtype)
     assert torch.isfinite(network(other)).all()
 
 
 @pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)
 def test_a_fold_holds_for_other_inputs_than_the_example(layout: Layout, blueprint: str) -> None:
     network, x = chain(layout).double(), example(layout).double()
-    keep(network.slot, blueprint)
+    fossilize_seed(network.slot, blueprint)
     grown = deepcopy(network)
     fold(network, x)
-    other = 3.0 * torch.randn(5, *x.shape[1:], generator=seeded(9), dtype=torch.float64)
+    other = 3.0 * torch.randn(5, *x.shape[1:], generator=generator_of(9), dtype=torch.float64)
     torch.testing.assert_close(network(other), grown(other), rtol=1e-10, atol=1e-12)
 
 
@@ -117,31 +119,31 @@ def test_where_a_map_of_channels_goes(
 ) -> None:
     network, x = deepcopy(Chain(layout, before, behind)).double(), example(layout).double()
     alone = count_parameters(network)
-    keep(network.slot, "conv_small" if layout == "image" else "lora", bias=bias)
+    fossilize_seed(network.slot, "conv_small" if layout == "image" else "lora", bias=bias)
     seed = count_parameters(network.slot.seed)
-    (folding,) = folded(network, x, 1e-10)
-    assert folding.into == into
+    (folding,) = fold_and_check(network, x, 1e-10)
+    assert folding.target_layer == into
     assert count_parameters(network) - alone == (0 if into in ("before", "behind") else seed)
     if into is None:
-        assert folding.why == "no linear layer before or behind the slot can take it"
+        assert folding.reason == "no linear layer before or behind the slot can take it"
 
 
 def test_not_even_a_small_bias_is_lost_to_a_layer_without() -> None:
     network, x = Chain("image", conv(bias=False), next_conv(1, bias=False)).double(), example("image").double()
-    keep(network.slot, "conv_small")
+    fossilize_seed(network.slot, "conv_small")
     network.slot.seed.body[-1].bias.data.mul_(1e-4)
-    assert folded(network, x, 1e-10) == [Folding("place", "place", "")]
+    assert fold_and_check(network, x, 1e-10) == [FoldResult("place", "place", "")]
     assert network.before.bias is None
     assert network.behind.bias is None
 
 
 @pytest.mark.parametrize("style", STYLES[1:])
 @pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)
-def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: str, style: Style) -> None:
+def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: str, style: BlendStyle) -> None:
     network = chain(layout)
-    keep(network.slot, blueprint, style=style)
+    fossilize_seed(network.slot, blueprint, style=style)
     (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.why == f"{blueprint} ({style}) is no affine map of its input"
+    assert folding.reason == f"{blueprint} ({style}) is no affine map of its input"
 
 
 @pytest.mark.parametrize(
@@ -149,15 +151,15 @@ def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: 
     [
         (layout, name)
         for layout in ("image", "sequence", "vector")
-        for name in names(layout, torch.device("cpu"))
+        for name in blueprint_names(layout, torch.device("cpu"))
         if (layout, name) not in FOLDABLE
     ],
 )
 def test_a_seed_that_is_not_linear_is_left_alone(layout: Layout, blueprint: str) -> None:
     network = chain(layout)
-    keep(network.slot, blueprint)
+    fossilize_seed(network.slot, blueprint)
     (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.why == f"{blueprint} (add) is no affine map of its input"
+    assert folding.reason == f"{blueprint} (add) is no affine map of its input"
 
 
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY])

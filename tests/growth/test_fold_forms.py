@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from esper_lightning.growth.fold import Folding, fold
-from esper_lightning.growth.growing import GrowingNetwork
+from esper_lightning.growth.fold import FoldResult, fold
+from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.chains import (
@@ -18,8 +18,8 @@ from tests.growth.chains import (
     UsedElsewhere,
     chain,
     example,
-    folded,
-    keep,
+    fold_and_check,
+    fossilize_seed,
     precisions,
     unchanged_by_folding,
 )
@@ -36,8 +36,8 @@ def test_an_example_may_be_several_arguments(example_input: Any) -> None:
             return {"scores": self.chain(scale * x)}
 
     network = Scaled()
-    keep(network.chain.slot, "lora")
-    assert fold(network, example_input) == [Folding("place", "chain.before", "")]
+    fossilize_seed(network.chain.slot, "lora")
+    assert fold(network, example_input) == [FoldResult("place", "chain.before", "")]
 
 
 class TwoAnswers(nn.Module):
@@ -54,7 +54,7 @@ class TwoAnswers(nn.Module):
 
 def test_every_output_stays() -> None:
     network, x = TwoAnswers(), example("vector")
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     before = network(x)
     fold(network, x)
     for ours, theirs in zip(network(x), before, strict=True):
@@ -67,7 +67,7 @@ def test_a_layer_may_be_called_by_keyword() -> None:
             return torch.tanh(self.behind(input=self.slot(self.before(x))))
 
     network = ByKeyword("vector", nn.Linear(5, WIDTH), nn.Linear(WIDTH, 4))
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     fold(network, example("vector"))
 
 
@@ -75,9 +75,9 @@ def test_a_fold_does_not_cross_what_only_training_shows() -> None:
     outputs = []
     for fold_it in (False, True):
         network, x = chain("vector", into=nn.Dropout(0.5)), example("vector")
-        keep(network.slot, "lora")
+        fossilize_seed(network.slot, "lora")
         if fold_it:
-            assert folded(network, x) == [Folding("place", "behind", "")]
+            assert fold_and_check(network, x) == [FoldResult("place", "behind", "")]
         with torch.random.fork_rng():
             torch.manual_seed(0)
             outputs.append(network.train()(x))
@@ -109,9 +109,9 @@ def test_layers_are_no_neighbours_across_what_passes_a_tensor_on_in_evaluation_a
 ) -> None:
     def into(before: nn.Module, behind: nn.Module) -> str | None:
         network = chain("vector", into=before, out_of=behind).train(training)
-        keep(network.slot, "lora")
-        (folding,) = folded(network, example("vector"))
-        return folding.into
+        fossilize_seed(network.slot, "lora")
+        (folding,) = fold_and_check(network, example("vector"))
+        return folding.target_layer
 
     assert into(passes_on, nn.Identity()) == ("behind" if hides else "before")
     assert into(nn.Tanh(), passes_on) == (None if hides else "behind")
@@ -122,7 +122,7 @@ def test_layers_are_no_neighbours_across_what_passes_a_tensor_on_in_evaluation_a
 @pytest.mark.parametrize("scale", [0.1, 0.01])
 def test_a_small_seed_is_not_given_to_a_neighbour_that_others_need_too(scale: float) -> None:
     network, x = UsedElsewhere(both=True).double(), example("vector").double()
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     for parameter in network.slot.seed.parameters():
         parameter.data.mul_(scale)
     unchanged_by_folding(network, x)
@@ -132,10 +132,10 @@ def test_a_small_seed_is_not_given_to_a_neighbour_that_others_need_too(scale: fl
 @pytest.mark.parametrize("scale", [1e-2, 1e-4, 0.0])
 def test_a_small_seed_is_folded_where_it_can_be(scale: float, dtype: torch.dtype) -> None:
     network, x = chain("vector").to(dtype), example("vector").to(dtype)
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     for parameter in network.slot.seed.parameters():
         parameter.data.mul_(scale)
-    assert folded(network, x, PRECISION[dtype]) == [Folding("place", "before", "")]
+    assert fold_and_check(network, x, PRECISION[dtype]) == [FoldResult("place", "before", "")]
 
 
 def test_a_growing_network_goes_on_in_a_folded_slot() -> None:
@@ -147,7 +147,7 @@ def test_a_growing_network_goes_on_in_a_folded_slot() -> None:
         network.slot.move_to(stage)
     network(x).square().sum().backward()
     optimizer.step()
-    assert [folding.into for folding in fold(network, x)] == ["before"]
+    assert [folding.target_layer for folding in fold(network, x)] == ["before"]
     growing.germinate("place", "lora")
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in network.parameters())

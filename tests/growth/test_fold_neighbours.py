@@ -5,18 +5,27 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.growth.fold import Folding, fold
+from esper_lightning.growth.fold import FoldResult, fold
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from tests.growth.chains import WIDTH, UsedElsewhere, chain, example, folded, keep, precisions, unchanged_by_folding
+from tests.growth.chains import (
+    WIDTH,
+    UsedElsewhere,
+    chain,
+    example,
+    fold_and_check,
+    fossilize_seed,
+    precisions,
+    unchanged_by_folding,
+)
 
 
 @precisions
 def test_a_neighbour_that_others_need_too_is_passed_over(dtype: torch.dtype) -> None:
     network = UsedElsewhere().to(dtype)
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     before = network.before.weight.clone()
-    assert folded(network, example("vector").to(dtype)) == [Folding("place", "behind", "")]
+    assert fold_and_check(network, example("vector").to(dtype)) == [FoldResult("place", "behind", "")]
     assert torch.equal(network.before.weight, before)
 
 
@@ -33,7 +42,7 @@ class Masked(nn.Module):
 
 def test_infinite_outputs_hide_no_change_of_the_others() -> None:
     network, x = Masked(), example("vector")
-    keep(network.inner.slot, "lora")
+    fossilize_seed(network.inner.slot, "lora")
     before = network(x)
     fold(network, x)
     torch.testing.assert_close(network(x), before, rtol=1e-5, atol=1e-5)
@@ -52,7 +61,7 @@ class Chooses(nn.Module):
 
 def test_where_no_output_can_be_compared_the_fossil_stays() -> None:
     network, x = Chooses(), example("vector")
-    keep(network.chain.slot, "lora")
+    fossilize_seed(network.chain.slot, "lora")
     with suppress(ValueError):
         fold(network, x)
     assert network.chain.slot.stage is Stage.FOSSILIZED
@@ -61,9 +70,9 @@ def test_where_no_output_can_be_compared_the_fossil_stays() -> None:
 @precisions
 def test_a_seed_between_neighbours_that_others_need_too_stays(dtype: torch.dtype) -> None:
     network = UsedElsewhere(both=True).to(dtype)
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     (folding,) = unchanged_by_folding(network, example("vector").to(dtype))
-    assert folding.why == "no linear layer before or behind the slot can take it"
+    assert folding.reason == "no linear layer before or behind the slot can take it"
 
 
 def test_a_slot_that_the_data_meets_twice_keeps_its_seed() -> None:
@@ -77,15 +86,15 @@ def test_a_slot_that_the_data_meets_twice_keeps_its_seed() -> None:
             return self.behind(self.slot(torch.tanh(self.slot(self.before(x)))))
 
     network = Again()
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     (folding,) = unchanged_by_folding(network, example("vector"))
-    assert folding.why == "no linear layer before or behind the slot can take it"
+    assert folding.reason == "no linear layer before or behind the slot can take it"
 
 
 def test_an_activation_in_place_hides_the_layer_before_it() -> None:
     network = chain("image", into=nn.ReLU(inplace=True), out_of=nn.Tanh())
-    keep(network.slot, "conv_small")
-    assert folded(network, example("image")) == [Folding("place", "place", "")]
+    fossilize_seed(network.slot, "conv_small")
+    assert fold_and_check(network, example("image")) == [FoldResult("place", "place", "")]
 
 
 def test_a_layer_that_shares_its_weights_is_passed_over() -> None:
@@ -100,7 +109,7 @@ def test_a_layer_that_shares_its_weights_is_passed_over() -> None:
             return self.head(self.slot(self.tokens(x)))
 
     network = Tied()
-    keep(network.slot, "lora")
+    fossilize_seed(network.slot, "lora")
     unchanged_by_folding(network, torch.arange(10).view(2, 5))
 
 
@@ -116,5 +125,5 @@ def test_what_happens_in_place_between_a_layer_and_the_slot_is_noticed() -> None
             return torch.tanh(self.slot(made))
 
     network = Shortcut()
-    keep(network.slot, "conv_small")
-    assert folded(network, example("image")) == [Folding("place", "place", "")]
+    fossilize_seed(network.slot, "conv_small")
+    assert fold_and_check(network, example("image")) == [FoldResult("place", "place", "")]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.growth.gradients import (
-    EXPLODED,
-    EXPLODED_COST,
+from esper_lightning.growth.gradient_stats import (
+    EXPLODED_HEALTH_COST,
+    EXPLODED_NORM,
     NO_GRADIENT,
-    VANISHED,
-    VANISHED_COST,
+    VANISHED_HEALTH_COST,
+    VANISHED_NORM,
     GradientStats,
     gradient_stats,
 )
@@ -56,11 +56,11 @@ def test_health_is_a_continuous_function_of_the_tensors_that_learn(others: float
     """F14: health falls by the named costs per share of tensors that vanished or exploded, and never jumps."""
     for along in (lambda share: health(share, others), lambda share: health(others, share)):
         path = [along(share) for share in SHARES]
-        largest = max(VANISHED_COST, EXPLODED_COST) / (len(SHARES) - 1)
+        largest = max(VANISHED_HEALTH_COST, EXPLODED_HEALTH_COST) / (len(SHARES) - 1)
         assert all(0.0 <= before - after <= largest + 1e-9 for before, after in pairwise(path))
         assert path[0] > path[-1]
     slopes = [(health(0.0, 0.0) - health(*bad)) / 0.1 for bad in ((0.1, 0.0), (0.0, 0.1))]
-    assert slopes == pytest.approx([VANISHED_COST, EXPLODED_COST])
+    assert slopes == pytest.approx([VANISHED_HEALTH_COST, EXPLODED_HEALTH_COST])
 
 
 def test_one_tensor_among_many_moves_health_by_no_more_than_its_share() -> None:
@@ -74,10 +74,10 @@ def test_one_tensor_among_many_moves_health_by_no_more_than_its_share() -> None:
         tensors[0].grad = torch.tensor([0.0, norm, 0.0])
         return GradientStats(*gradient_stats(tensors).tolist()).health
 
-    for threshold, cost in ((VANISHED, VANISHED_COST), (EXPLODED, EXPLODED_COST)):
+    for threshold, cost in ((VANISHED_NORM, VANISHED_HEALTH_COST), (EXPLODED_NORM, EXPLODED_HEALTH_COST)):
         below, above = with_norm(threshold * (1 - 1e-3)), with_norm(threshold * (1 + 1e-3))
         assert abs(above - below) == pytest.approx(cost / 20)
-    assert with_norm(2 * VANISHED) == with_norm(1.0) == with_norm(EXPLODED / 2) == 1.0
+    assert with_norm(2 * VANISHED_NORM) == with_norm(1.0) == with_norm(EXPLODED_NORM / 2) == 1.0
 
 
 def test_gradients_can_be_collected_twice(make_pool: MakePool) -> None:
@@ -85,8 +85,8 @@ def test_gradients_can_be_collected_twice(make_pool: MakePool) -> None:
     pool = make_pool(1)
     pool.step(act(germinate(0, 1)))
     growing = pool.envs[0].growing
-    first, second = growing.gradient_tensors(), growing.gradient_tensors()
+    first, second = growing.gradient_stats_tensor(), growing.gradient_stats_tensor()
 
     assert (first[:2, 0] > 0).all(), "host and seed have gradients"
     assert torch.equal(first, second)
-    assert growing.gradients() == growing.gradients() != {}
+    assert growing.measure_gradients() == growing.measure_gradients() != {}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_slots
-from esper_lightning.growth.nested import Path, first_tensor, pick, put
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.nested import KeyPath, first_tensor_path, get_at, replace_at
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import Stage
-from tests.growth.grown import LastState, grow, seeded
+from tests.growth.grown import LastState, generator_of, grow
 
 WIDTH = 6
 
@@ -55,16 +55,16 @@ FLOAT, OTHER, WHOLE = torch.ones(2, 3), torch.zeros(2), torch.arange(3)
         ([[], [[]], [[FLOAT]]], (2, 0, 0)),
     ],
 )
-def test_the_first_tensor_is_found_depth_first(output: Any, path: Path | None) -> None:
-    assert first_tensor(output) == path
+def test_the_first_tensor_is_found_depth_first(output: Any, path: KeyPath | None) -> None:
+    assert first_tensor_path(output) == path
     if path is not None:
-        assert pick(output, path) is (OTHER if path in [(2, 1), ("states", 1, "h")] else FLOAT)
+        assert get_at(output, path) is (OTHER if path in [(2, 1), ("states", 1, "h")] else FLOAT)
 
 
 @pytest.mark.parametrize("path", [(3,), ("features",), (0, 0, 0), (0, "x")], ids=str)
-def test_a_path_that_leads_nowhere_is_a_lookup_or_type_error(path: Path) -> None:
+def test_a_path_that_leads_nowhere_is_a_lookup_or_type_error(path: KeyPath) -> None:
     with pytest.raises((LookupError, TypeError)):
-        pick((None, FLOAT, {"a": OTHER}), path)
+        get_at((None, FLOAT, {"a": OTHER}), path)
 
 
 nests = st.recursive(
@@ -80,7 +80,7 @@ nests = st.recursive(
 )
 
 
-def leaves(output: Any, path: Path = ()) -> dict[Path, Any]:
+def leaves_by_path(output: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
     """Return every leaf by its path; independent of the tested code."""
     if isinstance(output, dict):
         parts = list(output.items())
@@ -88,7 +88,7 @@ def leaves(output: Any, path: Path = ()) -> dict[Path, Any]:
         parts = list(enumerate(output))
     else:
         return {path: output}
-    return {way: leaf for key, part in parts for way, leaf in leaves(part, (*path, key)).items()}
+    return {way: leaf for key, part in parts for way, leaf in leaves_by_path(part, (*path, key)).items()}
 
 
 def types(output: Any) -> Any:
@@ -99,31 +99,31 @@ def types(output: Any) -> Any:
 
 @given(nests)
 def test_the_first_tensor_is_the_first_floating_leaf(output: Any) -> None:
-    tensors = [path for path, leaf in leaves(output).items() if isinstance(leaf, Tensor)]
-    assert first_tensor(output) == (tensors[0] if tensors else None)
+    tensors = [path for path, leaf in leaves_by_path(output).items() if isinstance(leaf, Tensor)]
+    assert first_tensor_path(output) == (tensors[0] if tensors else None)
 
 
 @given(nests, st.data())
 def test_putting_a_part_changes_that_part_and_nothing_else(output: Any, data: st.DataObject) -> None:
-    before, kinds = leaves(output), types(output)
+    before, kinds = leaves_by_path(output), types(output)
     path = data.draw(st.sampled_from(list(before)))
     part = object()
 
-    changed = put(output, path, part)
+    changed = replace_at(output, path, part)
 
-    assert pick(changed, path) is part
+    assert get_at(changed, path) is part
     assert types(output) == kinds
-    after = leaves(changed)
+    after = leaves_by_path(changed)
     assert list(after) == list(before)
     assert all(after[way] is before[way] for way in before if way != path)
-    assert all(leaf is before[way] for way, leaf in leaves(output).items())  # the first is unchanged
+    assert all(leaf is before[way] for way, leaf in leaves_by_path(output).items())  # the first is unchanged
     if path:
         assert type(changed) is type(output)
 
 
 def test_containers_that_are_not_on_the_way_are_shared() -> None:
     output = {"features": FLOAT, "states": [OTHER, WHOLE]}
-    changed = put(output, ("features",), OTHER)
+    changed = replace_at(output, ("features",), OTHER)
     assert changed["states"] is output["states"]
     assert changed is not output
 
@@ -174,7 +174,7 @@ every_container = pytest.mark.parametrize(("pack", "read", "name"), CONTAINERS.v
 def test_a_seed_grows_behind_a_part_of_an_output(
     pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor], name: str
 ) -> None:
-    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=seeded())
+    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=generator_of())
     plain = network(x)
     slot = attach_slots(network, [name], x)[name]
     assert (slot.layout, slot.width) == ("vector", WIDTH)
@@ -187,16 +187,16 @@ def test_a_seed_grows_behind_a_part_of_an_output(
     assert torch.equal(read(seen), slot.seed(read(made)))
     assert not torch.allclose(outputs, plain)
     assert types(seen) == types(made)
-    others = [way for way, leaf in leaves(made).items() if leaf is not read(made)]
+    others = [way for way, leaf in leaves_by_path(made).items() if leaf is not read(made)]
     assert others
-    assert all(leaves(seen)[way] is leaves(made)[way] for way in others)
+    assert all(leaves_by_path(seen)[way] is leaves_by_path(made)[way] for way in others)
 
 
 @every_container
 def test_what_a_module_keeps_of_its_output_is_not_changed(
     pack: Callable[[Tensor, Tensor], Any], read: Callable[[Any], Tensor], name: str
 ) -> None:
-    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=seeded())
+    network, x = TakesApart(pack, read), torch.randn(4, 5, generator=generator_of())
     slot = attach_slots(network, [name], x)[name]
     grow(slot, Stage.FOSSILIZED, "lora")
     network(x)
@@ -243,7 +243,7 @@ def first_output(out: Any) -> Tensor:
 def test_a_seed_grows_on_an_output_or_a_state_of_an_lstm(
     lstm: Callable[[], nn.Module], name: str, place: Callable[[Any], Tensor], layout: Layout
 ) -> None:
-    network, x = Recurrent(lstm(), lambda out: place(out)), torch.randn(4, 7, 5, generator=seeded())
+    network, x = Recurrent(lstm(), lambda out: place(out)), torch.randn(4, 7, 5, generator=generator_of())
     plain, made = network(x), network.seen
     slot = attach_slots(network, [name], x)[name]
     assert (slot.layout, slot.width) == (layout, WIDTH)
@@ -253,13 +253,13 @@ def test_a_seed_grows_on_an_output_or_a_state_of_an_lstm(
     outputs = network(x)
     torch.testing.assert_close(place(network.seen), expected)
     assert not torch.allclose(outputs, plain)
-    untouched = [out for out in ((0,), (1, 0), (1, 1)) if pick(made, out) is not place(made)]
+    untouched = [out for out in ((0,), (1, 0), (1, 1)) if get_at(made, out) is not place(made)]
     assert len(untouched) == 2
-    assert all(torch.equal(pick(network.seen, way), pick(made, way)) for way in untouched)
+    assert all(torch.equal(get_at(network.seen, way), get_at(made, way)) for way in untouched)
 
 
 def test_a_copy_of_a_network_grows_in_its_own_slot_behind_a_part() -> None:
-    network, x = Recurrent(last_state(), lambda out: out[1][0]), torch.randn(4, 7, 5, generator=seeded())
+    network, x = Recurrent(last_state(), lambda out: out[1][0]), torch.randn(4, 7, 5, generator=generator_of())
     attach_slots(network, ["lstm[1][0]"], x)
     twin = copy.deepcopy(network)
     plain = network(x)
@@ -269,14 +269,14 @@ def test_a_copy_of_a_network_grows_in_its_own_slot_behind_a_part() -> None:
 
 
 @pytest.mark.parametrize(("path", "from_front"), [((-1,), (1,)), ((-1, 0), (1, 0)), ((-1, -1), (1, 1))], ids=str)
-def test_a_tuple_may_be_counted_from_its_end(path: Path, from_front: Path) -> None:
+def test_a_tuple_may_be_counted_from_its_end(path: KeyPath, from_front: KeyPath) -> None:
     output, part = ("a", ("b", "c")), "new"
-    assert put(output, path, part) == put(output, from_front, part)
+    assert replace_at(output, path, part) == replace_at(output, from_front, part)
 
 
 def test_named_results_of_torch_keep_their_names() -> None:
     result = torch.arange(6.0).view(2, 3).max(1)
-    changed = put(result, (0,), FLOAT)
+    changed = replace_at(result, (0,), FLOAT)
     assert changed.values is FLOAT
     assert changed.indices is result.indices
 

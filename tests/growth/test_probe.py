@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import build_on, names, registry
-from esper_lightning.growth.network import slots_of
+from esper_lightning.blueprints import blueprint_names, build_on, registry
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.hosts import CNN
-from tests.growth.grown import CPU, SLOTS, batch_of, host_of, loss_of, loss_on, seeded, small_cnn
+from tests.growth.grown import CPU, SLOTS, batch_of, generator_of, host_of, loss_of, loss_on, small_cnn
 
 Register = Callable[[str, Callable[[int], nn.Module]], None]
 
@@ -32,7 +32,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     return add
 
 
-class Dead(nn.Module):
+class ZeroGradientSeed(nn.Module):
     """Seed of the earlier system: a zeroed convolution followed by a normalisation."""
 
     def __init__(self, channels: int) -> None:
@@ -64,13 +64,13 @@ class Detour(nn.Module):
 
 
 def test_every_image_blueprint_can_grow_in_every_slot_of_a_cnn() -> None:
-    reasons = probe_seeds(small_cnn(SLOTS), names("image"), loss_of)
-    assert reasons == {(slot, blueprint): [] for blueprint in names("image") for slot in SLOTS}
+    reasons = probe_seeds(small_cnn(SLOTS), blueprint_names("image"), loss_of)
+    assert reasons == {(slot, blueprint): [] for blueprint in blueprint_names("image") for slot in SLOTS}
 
 
 @pytest.mark.parametrize("layout", ["sequence", "vector"])
 def test_every_other_blueprint_can_grow_where_its_layout_is(layout: Layout) -> None:
-    blueprints = names(layout, CPU)
+    blueprints = blueprint_names(layout, CPU)
     reasons = probe_seeds(host_of(layout), blueprints, lambda network: loss_on(network, batch_of(layout)))
     assert reasons == {(slot, blueprint): [] for blueprint in blueprints for slot in ("first", "second")}
 
@@ -81,7 +81,7 @@ def test_a_blueprint_that_runs_only_elsewhere_is_named() -> None:
 
 
 def test_a_seed_that_could_never_learn_is_found_out(register: Register) -> None:
-    register("dead", Dead)
+    register("dead", ZeroGradientSeed)
     reasons = probe_seeds(small_cnn(), ["dead", "conv_light"], loss_of)
     for slot in slots_of(small_cnn()):
         assert reasons[slot, "dead"] == ["its first gradient is zero: it could never learn"]
@@ -121,7 +121,7 @@ def test_a_seed_that_cannot_even_run_in_a_slot_is_found_out(register: Register) 
 
 
 def test_slots_that_the_forward_pass_misses_and_other_layouts_are_named() -> None:
-    host = build_on(CPU, Detour, seeded())
+    host = build_on(CPU, Detour, generator_of())
     assert probe_seeds(host, ["conv_light"], loss_of) == {
         ("block1", "conv_light"): [],
         ("unreached", "conv_light"): ["the host's forward pass does not reach the slot"],
@@ -136,7 +136,7 @@ def test_an_unknown_blueprint_ends_the_probe() -> None:
 
 
 def test_the_probe_leaves_the_global_generator_alone_and_finds_the_same_each_time(register: Register) -> None:
-    register("dead", Dead)
+    register("dead", ZeroGradientSeed)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     found = [probe_seeds(small_cnn(SLOTS), ["dead", "norm"], loss_of) for _ in range(2)]

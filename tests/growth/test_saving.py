@@ -11,35 +11,35 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints import registry
-from esper_lightning.growth.alpha import FULL
+from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
-from esper_lightning.growth.network import germinate, slots_of
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
     SLOTS,
+    generator_of,
     grow,
     host_of,
-    seeded,
     slot_named,
     small_batch,
     small_cnn,
 )
-from tests.growth.rebuilt import carried_over, check_refused_and_unchanged, grown_cnn, grown_pair, same
+from tests.growth.rebuilt import check_refused_and_unchanged, grown_cnn, grown_pair, rebuild_from, same
 
 
 def test_neither_germination_nor_rebuilding_draws_from_the_global_generator() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    carried_over(grown_cnn(), small_cnn(SLOTS, seed=99))
+    rebuild_from(grown_cnn(), small_cnn(SLOTS, seed=99))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_seed_has_its_hosts_precision() -> None:
     network, copy = host_of("vector").double(), host_of("vector", seed=9).double()
     for slot in slots_of(network).values():
-        germinate(slot, "mlp", FULL, seeded(), style="gate")
+        germinate(slot, "mlp", DEFAULT_RAMP, generator_of(), style="gate")
     rebuild(copy, manifest(network))
     assert {p.dtype for each in (network, copy) for p in each.parameters()} == {torch.float64}
 
@@ -50,7 +50,7 @@ def test_a_seed_is_born_into_its_hosts_mode(monkeypatch: pytest.MonkeyPatch) -> 
         lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.Dropout(0.5))
     )
     network = small_cnn()
-    germinate(slot_named(network, "block1.pool"), "dropout", FULL, seeded(), birth="random")
+    germinate(slot_named(network, "block1.pool"), "dropout", DEFAULT_RAMP, generator_of(), birth="random")
     assert all(module.training for module in slot_named(network, "block1.pool").seed.modules())
     copy = small_cnn().eval()
     rebuild(copy, manifest(network))  # although it does not support birth "identity"
@@ -132,7 +132,7 @@ def test_a_spoilt_folder_is_refused_in_one_line_and_the_network_stays_as_it_was(
     check_refused_and_unchanged(lambda network: load(network, tmp_path), message)
 
 
-class Trap:
+class WritesFileOnUnpickling:
     """Object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
@@ -144,7 +144,7 @@ class Trap:
 
 def test_weights_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path) -> None:
     save(grown_pair(), tmp_path)
-    save_weights(tmp_path, {"weight": Trap(tmp_path / "sprung")})
+    save_weights(tmp_path, {"weight": WritesFileOnUnpickling(tmp_path / "sprung")})
     message = r"weights\.pt. is truncated, damaged or of another kind \(it would make a __builtin__\.getattr\)$"
     check_refused_and_unchanged(lambda network: load(network, tmp_path), message)
     assert not (tmp_path / "sprung").exists()

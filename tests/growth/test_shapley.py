@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.counterfactual import Variant, full_family, measure_variants
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, measure_variants
 from esper_lightning.growth.shapley import (
     MAX_EXACT,
     Credit,
+    allocate_credit,
     credit,
     interactions,
     sampled_shapley,
     shapley_values,
-    share_out,
 )
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
 
-Game = dict[Variant, float]
+Game = dict[SeedVariant, float]
 
-NONE: Variant = frozenset()
+NONE: SeedVariant = frozenset()
 
 worths = st.floats(-100.0, 100.0, allow_nan=False)
 
@@ -36,7 +36,7 @@ def players_of(k: int) -> list[str]:
     return [f"block{i}.pool" for i in range(k)]
 
 
-def subsets(players: Sequence[str]) -> list[Variant]:
+def subsets(players: Sequence[str]) -> list[SeedVariant]:
     return [frozenset(chosen) for n in range(len(players) + 1) for chosen in combinations(players, n)]
 
 
@@ -83,7 +83,7 @@ def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: 
     return total / len(orders)
 
 
-def asked(worth: Game) -> Callable[[list[Variant]], list[float]]:
+def asked(worth: Game) -> Callable[[list[SeedVariant]], list[float]]:
     return lambda variants: [worth[variant] for variant in variants]
 
 
@@ -180,12 +180,12 @@ def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
 
 def test_a_players_interaction_is_the_sum_of_those_of_its_pairs() -> None:
     worth, (a, b, c) = random_game(3)
-    shares = share_out(asked(worth), [a, b, c], 2, np.random.default_rng(0))
+    shares = allocate_credit(asked(worth), [a, b, c], 2, np.random.default_rng(0))
     pairs = interactions(worth, [a, b, c])
     expected = {a: pairs[a, b] + pairs[a, c], b: pairs[a, b] + pairs[b, c], c: pairs[a, c] + pairs[b, c]}
     assert {player: shares.interaction_of(player) for player in (a, b, c)} == pytest.approx(expected)
     worth, players = random_game(MAX_EXACT + 1)
-    assert share_out(asked(worth), players, 2, np.random.default_rng(0)).interaction_of(players[0]) is None
+    assert allocate_credit(asked(worth), players, 2, np.random.default_rng(0)).interaction_of(players[0]) is None
 
 
 @given(games(least=1, most=4), st.integers(2, 5), st.integers(0, 99))
@@ -256,9 +256,9 @@ def test_an_order_and_its_reverse_vary_less_than_two_orders() -> None:
 
 def test_worth_is_asked_once_and_for_no_combination_twice() -> None:
     worth, players = random_game(6)
-    questions: list[list[Variant]] = []
+    questions: list[list[SeedVariant]] = []
 
-    def ask(variants: list[Variant]) -> list[float]:
+    def ask(variants: list[SeedVariant]) -> list[float]:
         questions.append(variants)
         return [worth[variant] for variant in variants]
 
@@ -314,7 +314,7 @@ def test_values_of_seeds_in_a_network_sum_to_what_they_gain_together() -> None:
         return -F.cross_entropy(outputs, digits, reduction="none").double()
 
     for score in (accuracy, likelihood):
-        family = full_family(places)
+        family = all_variants(places)
         worth = dict(zip(family, measure_variants(network, family, batches, score).tolist(), strict=True))
         gain = worth[frozenset(places)] - worth[NONE]
         values = credit(asked(worth), places, 2, np.random.default_rng(0))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import blueprint_names
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.blend import Style
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import Layout, SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import (
@@ -15,22 +15,22 @@ from tests.growth.grown import (
     LAYOUTS,
     SLOTS,
     STYLES,
+    add_noise,
     batch_of,
+    generator_of,
     grow,
     host_of,
     loss_of,
     loss_on,
-    seeded,
     slot_named,
     small_cnn,
-    stir,
 )
 
 SLOW = Ramp(start=0.0, target=1.0, ticks=4, curve="linear")
 
 
 def feature() -> Tensor:  # [B, C, H, W]
-    return torch.randn(2, 4, 8, 8, generator=seeded(3)).requires_grad_()
+    return torch.randn(2, 4, 8, 8, generator=generator_of(3)).requires_grad_()
 
 
 def host_gradients(network: nn.Module) -> dict[str, Tensor]:
@@ -62,9 +62,11 @@ while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAIN
 
 @while_learning
 @every_style
-@pytest.mark.parametrize(("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in names(layout, CPU)])
+@pytest.mark.parametrize(
+    ("layout", "blueprint"), [(layout, name) for layout in LAYOUTS for name in blueprint_names(layout, CPU)]
+)
 def test_a_training_seed_learns_without_touching_the_host(
-    layout: Layout, blueprint: str, style: Style, stage: Stage
+    layout: Layout, blueprint: str, style: BlendStyle, stage: Stage
 ) -> None:
     empty, growing = host_of(layout), host_of(layout)
     for slot in slots_of(growing).values():
@@ -102,7 +104,7 @@ def test_a_host_trains_the_same_with_and_without_seeds_in_training() -> None:
 @while_learning
 @every_style
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: Style, stage: Stage) -> None:
+def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: BlendStyle, stage: Stage) -> None:
     empty, growing = small_cnn(), small_cnn()
     slot = slot_named(growing, "block1.pool")
     grow(slot, stage, style=style)
@@ -119,39 +121,39 @@ def test_a_seed_that_has_blown_up_leaves_the_host_alone(value: float, style: Sty
 
 
 def gradient_by_hand(
-    style: Style, slot: SeedSlot, h: Tensor, arriving: Tensor, alpha: float, isolated: bool
+    style: BlendStyle, slot: SeedSlot, h: Tensor, output_gradient: Tensor, alpha: float, isolated: bool
 ) -> Tensor:  # [B, C]
     """Return the gradient of the feature for a blended seed s(h) = h·Wᵀ and the output gradient `arriving`."""
     body = (slot.seed.seed if style == "gate" else slot.seed).body  # W = I + BA
     w = (torch.eye(h.shape[1]).double() + body[1].weight @ body[0].weight).detach()
     s = h @ w.T
     if style == "add":
-        return (1.0 - alpha) * arriving + (0.0 if isolated else alpha * arriving @ w)
+        return (1.0 - alpha) * output_gradient + (0.0 if isolated else alpha * output_gradient @ w)
     if style == "multiply":
         t = torch.tanh(s - h)
-        through_host = arriving * (1.0 + alpha * t)
-        through_seed = (arriving * h * alpha * (1.0 - t.square())) @ (w - torch.eye(h.shape[1]).double())
+        through_host = output_gradient * (1.0 + alpha * t)
+        through_seed = (output_gradient * h * alpha * (1.0 - t.square())) @ (w - torch.eye(h.shape[1]).double())
         return through_host + (0.0 if isolated else through_seed)
     w1, b1, w2, b2 = (parameter.detach() for parameter in slot.seed.gate.parameters())
     before = h @ w1.T + b1
     g = torch.sigmoid(before.clamp(min=0.0) @ w2.T + b2)  # [B, 1]
     slope = g * (1.0 - g) * (((before > 0) * w2) @ w1)  # [B, C]
-    through_gate = alpha * (arriving * (s - h)).sum(1, keepdim=True) * slope
-    return (1.0 - alpha * g) * arriving + (0.0 if isolated else alpha * g * arriving @ w + through_gate)
+    through_gate = alpha * (output_gradient * (s - h)).sum(1, keepdim=True) * slope
+    return (1.0 - alpha * g) * output_gradient + (0.0 if isolated else alpha * g * output_gradient @ w + through_gate)
 
 
 @every_style
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED], ids=lambda stage: stage.name)
 def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
-    stage: Stage, isolate: bool, style: Style
+    stage: Stage, isolate: bool, style: BlendStyle
 ) -> None:
     slot = SeedSlot("layer1", "vector", 6, isolate).double()
     grow(slot, stage, "lora", SLOW._replace(target=0.25), style=style)
     slot.alpha.fill_(0.25)
-    stir(slot.seed, seed=1)
-    h = torch.randn(4, 6, generator=seeded(3), dtype=torch.float64, requires_grad=True)
-    arriving = torch.randn(4, 6, generator=seeded(4), dtype=torch.float64)
+    add_noise(slot.seed, seed=1)
+    h = torch.randn(4, 6, generator=generator_of(3), dtype=torch.float64, requires_grad=True)
+    arriving = torch.randn(4, 6, generator=generator_of(4), dtype=torch.float64)
     slot(h).backward(arriving)
     isolated = isolate and stage is not Stage.FOSSILIZED
     expected = gradient_by_hand(style, slot, h.detach(), arriving, 0.25, isolated)
@@ -160,10 +162,10 @@ def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
 
 
 @every_style
-def test_isolation_costs_the_seed_nothing_of_its_own_gradient(style: Style) -> None:
+def test_isolation_costs_the_seed_nothing_of_its_own_gradient(style: BlendStyle) -> None:
     gradients = []
     for isolate in (True, False):
-        slot, x = SeedSlot("layer1", "vector", 6, isolate), torch.randn(4, 6, generator=seeded(3))
+        slot, x = SeedSlot("layer1", "vector", 6, isolate), torch.randn(4, 6, generator=generator_of(3))
         grow(slot, Stage.PROBATIONARY, "mlp_small", SLOW, style=style)
         slot(x).square().sum().backward()
         gradients.append([p.grad for p in slot.seed.parameters()])
@@ -191,12 +193,12 @@ def test_a_fossil_is_never_isolated(target: float, slope: float) -> None:
 
 @pytest.mark.parametrize(("layout", "isolated"), [("image", True), ("sequence", False), ("vector", False)])
 def test_images_isolate_their_seeds_unless_told_otherwise(layout: Layout, isolated: bool) -> None:
-    assert SeedSlot("a", layout, 4).isolate is isolated
-    assert SeedSlot("a", layout, 4, isolate=not isolated).isolate is not isolated
+    assert SeedSlot("a", layout, 4).detach_input is isolated
+    assert SeedSlot("a", layout, 4, detach_input=not isolated).detach_input is not isolated
 
 
 @every_style
-def test_fossilizing_does_not_change_what_a_full_seed_says(style: Style) -> None:
+def test_fossilizing_does_not_change_what_a_full_seed_says(style: BlendStyle) -> None:
     slot, x = SeedSlot("block1", "image", 4), feature()
     grow(slot, Stage.PROBATIONARY, style=style)
     before = slot(x)
@@ -230,10 +232,10 @@ def test_alpha_moves_along_the_ramp_while_blending_and_then_rests() -> None:
     seen = []
     for _ in range(4):
         seen.append((slot.alpha.item(), slot.alpha_velocity, slot.ticks_in_stage))
-        slot.tick()
+        slot.end_epoch()
     assert seen == [(0.125, 0.125, 0), (0.25, 0.125, 1), (0.375, 0.125, 2), (0.5, 0.125, 3)]
     slot.move_to(Stage.PROBATIONARY)
-    slot.tick()
+    slot.end_epoch()
     assert (slot.alpha.item(), slot.alpha_velocity, slot.ticks_in_stage) == (0.5, 0.0, 1)
 
 
@@ -242,31 +244,31 @@ def test_a_seed_that_comes_to_its_target_by_and_by_says_how_near_it_was_in_the_l
     grow(slot, Stage.BLENDING, ramp=SLOW)
     shares = []
     for _ in range(6):
-        shares.append(slot.alpha_share)
-        slot.tick()
+        shares.append(slot.alpha_progress)
+        slot.end_epoch()
     assert shares == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_alpha_that_comes_down_is_as_near_as_its_target_is_to_it() -> None:
     slot = SeedSlot("block1", "image", 4)
     grow(slot, Stage.PROBATIONARY)
-    slot.aim(Ramp(start=1.0, target=0.5, ticks=2, curve="linear"))
+    slot.start_ramp(Ramp(start=1.0, target=0.5, ticks=2, curve="linear"))
     shares = []
     for _ in range(4):
-        shares.append(slot.alpha_share)
-        slot.tick()
+        shares.append(slot.alpha_progress)
+        slot.end_epoch()
     assert shares == pytest.approx([0.5, 0.5 / 0.75, 1.0, 1.0])
 
 
 def test_a_new_aim_is_followed_from_the_coming_epoch_on() -> None:
     slot = SeedSlot("block1", "image", 4)
     grow(slot, Stage.BLENDING, ramp=SLOW)
-    slot.tick()
-    slot.aim(Ramp(start=slot.alpha_now, target=0.1, ticks=4, curve="linear"))
+    slot.end_epoch()
+    slot.start_ramp(Ramp(start=slot.alpha_now, target=0.1, ticks=4, curve="linear"))
     seen = []
     for _ in range(5):
         seen.append((slot.alpha.item(), slot.ramp_ticks))
-        slot.tick()
+        slot.end_epoch()
     alphas, ticks = zip(*seen, strict=True)
     assert alphas == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.1])
     assert ticks == (0, 1, 2, 3, 4)
@@ -287,7 +289,7 @@ def test_alpha_moves_and_fades_only_while_a_seed_is_on_trial_in_the_host(stage: 
     slot.ramp = slot.ramp._replace(target=0.0)
     assert slot.fading is ramping
     ticks = slot.ramp_ticks
-    slot.tick()
+    slot.end_epoch()
     assert slot.ramp_ticks == ticks + ramping
 
 
@@ -304,18 +306,18 @@ def test_alpha_goes_where_its_host_goes() -> None:
 
 def test_a_seed_ages_and_an_empty_slot_does_not() -> None:
     slot = SeedSlot("block1", "image", 4)
-    slot.tick()
+    slot.end_epoch()
     assert (slot.age, slot.ticks_in_stage) == (0, 1)
     grow(slot, Stage.TRAINING)
-    slot.tick()
-    slot.tick()
+    slot.end_epoch()
+    slot.end_epoch()
     assert (slot.age, slot.ticks_in_stage) == (2, 2)
 
 
 def test_emptying_a_slot_forgets_everything() -> None:
     slot, x = SeedSlot("block1", "image", 4), feature()
     grow(slot, Stage.BLENDING, ramp=SLOW, style="gate")
-    slot.tick()
+    slot.end_epoch()
     slot.empty()
     assert slot(x) is x
     assert list(slot.parameters()) == []

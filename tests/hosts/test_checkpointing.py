@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.growth.grown import LIFE, grow
 from tests.runs import differences
 

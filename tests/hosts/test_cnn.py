@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper_lightning.blueprints import build_on, initialise
-from esper_lightning.growth.network import count_parameters, slots_of
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.growth.grown import grow
@@ -145,7 +145,7 @@ def test_first_weights_do_not_depend_on_the_memory_format() -> None:
 
 @pytest.mark.parametrize(("isolate", "expected"), [(None, True), (True, True), (False, False)])
 def test_slots_isolate_as_the_host_is_told(isolate: bool | None, expected: bool) -> None:
-    assert {slot.isolate for slot in slots_of(CNN((1, 8, 8), 10, isolate=isolate)).values()} == {expected}
+    assert {slot.detach_input for slot in slots_of(CNN((1, 8, 8), 10, isolate=isolate)).values()} == {expected}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts import CNN
 

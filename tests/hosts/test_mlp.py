@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.network import count_parameters, slots_of
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import MLP
 from tests.growth.grown import grow
@@ -75,7 +75,7 @@ def test_empty_slots_change_neither_the_weights_nor_the_outputs() -> None:
 
 @pytest.mark.parametrize(("isolate", "expected"), [(None, False), (True, True), (False, False)])
 def test_slots_isolate_as_the_host_is_told(isolate: bool | None, expected: bool) -> None:
-    assert {slot.isolate for slot in slots_of(built(isolate=isolate)).values()} == {expected}
+    assert {slot.detach_input for slot in slots_of(built(isolate=isolate)).values()} == {expected}
 
 
 def test_a_few_steps_of_training_fit_a_batch() -> None:

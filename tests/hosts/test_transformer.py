@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.network import count_parameters, slots_of
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT
-from tests.growth.grown import grow, stir
+from tests.growth.grown import add_noise, grow
 from tests.hosts.variants import check_leave_one_out
 
 LENGTH, VOCABULARY = 12, 20
@@ -102,14 +102,14 @@ def reference(network: GPT, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", [1, 7, LENGTH])
 def test_the_outputs_are_those_of_torchs_own_layers(length: int) -> None:
     network = built(heads=4).double()
-    stir(network)  # so that biases and norms matter
+    add_noise(network)  # so that biases and norms matter
     x = tokens()[:, :length]
     torch.testing.assert_close(network(x), reference(network, x), rtol=1e-10, atol=1e-10)
 
 
 def test_no_output_depends_on_a_later_token() -> None:
     network = built(slots=["layer1", "layer3"])
-    stir(network)
+    add_noise(network)
     for name, stage in (("layer1", Stage.BLENDING), ("layer3", Stage.FOSSILIZED)):
         grow(slots_of(network)[name], stage, "attention")
     x = tokens()
@@ -141,7 +141,7 @@ def test_empty_slots_change_neither_the_weights_nor_the_outputs() -> None:
 
 @pytest.mark.parametrize(("isolate", "expected"), [(None, False), (True, True), (False, False)])
 def test_slots_isolate_as_the_host_is_told(isolate: bool | None, expected: bool) -> None:
-    assert {slot.isolate for slot in slots_of(built(isolate=isolate)).values()} == {expected}
+    assert {slot.detach_input for slot in slots_of(built(isolate=isolate)).values()} == {expected}
 
 
 def test_a_few_steps_of_training_find_the_next_token() -> None:
@@ -158,7 +158,7 @@ def test_a_few_steps_of_training_find_the_next_token() -> None:
 
 def test_leaving_out_one_seed_at_a_time_equals_plain_passes() -> None:
     network = built(slots=["layer1", "layer2", "layer4"])
-    stir(network)
+    add_noise(network)
     half = Ramp(start=0.0, target=0.5, ticks=1, curve="linear")
     grow(slots_of(network)["layer1"], Stage.PROBATIONARY, "attention", half)
     grow(slots_of(network)["layer2"], Stage.FOSSILIZED, "mlp_small")

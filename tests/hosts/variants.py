@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.counterfactual import forward_variants
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 
 
 def check_leave_one_out(network: nn.Module, x: Tensor) -> None:

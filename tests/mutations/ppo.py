@@ -5,12 +5,12 @@ from tests.mutations.defect import Defect
 P = "esper_lightning/ppo"
 T = "tests/ppo"
 
-ROLLOUT = "esper_lightning/rollout.py"
+ROLLOUT = "esper_lightning/ppo/collector.py"
 POLICY = "esper_lightning/tamiyo/policy.py"
 HEADS = "esper_lightning/tamiyo/heads.py"
 MODULE = "esper_lightning/module.py"
 
-SUMMARY = "tests/test_rollout.py::test_the_summary_judges_the_critic_on_the_scale_of_the_returns"
+SUMMARY = "tests/ppo/test_collector.py::test_the_summary_judges_the_critic_on_the_scale_of_the_returns"
 
 UPDATE_BY_HAND = "tests/test_module.py::test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other"
 
@@ -83,22 +83,22 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Steps without a choice dilute the policy's gradient",
         f"{P}/losses.py",
-        "learned = ~rollout.masks.forced",
-        "learned = ~rollout.masks.ended",
+        "unforced = ~rollout.masks.forced",
+        "unforced = ~rollout.masks.ended",
         f"{T}/test_losses.py::test_forced_steps_carry_no_policy_gradient_and_no_entropy",
     ),
     Defect(
         "The critic learns nothing from steps without a choice",
         f"{P}/losses.py",
         "config.value_clip), ~rollout.masks.ended)",
-        "config.value_clip), learned)",
+        "config.value_clip), unforced)",
         f"{T}/test_losses.py::test_the_critic_learns_from_forced_steps_too",
     ),
     Defect(
         "Entropy of a head that hardly ever matters is rewarded in full",
         f"{P}/losses.py",
-        "entropy * share * per_head",
-        "entropy * per_head",
+        "entropy * relevance * head_weights",
+        "entropy * head_weights",
         f"{T}/test_losses.py::test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus",
     ),
     Defect(
@@ -125,39 +125,39 @@ DEFECTS: tuple[Defect, ...] = (
     # Normalisers.
     Defect(
         "A normaliser takes a mean that moves for no variance",
-        f"{P}/normalize.py",
+        "esper_lightning/ppo/running_norm.py",
         " + weight * (1.0 - weight) * shift.square()",
         "",
-        f"{T}/test_normalize.py::test_momentum_lets_the_past_fade_and_counts_the_shift_of_the_mean",
+        "tests/ppo/test_running_norm.py::test_momentum_lets_the_past_fade_and_counts_the_shift_of_the_mean",
     ),
     Defect(
         "A constant feature is blown up to noise",
-        f"{P}/normalize.py",
+        "esper_lightning/ppo/running_norm.py",
         "torch.where(self.var > 1e-8, self.var, 1.0)",
         "self.var.clamp(min=1e-12)",
-        f"{T}/test_normalize.py::test_a_constant_stream_becomes_0_and_not_noise",
+        "tests/ppo/test_running_norm.py::test_a_constant_stream_becomes_0_and_not_noise",
     ),
     Defect(
         "Observations are normalised twice before their statistics are taken",
         ROLLOUT,
-        "self.observation_norm.update(self.raw[real])",
-        "self.observation_norm.update(buffer.observation.features[real])",
-        "tests/test_rollout.py::test_normalisers_change_at_the_end_of_a_rollout_and_never_within",
+        "self.observation_norm.update(self.raw_features[active])",
+        "self.observation_norm.update(buffer.observation.features[active])",
+        "tests/ppo/test_collector.py::test_normalisers_change_at_the_end_of_a_rollout_and_never_within",
     ),
     Defect(
         "The normaliser of observations learns within a rollout",
         ROLLOUT,
-        "self.raw[length].copy_(self.pool.observation.features)",
-        "self.raw[length].copy_(self.pool.observation.features)\n"
-        "            self.observation_norm.update(self.raw[length])",
-        "tests/test_rollout.py::test_normalisers_change_at_the_end_of_a_rollout_and_never_within",
+        "self.raw_features[length].copy_(self.pool.observation.features)",
+        "self.raw_features[length].copy_(self.pool.observation.features)\n"
+        "            self.observation_norm.update(self.raw_features[length])",
+        "tests/ppo/test_collector.py::test_normalisers_change_at_the_end_of_a_rollout_and_never_within",
     ),
     Defect(
         "What is seen after an episode's end moves the value targets",
         ROLLOUT,
-        "self.value_norm.update(returns[real])",
+        "self.value_norm.update(returns[active])",
         "self.value_norm.update(returns)",
-        "tests/test_rollout.py::test_what_comes_after_an_end_counts_for_nothing",
+        "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
     ),
     # Rollouts.
     Defect(
@@ -177,8 +177,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Where the clock ended a game it is worth what the next one's first state is",
         ROLLOUT,
-        "self._see(ended.observation)",
-        "self._see(self.pool.observation)",
+        "self._normalise_observation(ended.observation)",
+        "self._normalise_observation(self.pool.observation)",
         f"{T}/test_reference.py::test_log_probabilities_values_and_gae_are_those_of_the_reference",
     ),
     Defect(
@@ -193,75 +193,75 @@ DEFECTS: tuple[Defect, ...] = (
         ROLLOUT,
         "terminated = terminated | truncated",
         "terminated = truncated",
-        "tests/test_rollout.py::test_credit_never_crosses_a_rollback",
+        "tests/ppo/test_collector.py::test_credit_never_crosses_a_rollback",
     ),
     Defect(
         "An action that the Governor refused is what is learned from",
         ROLLOUT,
         "action=step.action,\n                    log_prob=distribution.log_prob(step.action)",
         "action=action,\n                    log_prob=distribution.log_prob(action)",
-        "tests/test_rollout.py::test_a_vetoed_action_is_stored_as_the_wait_that_was_done",
+        "tests/ppo/test_collector.py::test_a_vetoed_action_is_stored_as_the_wait_that_was_done",
     ),
     Defect(
         "Hosts of evaluation are among those of training",
-        ROLLOUT,
+        "esper_lightning/envs/seeding.py",
         ">> 2 << 1 | purpose",
         ">> 2 << 1",
-        "tests/test_rollout.py::test_seeds_of_training_and_of_evaluation_have_nothing_in_common",
+        "tests/ppo/test_collector.py::test_seeds_of_training_and_of_evaluation_have_nothing_in_common",
     ),
     Defect(
         "A rollout that goes on in mid-game is learned from as if nothing were remembered",
-        f"{P}/buffer.py",
-        "mine.copy_(given)",
-        "mine.zero_()",
+        "esper_lightning/ppo/rollout_buffer.py",
+        "stored.copy_(new)",
+        "stored.zero_()",
         f"{T}/test_reference.py::test_the_ratio_is_1_before_any_update",
     ),
     Defect(
         "A sequence begins with the state that another one began with",
-        f"{P}/buffer.py",
-        "self.length // self.sequence - 1]",
-        "self.length // self.sequence - 2]",
+        "esper_lightning/ppo/rollout_buffer.py",
+        "self.length // self.sequence_length - 1]",
+        "self.length // self.sequence_length - 2]",
         f"{T}/test_reference.py::test_the_ratio_is_1_before_any_update",
     ),
     Defect(
         "Shorter sequences are made of every so many ticks",
-        f"{P}/buffer.py",
-        "field.unflatten(0, (-1, sequence)).transpose(0, 1)",
-        "field.unflatten(0, (sequence, -1))",
+        "esper_lightning/ppo/rollout_buffer.py",
+        "field.unflatten(0, (-1, sequence_length)).transpose(0, 1)",
+        "field.unflatten(0, (sequence_length, -1))",
         f"{T}/test_sequences.py::test_shorter_sequences_hold_the_same_steps",
     ),
     Defect(
         "A minibatch begins with the recurrent states of other environments",
-        f"{P}/buffer.py",
+        "esper_lightning/ppo/rollout_buffer.py",
         "RecurrentState(*(part[envs] for part in self.state))",
         "RecurrentState(*(part[: len(envs)] for part in self.state))",
-        f"{T}/test_buffer.py::test_the_sequences_of_some_environments_are_those_columns_of_everything",
+        "tests/ppo/test_rollout_buffer.py::test_the_sequences_of_some_environments_are_those_columns_of_everything",
     ),
     Defect(
         "Minibatches meet some environments twice and others never",
-        f"{P}/buffer.py",
+        "esper_lightning/ppo/rollout_buffer.py",
         "torch.randperm(n, generator=generator, device=device)",
         "torch.randint(n, (n,), generator=generator, device=device)",
-        f"{T}/test_buffer.py::test_the_minibatches_of_an_epoch_hold_every_environment_once",
+        "tests/ppo/test_rollout_buffer.py::test_the_minibatches_of_an_epoch_hold_every_environment_once",
     ),
     Defect(
         "The critic's error is told in normalised units",
         ROLLOUT,
-        "(values - returns)[real].square()",
-        "(buffer.values - returns)[real].square()",
+        "(values - returns)[active].square()",
+        "(buffer.values - returns)[active].square()",
         SUMMARY,
     ),
     Defect(
         "The spread of the advantages is told after they were normalised",
         ROLLOUT,
-        "advantages[learned].std(correction=0).item()",
-        "normalised[learned].std(correction=0).item()",
+        "advantages[unforced].std(correction=0).item()",
+        "normalised[unforced].std(correction=0).item()",
         SUMMARY,
     ),
     Defect(
         "What the critic alone sees is never normalised",
         ROLLOUT,
-        "self.privileged_norm.update(self.raw_privileged[real])",
+        "self.privileged_norm.update(self.raw_privileged[active])",
         "pass",
         f"{T}/test_reference.py::test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw",
     ),
@@ -276,8 +276,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A reset in one environment makes others forget",
         POLICY,
-        "cut.begin_with(part).unsqueeze(0)",
-        "torch.zeros_like(cut.begin_with(part)).unsqueeze(0)",
+        "segments.initial_states(part).unsqueeze(0)",
+        "torch.zeros_like(segments.initial_states(part)).unsqueeze(0)",
         "tests/tamiyo/test_policy.py::test_environments_do_not_see_each_other",
     ),
     Defect(
@@ -290,29 +290,31 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "What is impossible may be drawn",
         HEADS,
-        "torch.where(mask, logits.float(), MASKED)",
+        "torch.where(mask, logits.float(), MASKED_LOGIT)",
         "logits.float()",
         "tests/tamiyo/test_heads.py::test_an_impossible_action_has_probability_0_exactly",
     ),
     Defect(
         "Choices that did not matter are part of a decision's probability",
         HEADS,
-        " * self._matters(head, action.op)",
+        " * self._relevance(head, action.op)",
         "",
         f"{T}/test_losses.py::test_a_decision_teaches_only_the_heads_that_mattered_for_it",
     ),
     Defect(
         "The speed of a change is chosen for another slot",
         HEADS,
-        'chosen["op"] * self.slots + chosen["slot"]',
-        'chosen["op"] * self.slots',
+        'chosen["op"] * self.n_slots + chosen["slot"]',
+        'chosen["op"] * self.n_slots',
         "tests/tamiyo/test_heads.py::test_a_decision_is_as_likely_as_its_choices_one_after_the_other",
     ),
     Defect(
         "A head with a single choice left passes for one that is free",
         HEADS,
-        ".sum(-1) > 1).float()",
-        ".sum(-1) > 0).float()",
+        "        has_choice, relevance = self._mean_over_contexts(lambda head: (self.mask_tables[head].sum(-1) "
+        "> 1).float()",
+        "        has_choice, relevance = self._mean_over_contexts(lambda head: (self.mask_tables[head].sum(-1) "
+        "> 0).float()",
         "tests/tamiyo/test_heads.py::test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it",
     ),
     Defect(
@@ -354,7 +356,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The largest ratio that is watched is the one of the last minibatch",
         f"{P}/losses.py",
-        'over("ratio_high").max()',
+        'stacked("ratio_high").max()',
         "last.ratio_high",
         UPDATE_BY_HAND,
     ),

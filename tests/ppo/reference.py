@@ -84,7 +84,7 @@ def entropies(joint: Array, possible: Array) -> Array:
     return np.array([even(first, possible[:rows]), sum(second)])
 
 
-class Played(NamedTuple):
+class ReferenceRollout(NamedTuple):
     """Rollout of one environment, T steps, normalised where stated."""
 
     features: Array  # [T + 1, D] normalised; the last row follows the last step
@@ -97,16 +97,16 @@ class Played(NamedTuple):
     final: dict[int, tuple[Array, Array]]  # (features, privileged) after each truncated step
 
 
-class Judged(NamedTuple):
+class ReferenceEvaluation(NamedTuple):
     """Log-probabilities, values and entropies of a policy on a rollout."""
 
     log_probs: Array  # [T]
     values: Array  # [T]
-    beyond: Array  # [T] value of the next state, before any reset; 0 after termination
+    final_values: Array  # [T] value of the next state, before any reset; 0 after termination
     entropies: Array  # [T, heads]
 
 
-def judge(policy: Policy, played: Played, state: State) -> Judged:
+def evaluate(policy: Policy, played: ReferenceRollout, state: State) -> ReferenceEvaluation:
     """Evaluate a policy on a rollout, step by step."""
     rows, values, beyond = [], [], []
     for t, (row, column) in enumerate(played.actions):
@@ -124,10 +124,10 @@ def judge(policy: Policy, played: Played, state: State) -> Judged:
         if played.terminated[t] or played.truncated[t]:
             state = policy.initial()
     table = np.array(rows)
-    return Judged(table[:, 0], np.array(values), np.array(beyond), table[:, 1:])
+    return ReferenceEvaluation(table[:, 0], np.array(values), np.array(beyond), table[:, 1:])
 
 
-def advantages(played: Played, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
+def advantages(played: ReferenceRollout, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
     """Return A_t = sum over k of (gamma·lam)^k · delta_{t+k}, up to the end of the episode or of the rollout."""
     deltas = played.rewards + gamma * beyond - values
     over = played.terminated | played.truncated

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import cue
-from esper_lightning.envs.choices import Choices
+from esper_lightning.envs.spaces.choices import ChoiceAction
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +21,25 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Whoever:
+class FixedAnswers:
     """Policy with fixed answers."""
 
     def __init__(self, answers: Tensor) -> None:  # [N, heads]
         self.answers = answers
 
-    def act(self, pool: cue.CueMemory) -> Choices:
-        return Choices(self.answers)
+    def act(self, pool: cue.CueMemory) -> ChoiceAction:
+        return ChoiceAction(self.answers)
 
 
 def test_games_are_won_by_who_repeats_the_cue(monkeypatch: pytest.MonkeyPatch) -> None:
-    def repeats_half(module: None, pool: cue.CueMemory, seed: int) -> Whoever:
+    def repeats_half(module: None, pool: cue.CueMemory, seed: int) -> FixedAnswers:
         answers = torch.from_numpy(pool.cue.copy())
         answers[::2] = (answers[::2] + 1) % torch.tensor([cue.ROWS, cue.COLUMNS])
-        return Whoever(answers)
+        return FixedAnswers(answers)
 
-    monkeypatch.setattr(cue, "controller", repeats_half)
+    monkeypatch.setattr(cue, "greedy_controller", repeats_half)
 
-    row = cue.remembered("none", seed=3, rollouts=1)
+    row = cue.train_and_test("none", seed=3, rollouts=1)
 
     assert row == ("none", cue.ENVS * cue.HORIZON, 3, 0.5)
 
@@ -47,8 +47,8 @@ def test_games_are_won_by_who_repeats_the_cue(monkeypatch: pytest.MonkeyPatch) -
 def test_the_benchmark_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "results" / "cue.csv"
     monkeypatch.setattr(sys, "argv", ["cue.py", "--seeds", "7", "8", "--csv", str(file)])
-    learned = cue.remembered
-    monkeypatch.setattr(cue, "remembered", lambda memory, seed: learned(memory, seed, rollouts=1))
+    learned = cue.train_and_test
+    monkeypatch.setattr(cue, "train_and_test", lambda memory, seed: learned(memory, seed, rollouts=1))
 
     cue.main()
 

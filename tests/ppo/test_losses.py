@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Op
-from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, clipped_surrogate, kl_estimate, ppo_terms, value_loss
-from esper_lightning.rollout import RolloutLoop
+from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -74,17 +74,19 @@ def test_the_kl_estimate_is_right_on_average() -> None:
 
 
 @pytest.fixture(scope="module")
-def loop(make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]) -> RolloutLoop:
+def loop(
+    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
+) -> RolloutCollector:
     made = make_loop(n_envs=3)
     play_rollout(made)
     return made
 
 
 @pytest.fixture(scope="module")
-def rollout(loop: RolloutLoop) -> Rollout:
+def rollout(loop: RolloutCollector) -> Rollout:
     generator = torch.Generator().manual_seed(3)
     advantages = torch.randn(loop.buffer.ticks, 3, generator=generator)
-    return loop.finish_rollout()[0]._replace(advantages=advantages)
+    return loop.finish()[0]._replace(advantages=advantages)
 
 
 def forced_everywhere(rollout: Rollout, env: int) -> Rollout:
@@ -104,10 +106,10 @@ def policy_gradient(policy: Policy, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True))
 
 
-def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutLoop, rollout: Rollout) -> None:
+def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutCollector, rollout: Rollout) -> None:
     config, policy = PPOConfig(), loop.policy
     forced = forced_everywhere(rollout, env=1)
-    others = rollout.of(torch.tensor([0, 2]))
+    others = rollout.select_envs(torch.tensor([0, 2]))
 
     ours, theirs = ppo_terms(policy, forced, config), ppo_terms(policy, others, config)
 
@@ -119,7 +121,7 @@ def test_forced_steps_carry_no_policy_gradient_and_no_entropy(loop: RolloutLoop,
     torch.testing.assert_close(ours.head_entropy, theirs.head_entropy)
 
 
-def test_the_critic_learns_from_forced_steps_too(loop: RolloutLoop, rollout: Rollout) -> None:
+def test_the_critic_learns_from_forced_steps_too(loop: RolloutCollector, rollout: Rollout) -> None:
     forced = forced_everywhere(rollout, env=1)
     worse = forced._replace(targets=forced.targets + torch.tensor([0.0, 5.0, 0.0]))
 
@@ -138,7 +140,7 @@ def test_the_critic_learns_from_forced_steps_too(loop: RolloutLoop, rollout: Rol
     ],
 )
 def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
-    loop: RolloutLoop, rollout: Rollout, op: Op, reached: set[str]
+    loop: RolloutCollector, rollout: Rollout, op: Op, reached: set[str]
 ) -> None:
     everything = rollout.masks._replace(slot=torch.ones_like(rollout.masks.slot))
     action = rollout.action._replace(op=torch.full_like(rollout.action.op, op))
@@ -157,7 +159,7 @@ def test_a_decision_teaches_only_the_heads_that_mattered_for_it(
     assert taught == reached
 
 
-def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout) -> None:
+def test_the_bonus_weighs_each_heads_entropy(loop: RolloutCollector, rollout: Rollout) -> None:
     def bonus(**weights: float) -> float:
         return ppo_terms(loop.policy, rollout, PPOConfig(entropy_weights=weights or None)).entropy.item()
 
@@ -172,7 +174,7 @@ def test_the_bonus_weighs_each_heads_entropy(loop: RolloutLoop, rollout: Rollout
     assert bonus(op=3.0) == pytest.approx(bonus() + 2 * only["op"], rel=1e-5)
 
 
-def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutLoop, rollout: Rollout) -> None:
+def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutCollector, rollout: Rollout) -> None:
     waiting = deepcopy(loop.policy)
     with torch.no_grad():
         waiting.heads.tables["op"].output.bias[Op.WAIT] = 8.0
@@ -186,7 +188,7 @@ def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutLoo
     assert hardly.head_freedom[blueprint] < 1e-2 < 0.1 < often.head_freedom[blueprint]
 
 
-def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutLoop, rollout: Rollout) -> None:
+def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:
     still = ppo_terms(loop.policy, rollout, PPOConfig())
     assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0
 

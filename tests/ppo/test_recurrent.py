@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, Observation, StepResult
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.rollout import RolloutLoop
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 from tests.tiers import rest_is_slow
 
-MakeLoop = Callable[..., RolloutLoop]
-Play = Callable[[RolloutLoop], None]
+MakeLoop = Callable[..., RolloutCollector]
+Play = Callable[[RolloutCollector], None]
 
 
-def cut(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch, where: Tensor) -> None:
+def cut(loop: RolloutCollector, monkeypatch: pytest.MonkeyPatch, where: Tensor) -> None:
     """Terminate episodes early, like a rollback, at the steps and environments in `where` [T, N] bool."""
     real = loop.pool.step
 
@@ -27,7 +27,7 @@ def cut(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch, where: Tensor) -> No
     monkeypatch.setattr(loop.pool, "step", step)
 
 
-def constant_critic(loop: RolloutLoop, value: float) -> None:
+def constant_critic(loop: RolloutCollector, value: float) -> None:
     last = loop.policy.value[-1]
     nn.init.zeros_(last.weight)
     nn.init.constant_(last.bias, value)
@@ -40,9 +40,9 @@ def perturb(policy: Policy) -> None:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-def returns_of(loop: RolloutLoop) -> Tensor:  # [T, N]
+def returns_of(loop: RolloutCollector) -> Tensor:  # [T, N]
     """Return the critic's targets on the scale of the returns."""
-    return loop.value_norm.inverse(loop.finish_rollout()[0].targets)
+    return loop.value_norm.inverse(loop.finish()[0].targets)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_before_any_update_the_ratio_is_1_whatever_was_reset(
     cut(loop, monkeypatch, torch.rand(6, 3, generator=torch.Generator().manual_seed(1)) < ends)
     for _ in range(2):
         play_rollout(loop)
-        rollout, _ = loop.finish_rollout()
+        rollout, _ = loop.finish()
 
     for minibatch in rollout.minibatches(1, 2, loop.generator):
         assert ppo_terms(loop.policy, minibatch, PPOConfig()).ratio_error < 1e-5
@@ -123,9 +123,9 @@ def test_an_end_in_mid_rollout_resets_the_recurrent_state_of_that_environment_al
     where = torch.zeros(6, 3, dtype=torch.bool)
     where[1, 2] = True
     cut(loop, monkeypatch, where)
-    loop.begin_rollout()
-    loop.tick()
-    loop.tick()
+    loop.reset()
+    loop.step()
+    loop.step()
     seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
     masks, before = type(loop.pool.masks)(*(m.clone() for m in loop.pool.masks)), loop.state
     forgotten = RecurrentState(*(part.clone() for part in before))
@@ -135,7 +135,7 @@ def test_an_end_in_mid_rollout_resets_the_recurrent_state_of_that_environment_al
     with torch.no_grad():
         expected = loop.policy.step(seen, forgotten, masks, none_start)[2]
 
-    loop.tick()
+    loop.step()
 
     assert loop.buffer.starts[:3].tolist() == [[True] * 3, [False] * 3, [False, False, True]]
     torch.testing.assert_close(tuple(loop.state), tuple(expected))

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.cue import COLUMNS, CUE, ROWS, CueMemory
-from esper_lightning.envs.vector import VectorStep
-from esper_lightning.ppo.buffer import Rollout
+from esper_lightning.envs.vector_env import VectorStep
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from tests.ppo import reference
-from tests.ppo.reference import Judged, Played
+from tests.ppo.reference import ReferenceEvaluation, ReferenceRollout
 
 TICKS, ENVS = 12, 3
 LIMITS = np.array([2, 99, 4])
@@ -26,34 +26,34 @@ TIGHT = {"rtol": 1e-4, "atol": 2e-5}
 """Tolerances for float32 against float64."""
 
 
-def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutLoop:
+def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutCollector:
     env = CueMemory(ENVS, TICKS, delay=3, time_limit=LIMITS)
     torch.manual_seed(0)
-    made = Policy(shape_of(env), PolicyConfig(width=8, **policy))
+    made = Policy(policy_shape(env), PolicyConfig(width=8, **policy))
     with torch.no_grad():
         for parameter in made.parameters():  # arbitrary weights in place of the small initial ones
             parameter.add_(0.3 * torch.randn_like(parameter))
     norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
-    return RolloutLoop(env, made, *norms, config, run_seed=3, privileged_norm=RunningMeanStd((CUE,)))
+    return RolloutCollector(env, made, *norms, config, run_rng_seed=3, privileged_norm=RunningMeanStd((CUE,)))
 
 
-def play(loop: RolloutLoop) -> tuple[Rollout, list[Played], list[reference.State]]:
+def play(loop: RolloutCollector) -> tuple[Rollout, list[ReferenceRollout], list[reference.State]]:
     """Collect a second rollout, which begins within games. Returns it in the forms of PPO and of the reference."""
-    loop.begin_rollout()
+    loop.reset()
     for _ in range(TICKS):
-        loop.tick()
-    loop.finish_rollout()
-    loop.begin_rollout()
+        loop.step()
+    loop.finish()
+    loop.reset()
     known = [(part * ~loop.starts[:, None]).double().numpy() for part in loop.state]
     before = list(zip(*known, strict=True))
     seen, hidden, possible, steps = [], [], [], []
     for _ in range(TICKS):
         look(loop, seen, hidden)
         possible.append(loop.pool.masks.possible.numpy().copy())
-        steps.append(loop.tick())
+        steps.append(loop.step())
     look(loop, seen, hidden)
     played = [one_of(loop, n, np.stack(seen), np.stack(hidden), np.stack(possible), steps) for n in range(ENVS)]
-    return loop.finish_rollout()[0], played, before
+    return loop.finish()[0], played, before
 
 
 def normalised(norm: RunningMeanStd, x: Tensor) -> np.ndarray:
@@ -61,28 +61,28 @@ def normalised(norm: RunningMeanStd, x: Tensor) -> np.ndarray:
     return np.clip((x.double().numpy() - mean) / np.sqrt(np.where(var > 1e-8, var, 1.0)), -10.0, 10.0)
 
 
-def look(loop: RolloutLoop, seen: list[np.ndarray], hidden: list[np.ndarray]) -> None:
+def look(loop: RolloutCollector, seen: list[np.ndarray], hidden: list[np.ndarray]) -> None:
     seen.append(normalised(loop.observation_norm, loop.pool.observation.features))
     hidden.append(normalised(loop.privileged_norm or RunningMeanStd((CUE,)), loop.pool.privileged))
 
 
 def one_of(
-    loop: RolloutLoop, n: int, seen: np.ndarray, hidden: np.ndarray, possible: np.ndarray, steps: list[VectorStep]
-) -> Played:
+    loop: RolloutCollector, n: int, seen: np.ndarray, hidden: np.ndarray, possible: np.ndarray, steps: list[VectorStep]
+) -> ReferenceRollout:
     asymmetric = loop.policy.asymmetric
     final = {
         t: (
-            normalised(loop.observation_norm, step.ended.observation.features)[n],
-            normalised(loop.privileged_norm, step.ended.privileged)[n] if asymmetric else np.zeros(0),
+            normalised(loop.observation_norm, step.final.observation.features)[n],
+            normalised(loop.privileged_norm, step.final.privileged)[n] if asymmetric else np.zeros(0),
         )
         for t, step in enumerate(steps)
         if step.truncated[n]
     }
-    return Played(
+    return ReferenceRollout(
         features=seen[:, n],
         privileged=hidden[:, n] if asymmetric else np.zeros((TICKS + 1, 0)),
         possible=possible[:, n],
-        actions=np.stack([step.action.numbers[n].numpy() for step in steps]),
+        actions=np.stack([step.action.indices[n].numpy() for step in steps]),
         rewards=np.array([float(step.reward[n]) for step in steps]),
         terminated=np.array([bool(step.terminated[n]) for step in steps]),
         truncated=np.array([bool(step.truncated[n]) for step in steps]),
@@ -90,9 +90,11 @@ def one_of(
     )
 
 
-def judged(loop: RolloutLoop, played: list[Played], before: list[reference.State]) -> list[Judged]:
+def judged(
+    loop: RolloutCollector, played: list[ReferenceRollout], before: list[reference.State]
+) -> list[ReferenceEvaluation]:
     policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
-    return [reference.judge(policy, one, state) for one, state in zip(played, before, strict=True)]
+    return [reference.evaluate(policy, one, state) for one, state in zip(played, before, strict=True)]
 
 
 def columns(rows: list[np.ndarray]) -> np.ndarray:  # N times [T, …] -> [T, N, …]
@@ -122,7 +124,11 @@ def test_log_probabilities_values_and_gae_are_those_of_the_reference(
     close(buffer.values, columns([one.values for one in judgements]))
     raw = [
         reference.advantages(
-            one, mean + deviation * its.values, np.where(one.terminated, 0.0, mean + deviation * its.beyond), 0.9, 0.8
+            one,
+            mean + deviation * its.values,
+            np.where(one.terminated, 0.0, mean + deviation * its.final_values),
+            0.9,
+            0.8,
         )
         for one, its in zip(played[0], judgements, strict=True)
     ]
@@ -139,7 +145,9 @@ def side_by_side(table: np.ndarray, ticks: int) -> np.ndarray:
     return np.concatenate([table[begin : begin + ticks] for begin in range(0, len(table), ticks)], 1)
 
 
-def play_with_scale(loop: RolloutLoop) -> tuple[Rollout, tuple[list[Played], tuple[float, float]], list[Any]]:
+def play_with_scale(
+    loop: RolloutCollector,
+) -> tuple[Rollout, tuple[list[ReferenceRollout], tuple[float, float]], list[Any]]:
     """Return `play` with the mean and deviation of value targets that applied during the rollout."""
     scale: list[tuple[float, float]] = []
     update = loop.value_norm.update
@@ -165,7 +173,9 @@ def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | 
     assert (rollout.log_prob < -0.1).any(), "there was something to choose"
 
 
-def reference_terms(loop: RolloutLoop, rollout: Rollout, now: list[Judged], entropy: float) -> dict[str, float]:
+def reference_terms(
+    loop: RolloutCollector, rollout: Rollout, now: list[ReferenceEvaluation], entropy: float
+) -> dict[str, float]:
     """Return the PPO terms by definition, for a policy that has changed since the rollout."""
     free = ~rollout.masks.forced.numpy()
     ratio = np.exp(columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy())
@@ -231,7 +241,7 @@ def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
         assert joint.sum() == pytest.approx(1.0)
     possible = rollout.masks.possible
     first, second = possible[..., : ROWS + 1], possible[..., ROWS + 1 :].unflatten(-1, (ROWS + 1, COLUMNS + 1))
-    row, column = rollout.action.numbers.unbind(-1)
+    row, column = rollout.action.indices.unbind(-1)
     assert first.gather(-1, row[..., None]).all()
     assert second.flatten(-2).gather(-1, (row * (COLUMNS + 1) + column)[..., None]).all()
     assert torch.equal(rollout.masks.forced, rollout.log_prob == 0.0), "where nothing is left to decide, certainty"
@@ -240,12 +250,12 @@ def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
 def test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw() -> None:
     loop = make_loop(asymmetric=True)
     norm, raw = loop.privileged_norm, []
-    loop.begin_rollout()
+    loop.reset()
     for _ in range(TICKS):
         raw.append(loop.pool.privileged.clone())
-        loop.tick()
+        loop.step()
         assert norm.count == 0, "within a rollout nothing changes"
-    loop.finish_rollout()
+    loop.finish()
 
     assert norm.count == TICKS * ENVS
     torch.testing.assert_close(norm.mean, torch.stack(raw).mean((0, 1)))

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import Action, Observation, StepResult
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.rollout import RolloutLoop
 from tests.runs import differences
 
-MakeLoop = Callable[..., RolloutLoop]
-Play = Callable[[RolloutLoop], None]
+MakeLoop = Callable[..., RolloutCollector]
+Play = Callable[[RolloutCollector], None]
 
 
 def test_what_is_stored_is_what_was_seen(make_loop: MakeLoop, play_rollout: Play) -> None:
     """F3: the buffer holds the normalised observation that the policy acted upon; the first ratio is 1."""
     loop = make_loop(3)
     play_rollout(loop)
-    loop.finish_rollout()  # from now on normalised and raw features differ
-    loop.begin_rollout()
+    loop.finish()  # from now on normalised and raw features differ
+    loop.reset()
     for t in range(loop.buffer.ticks):
         raw = loop.pool.observation.features.clone()
-        loop.tick()
+        loop.step()
         assert torch.equal(loop.buffer.observation.features[t], loop.observation_norm(raw))
         assert not torch.equal(loop.buffer.observation.features[t], raw)
-    rollout, _ = loop.finish_rollout()
+    rollout, _ = loop.finish()
 
     assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
 
@@ -43,13 +43,13 @@ def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
 
 
 def test_what_is_filled_every_tick_is_allocated_once(
-    make_loop: Callable[..., RolloutLoop], play_rollout: Callable[[RolloutLoop], None]
+    make_loop: Callable[..., RolloutCollector], play_rollout: Callable[[RolloutCollector], None]
 ) -> None:
     """S4: observation, masks and the rollout's storage are the same memory, rollout after rollout."""
     loop = make_loop(2)
 
     def tensors() -> Iterator[Tensor]:
-        yield from (*loop.pool.observation, *loop.pool.masks, loop.raw, loop.starts)
+        yield from (*loop.pool.observation, *loop.pool.masks, loop.raw_features, loop.starts)
         buffer = loop.buffer
         yield from (*buffer.observation, *buffer.masks, *buffer.action, *buffer.state, buffer.log_prob, buffer.values)
         yield from (buffer.rewards, buffer.terminated, buffer.truncated, buffer.starts)
@@ -58,7 +58,7 @@ def test_what_is_filled_every_tick_is_allocated_once(
     pointers = storage(before)
     for _ in range(2):
         play_rollout(loop)
-        loop.finish_rollout()
+        loop.finish()
         assert same(tensors(), before)
         assert storage(before) == pointers
     assert len(set(pointers)) == len(pointers)
@@ -68,12 +68,12 @@ def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
     """F6: a loop that was elsewhere goes on bit for bit from what another one saved, at every tick: recurrent state,
     rollout in flight and random numbers are in it."""
     loop, resumed = make_loop(2), make_loop(2)
-    resumed.run_seed = 8  # other hosts than those of the saved rollout
-    loop.begin_rollout()
+    resumed.run_rng_seed = 8  # other hosts than those of the saved rollout
+    loop.reset()
     for tick in range(loop.pool.config.horizon):
-        resumed.begin_rollout()
-        resumed.tick()
-        resumed.tick()
+        resumed.reset()
+        resumed.step()
+        resumed.step()
         torch.save([loop.state_dict(), loop.pool.state_dict()], file := io.BytesIO())
         file.seek(0)
         states = torch.load(file, map_location="cpu", weights_only=True)
@@ -82,8 +82,8 @@ def test_a_rollout_resumes_at_every_tick(make_loop: MakeLoop) -> None:
             assert not torch.isclose(theirs, ours).all(), "it is not there already"
         for part, state in zip((resumed, resumed.pool), states, strict=True):
             part.load_state_dict(state)
-        loop.tick()
-        resumed.tick()
+        loop.step()
+        resumed.step()
 
         assert differences(loop.state_dict(), resumed.state_dict()) == []
         assert differences(loop.pool.state_dict(), resumed.pool.state_dict()) == []
@@ -103,7 +103,7 @@ def test_an_end_in_mid_rollout_cuts_one_environment(
     returns = []
     for loop in (whole, cut):
         play_rollout(loop)
-        returns.append(loop.value_norm.inverse(loop.finish_rollout()[0].targets))
+        returns.append(loop.value_norm.inverse(loop.finish()[0].targets))
 
     for theirs, ours in zip(whole.buffer.state_dict()["ticks"], cut.buffer.state_dict()["ticks"], strict=True):
         assert torch.equal(theirs[:, [0, 2]], ours[:, [0, 2]])
@@ -128,7 +128,7 @@ def test_the_bootstrap_is_the_value_after_the_last_action(make_loop: MakeLoop, p
     starts = torch.cat([buffer.starts, torch.zeros(1, 2, dtype=torch.bool)])
     with torch.no_grad():
         _, values, _ = loop.policy(longer[0], buffer.state, longer[1], starts)
-    rollout, _ = loop.finish_rollout()
+    rollout, _ = loop.finish()
 
     assert (values[-1] - values[-2]).abs().min() > 1e-3
     last = loop.value_norm.inverse(rollout.targets)[-1]
@@ -139,7 +139,7 @@ def test_the_value_clip_has_its_own_range(make_loop: MakeLoop, play_rollout: Pla
     """F12: the value clip is off by default and has its own range; neither clip touches the other's loss."""
     loop = make_loop(3)
     play_rollout(loop)
-    rollout, _ = loop.finish_rollout()
+    rollout, _ = loop.finish()
     with torch.no_grad():
         loop.policy.value[-1].bias.add_(1.0)  # values have moved since the rollout
         loop.policy.heads.tables["op"].output.bias.add_(torch.tensor([2.0, 0.0, 0.0, 0.0]))  # and so have the ratios

@@ -4,34 +4,34 @@ import pytest
 import torch
 
 from benchmarks.cue import CUE, CueMemory
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.normalize import RunningMeanStd
-from esper_lightning.rollout import RolloutLoop
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, shape_of
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from tests.runs import differences
 
 TICKS, ENVS = 12, 3
 
 
-def make_loop(sequence: int | None) -> RolloutLoop:
+def make_loop(sequence: int | None) -> RolloutCollector:
     env = CueMemory(ENVS, TICKS, delay=5)
     torch.manual_seed(0)
-    policy = Policy(shape_of(env), PolicyConfig(width=8))
+    policy = Policy(policy_shape(env), PolicyConfig(width=8))
     norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
-    return RolloutLoop(env, policy, *norms, PPOConfig(sequence=sequence), run_seed=3)
+    return RolloutCollector(env, policy, *norms, PPOConfig(sequence=sequence), run_rng_seed=3)
 
 
-def play(loop: RolloutLoop, ticks: int = TICKS) -> None:
-    loop.begin_rollout()
+def play(loop: RolloutCollector, ticks: int = TICKS) -> None:
+    loop.reset()
     for _ in range(ticks):
-        loop.tick()
+        loop.step()
 
 
 def test_shorter_sequences_hold_the_same_steps() -> None:
     whole, cut = make_loop(None), make_loop(4)
     for loop in (whole, cut):
         play(loop)
-    (a, _), (b, _) = whole.finish_rollout(), cut.finish_rollout()
+    (a, _), (b, _) = whole.finish(), cut.finish()
 
     assert b.log_prob.shape == (4, 3 * ENVS) and b.state.hidden.shape == (3 * ENVS, 8)
     for name in ("log_prob", "values", "advantages", "targets", "starts"):
@@ -48,7 +48,7 @@ def test_the_gradient_ends_where_a_sequence_begins() -> None:
     def reach(sequence: int | None) -> torch.Tensor:
         loop = make_loop(sequence)
         play(loop)
-        rollout, _ = loop.finish_rollout()
+        rollout, _ = loop.finish()
         features = rollout.observation.features.requires_grad_()
         values = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)[1]
         values[-1, -1].backward()  # the last step of the last environment
@@ -62,29 +62,29 @@ def test_the_gradient_ends_where_a_sequence_begins() -> None:
 def test_a_rollout_that_is_saved_at_any_tick_continues_with_the_same_sequences(ticks: int) -> None:
     loop, other = make_loop(4), make_loop(4)
     play(loop, ticks)
-    other.begin_rollout()
+    other.reset()
     for _ in range(ticks):
-        other.pool.step(loop.pool.space.blank(ENVS, loop.pool.device))  # brings its environments to the same step
+        other.pool.step(loop.pool.space.zeros(ENVS, loop.pool.device))  # brings its environments to the same step
     saved = loop.state_dict()
-    assert {"beyond", "later"} <= {*saved, *saved["buffer"]}
+    assert {"final_values", "sequence_states"} <= {*saved, *saved["buffer"]}
 
     other.load_state_dict(saved)
 
     assert differences(other.state_dict(), saved) == []
     if ticks < TICKS:
         other.pool.observation.features.copy_(loop.pool.observation.features)
-        assert torch.equal(loop.tick().action.numbers, other.tick().action.numbers)
+        assert torch.equal(loop.step().action.indices, other.step().action.indices)
 
 
 def test_environments_that_go_on_are_reset_once() -> None:
     loop = make_loop(None)
     play(loop)
-    at = loop.pool.at.copy()
+    at = loop.pool.step_counts.copy()
     remembered = loop.state.hidden.clone()
-    loop.finish_rollout()
+    loop.finish()
 
-    loop.begin_rollout()
+    loop.reset()
 
-    assert (loop.pool.at == at).all() and at.any(), "in the middle of a game"
+    assert (loop.pool.step_counts == at).all() and at.any(), "in the middle of a game"
     assert torch.equal(loop.buffer.state.hidden, remembered)
     assert loop.episode == 2 and not loop.starts.any()

@@ -20,17 +20,17 @@ hosts = st.integers(1, 10**7)
 added = st.integers(0, 10**7)
 
 
-def of(*numbers: float) -> Tensor:
+def float_tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers)
 
 
 def test_an_ungrown_host_pays_nothing() -> None:
-    assert rent(of(1000, 1000), HOST, CONFIG).tolist() == [0.0, 0.0]
+    assert rent(float_tensor(1000, 1000), HOST, CONFIG).tolist() == [0.0, 0.0]
 
 
 def test_rent_is_the_price_of_each_growth_by_a_factor_of_e() -> None:
-    grown = of(2000, 2718.2818, 8000, 1001)
-    expected = of(0.05 * LN_2, 0.05, 0.05 * 3 * LN_2, 0.05 * 0.0009995)
+    grown = float_tensor(2000, 2718.2818, 8000, 1001)
+    expected = float_tensor(0.05 * LN_2, 0.05, 0.05 * 3 * LN_2, 0.05 * 0.0009995)
     torch.testing.assert_close(rent(grown, HOST, CONFIG), expected, rtol=1e-4, atol=0.0)
 
 
@@ -41,36 +41,36 @@ def test_parameter_counts_may_be_integers() -> None:
 
 def test_growth_of_a_tiny_host_is_counted_against_200_parameters() -> None:
     # 77 + 200 parameters are a growth by 1, as for a host of 200; counted against 77 it would be 2.6.
-    assert rent(of(277), 77, CONFIG).item() == pytest.approx(0.05 * LN_2)
-    assert rent(of(400), 200, CONFIG).item() == pytest.approx(0.05 * LN_2)
-    assert rent(of(402), 201, CONFIG).item() == pytest.approx(0.05 * LN_2)
+    assert rent(float_tensor(277), 77, CONFIG).item() == pytest.approx(0.05 * LN_2)
+    assert rent(float_tensor(400), 200, CONFIG).item() == pytest.approx(0.05 * LN_2)
+    assert rent(float_tensor(402), 201, CONFIG).item() == pytest.approx(0.05 * LN_2)
 
 
 def test_rent_stops_at_its_cap_exactly() -> None:
     config = ObjectiveConfig(price=1.0, rent_cap=0.5)
-    charged = rent(of(1000, 1500, 1700, 10**9), HOST, config)
+    charged = rent(float_tensor(1000, 1500, 1700, 10**9), HOST, config)
     assert charged.tolist() == pytest.approx([0.0, 0.4054651, 0.5, 0.5])
     assert charged[-1].item() == 0.5
 
 
 def test_by_default_no_network_is_worth_less_than_minus_one() -> None:
-    worst = objective(of(0.0), of(1e30), 1, ObjectiveConfig(price=100.0))
+    worst = objective(float_tensor(0.0), float_tensor(1e30), 1, ObjectiveConfig(price=100.0))
     assert worst.item() == -1.0
 
 
 def test_without_a_price_only_accuracy_counts() -> None:
     free = ObjectiveConfig(price=0.0)
-    assert torch.equal(objective(of(0.3, 0.9), of(1000, 10**6), HOST, free), of(0.3, 0.9))
+    assert torch.equal(objective(float_tensor(0.3, 0.9), float_tensor(1000, 10**6), HOST, free), float_tensor(0.3, 0.9))
 
 
 def test_the_objective_is_accuracy_minus_rent() -> None:
-    worth = objective(of(0.5, 0.9, 0.9), of(1000, 1000, 2000), HOST, CONFIG)
-    torch.testing.assert_close(worth, of(0.5, 0.9, 0.8653426))
+    worth = objective(float_tensor(0.5, 0.9, 0.9), float_tensor(1000, 1000, 2000), HOST, CONFIG)
+    torch.testing.assert_close(worth, float_tensor(0.5, 0.9, 0.8653426))
 
 
 def test_a_seed_is_worth_keeping_when_it_brings_more_than_its_rent() -> None:
-    parameters = of(1000, 2000, 2000)  # doubling costs 3.47 points
-    alone, poor, good = objective(of(0.90, 0.93, 0.94), parameters, HOST, CONFIG).tolist()
+    parameters = float_tensor(1000, 2000, 2000)  # doubling costs 3.47 points
+    alone, poor, good = objective(float_tensor(0.90, 0.93, 0.94), parameters, HOST, CONFIG).tolist()
     assert poor < alone < good
 
 

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.paying import after_action, slot_ticks, status_of
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.growth.network import slots_of
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.reward import host_status, slot_records, status_after_action
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import MODES, Account, ModeName, ObjectiveConfig, RewardConfig, bound
-from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.rewards import MODES, ModeName, ObjectiveConfig, RewardConfig, SeedAccount
 from esper_lightning.tasks import Split
 from tests.conftest import FREE
 from tests.decisions import WAIT, act, cull, fossilize, germinate
-from tests.envs.breaking import CALM, UNWATCHED, breaking
+from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.rewards.ticks import reward_bound
 from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
@@ -36,7 +37,7 @@ def pool_of(make_pool: Callable[..., HostPool]) -> Callable[..., HostPool]:
     return make
 
 
-def loaded(pool: HostPool) -> dict[str, Any]:
+def reloaded_state(pool: HostPool) -> dict[str, Any]:
     """Return the pool's state after a round trip through a checkpoint."""
     file = io.BytesIO()
     torch.save(pool.state_dict(), file)
@@ -56,7 +57,7 @@ def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, po
             assert torch.equal(step.reward, step.metrics.reward)
             for name, term in MODES[mode].items():
                 assert step.terms[name].abs().max() <= term.bound(config, 3), name
-            assert step.reward.abs().max() <= bound(config, 3)
+            assert step.reward.abs().max() <= reward_bound(config, 3)
 
 
 @pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "sparse"}))
@@ -66,7 +67,7 @@ def test_the_reward_depends_on_the_state_and_the_action_alone(mode: ModeName, po
     pool.reset([1, 2, 3])
     other.reset([4, 5, 6])
     for tick in range(pool.config.horizon):
-        action, state = wanderer.act(pool), loaded(pool)
+        action, state = wanderer.act(pool), reloaded_state(pool)
         paid = pool.step(action)
         if tick % 2:
             other.step(past.act(other))
@@ -86,16 +87,16 @@ def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callab
 
 
 def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Callable[..., HostPool]) -> None:
-    pools = [pool_of(mode, training=LEARNS, horizon=len(KEEP)) for mode in ("kept", "objective")]
+    pools = [pool_of(mode, training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE)) for mode in ("kept", "objective")]
     for pool in pools:
         pool.reset([1, 2, 3])
-    worth = [[env.validated.committed.accuracy for env in pools[0].envs]]  # nothing is fossilized, so no rent
+    worth = [[env.validated.fossilized.accuracy for env in pools[0].envs]]  # nothing is fossilized, so no rent
     kept, change = [], []
-    for rows in KEEP:
+    for rows in FOSSILIZE_CULL_AND_LATE:
         ours, theirs = (pool.step(act(*rows)) for pool in pools)
         kept.append(ours.reward.clone())
         change.append(theirs.reward.clone())
-        worth.append([env.objective_with(env.validated.committed.accuracy) for env in pools[0].envs])
+        worth.append([env.objective_at(env.validated.fossilized.accuracy) for env in pools[0].envs])
     torch.testing.assert_close(torch.stack(kept), torch.tensor(worth).diff(dim=0), rtol=0.0, atol=1e-6)
     torch.testing.assert_close(torch.stack(kept).sum(0), torch.stack(change).sum(0), rtol=0.0, atol=1e-6)
     assert not torch.equal(torch.stack(kept), torch.stack(change))
@@ -118,7 +119,7 @@ def test_shaping_of_an_episode_sums_to_nothing(mode: ModeName, pool_of: Callable
     torch.testing.assert_close(shaping.sum(0), torch.zeros(4, dtype=torch.float64), rtol=0.0, atol=1e-9)
 
 
-KEEP = [  # one seed is fossilized, one is culled, one is fossilized too late
+FOSSILIZE_CULL_AND_LATE = [  # one seed is fossilized, one is culled, one is fossilized too late
     [germinate(0, 2), germinate(0, 2), germinate(0, 2)],
     *[[WAIT] * 3] * 5,
     [fossilize(0), cull(0), WAIT],
@@ -127,10 +128,10 @@ KEEP = [  # one seed is fossilized, one is culled, one is fossilized too late
 
 
 def test_escrow_pays_in_all_what_kept_seeds_are_credited_with(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("escrow", training=LEARNS, horizon=len(KEEP))
+    pool = pool_of("escrow", training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE))
     pool.reset([1, 2, 3])
     rewards, owed = [], []
-    for rows in KEEP:
+    for rows in FOSSILIZE_CULL_AND_LATE:
         rewards.append(pool.step(act(*rows)).reward.clone())
         owed.append([sum(account.credit for account in env.accounts) for env in pool.envs])
         torch.testing.assert_close(torch.stack(rewards).sum(0), torch.tensor(owed[-1]), rtol=0.0, atol=1e-4)
@@ -145,8 +146,8 @@ def test_the_start_of_a_seed_is_the_accuracy_that_it_met(pool_of: Callable[..., 
     met = pool.step(act(WAIT, WAIT)).metrics.accuracy[0].item()
     pool.step(act(germinate(1, 2), WAIT))
     pool.step(act(WAIT, WAIT))
-    assert pool.envs[0].accounts[1].start == pytest.approx(met)
-    assert pool.envs[1].accounts == [Account()] * 3
+    assert pool.envs[0].accounts[1].accuracy_at_germination == pytest.approx(met)
+    assert pool.envs[1].accounts == [SeedAccount()] * 3
 
 
 @torch.no_grad()
@@ -160,7 +161,7 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
     for row in (germinate(0, 2), WAIT, WAIT, WAIT, fossilize(0), germinate(1, 2), *[WAIT] * 5):
         pool.step(act(row))
     (env,) = pool.envs
-    whole, bare, kept = (getattr(env.validated, name).accuracy for name in ("all_seeds", "host_only", "committed"))
+    whole, bare, kept = (getattr(env.validated, name).accuracy for name in ("all_seeds", "host_only", "fossilized"))
     for empty, known in ((set(Stage), bare), (set(Stage) - {Stage.FOSSILIZED}, kept), (set(), whole)):
         network = deepcopy(env.network).eval()
         for slot in slots_of(network).values():
@@ -186,10 +187,10 @@ def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[
         return 100.0 * right_answers(network, pool.data.validation)
 
     then = [points() - points(without=slot.name) for slot in env.slots]
-    before, acted = status_of(env, with_seeds=True), after_action(env)  # waiting changes nothing
+    before, acted = host_status(env, with_seeds=True), status_after_action(env)  # waiting changes nothing
     pool.step(act(WAIT))
     now = [points() - points(without=slot.name) for slot in env.slots]
-    ticks = slot_ticks(before, acted, status_of(env, with_seeds=True))
+    ticks = slot_records(before, acted, host_status(env, with_seeds=True))
     assert [tick.contribution_before for tick in ticks] == pytest.approx(then, abs=1e-3)
     assert [tick.contribution for tick in ticks] == pytest.approx(now, abs=1e-3)
     assert then != now and all(now[:2]) and now[2] == 0.0
@@ -199,15 +200,15 @@ def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[
 def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
     mode: ModeName, pool_of: Callable[..., HostPool]
 ) -> None:
-    pool = pool_of(mode, 2, training=LEARNS, horizon=10, governor=CALM)
+    pool = pool_of(mode, 2, training=LEARNS, horizon=10, governor=ONLY_NAN_DIVERGES)
     pool.reset([1, 2])
     steps = [pool.step(act(*rows)) for rows in ([germinate(0, 2)] * 2, *[[WAIT] * 2] * 4)]
     lent = {name: sum(step.terms[name][0].item() for step in steps) for name in steps[0].terms}
-    with breaking(pool, [0]):
+    with breaking_epoch(pool, [0]):
         step = pool.step(act(WAIT, WAIT))
     assert step.terminated.tolist() == [True, False]
     paid = {name: values[0].item() for name, values in step.terms.items()}
-    taken_back = {name: -lent[name] for name, term in MODES[mode].items() if term.closes}
+    taken_back = {name: -lent[name] for name, term in MODES[mode].items() if term.paid_after_rollback}
     assert paid == pytest.approx(dict.fromkeys(paid, 0.0) | taken_back | {"rollback": -0.75})
     assert step.reward[0].item() == pytest.approx(sum(paid.values()))
     assert all(account.credit == 0.0 for account in pool.envs[0].accounts)
@@ -217,25 +218,25 @@ def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
 
 
 def test_what_is_kept_keeps_its_credit_through_a_rollback(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("escrow", 1, training=LEARNS, horizon=12, governor=CALM)
+    pool = pool_of("escrow", 1, training=LEARNS, horizon=12, governor=ONLY_NAN_DIVERGES)
     pool.reset([1])
     total = sum(pool.step(act(row)).reward.item() for row in (germinate(0, 2), WAIT, WAIT, WAIT, WAIT))
-    with breaking(pool, [0]):  # in the same tick in which it is fossilized
-        total += pool.step(act(fossilize(0))).reward.item() + CALM.penalty
+    with breaking_epoch(pool, [0]):  # in the same tick in which it is fossilized
+        total += pool.step(act(fossilize(0))).reward.item() + ONLY_NAN_DIVERGES.penalty
     account = pool.envs[0].accounts[0]
     assert account.credit > 0.0
     assert account.credit == pytest.approx(total, abs=1e-4)
-    assert account.rest == 12 - 5
+    assert account.ticks_left == 12 - 5
     assert sum(pool.step(act(WAIT)).reward.item() for _ in range(6)) == 0.0
 
 
 @pytest.mark.parametrize("mode", ALL)
 def test_a_host_whose_episode_is_over_is_paid_nothing(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of(mode, 1, governor=CALM)
+    pool = pool_of(mode, 1, governor=ONLY_NAN_DIVERGES)
     pool.reset([1])
     pool.step(act(germinate(0, 2)))
-    for _ in range(CALM.max_rollbacks + 1):
-        with breaking(pool, [0]):
+    for _ in range(ONLY_NAN_DIVERGES.max_rollbacks + 1):
+        with breaking_epoch(pool, [0]):
             pool.step(act(WAIT))
     assert pool.envs[0].ended
     for _ in range(pool.config.horizon - pool.envs[0].tick):
@@ -243,7 +244,7 @@ def test_a_host_whose_episode_is_over_is_paid_nothing(mode: ModeName, pool_of: C
 
 
 def test_without_a_governor_there_is_no_rollback_to_pay_for(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("basic", 1, governor=UNWATCHED)
+    pool = pool_of("basic", 1, governor=NO_GOVERNOR)
     pool.reset([1])
     assert list(pool.step(act(WAIT)).terms) == ["shaping", "rent", "bonus", "end"]
 
@@ -252,7 +253,7 @@ def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_o
     pool = pool_of("escrow", 1)
     pool.reset([1])
     pool.step(act(germinate(0, 2)))
-    state = loaded(pool)
+    state = reloaded_state(pool)
     (host,) = state["envs"]
     for bad in ([[0.0, 0, 0.0]], [[0.0, 0]] * 3, [[0.0, 99, 0.0]] * 3, [[0.0, 0, float("nan")]] * 3, "abc"):
         host["accounts"] = bad
@@ -260,12 +261,12 @@ def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_o
             pool.load_state_dict(state)
     del host["accounts"]
     pool.load_state_dict(state)
-    assert pool.envs[0].accounts == [Account()] * 3
+    assert pool.envs[0].accounts == [SeedAccount()] * 3
 
 
 def test_rewards_of_seeds_cost_nothing_where_nobody_is_paid_for_them(make_pool: Callable[..., HostPool]) -> None:
     """In the default mode only the measurements that the objective needs are taken."""
     pool = make_pool(1, objective=ObjectiveConfig())
-    assert not pool.envs[0].bare
-    assert pool.envs[0].compute is None
+    assert not pool.envs[0].measure_host_only
+    assert pool.envs[0].flops is None
     assert pool.config.reward.mode == "objective"

@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import blueprint_names
+from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.compute import measure_compute
-from esper_lightning.evaluation.compare import play
-from esper_lightning.growth.alpha import FULL
-from esper_lightning.growth.network import germinate, slots_of
+from esper_lightning.envs.flops import measure_flops
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
 from esper_lightning.rewards import ObjectiveConfig, Prices, compute_rent
-from esper_lightning.tamiyo.baselines import RandomValid, WaitOnly
 from tests.decisions import WAIT, act
 from tests.decisions import fossilize as keep
 from tests.decisions import germinate as grow
@@ -31,7 +31,7 @@ HOSTS = {
 }
 
 
-def counted(network: nn.Module, x: torch.Tensor) -> int:
+def count_flops(network: nn.Module, x: torch.Tensor) -> int:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(x)
     return counter.get_total_flops()
@@ -41,18 +41,18 @@ def counted(network: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("layout", HOSTS)
 def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, style: str) -> None:
     build, x = HOSTS[layout]
-    compute = measure_compute(build(), x)
-    assert compute.host == counted(build().eval(), x) > 0
-    for blueprint in names(layout, torch.device("cpu")):
+    compute = measure_flops(build(), x)
+    assert compute.host == count_flops(build().eval(), x) > 0
+    for blueprint in blueprint_names(layout, torch.device("cpu")):
         if blueprint == "flex_attention":
             continue
         network = build().eval()
         for slot in slots_of(network).values():
-            germinate(slot, blueprint, FULL, torch.Generator().manual_seed(0), style)
+            germinate(slot, blueprint, DEFAULT_RAMP, torch.Generator().manual_seed(0), style)
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
                 slot.move_to(stage)
-        grown = compute.host + sum(compute.of(slot) for slot in slots_of(network).values())
-        assert grown == counted(network, x), blueprint
+        grown = compute.host + sum(compute.seed_flops(slot) for slot in slots_of(network).values())
+        assert grown == count_flops(network, x), blueprint
         assert grown > compute.host or blueprint == "norm"
 
 
@@ -70,8 +70,8 @@ def test_the_objective_charges_what_is_kept_for_its_compute(make_pool: Callable[
     rewards = torch.stack([pool.step(act(*rows)).reward for rows in script])
     env, bare = pool.envs
     # conv_light, 3×3 on 4 channels of 4×4 positions: 2·9·4·4·16 operations.
-    assert env.committed_flops - env.compute.host == 4608
-    rent = 0.2 * torch.log1p(torch.tensor(4608 / env.compute.host))
+    assert env.fossilized_flops - env.flops.host == 4608
+    rent = 0.2 * torch.log1p(torch.tensor(4608 / env.flops.host))
     worth = torch.tensor([env.history.accuracy[-1] - rent, bare.history.accuracy[-1]])
     torch.testing.assert_close(rewards.sum(0) + start, worth, rtol=0.0, atol=1e-5)
     seen = dict(zip(pool.feature_names, pool.observation.features[0].tolist(), strict=True))
@@ -109,7 +109,7 @@ def test_each_host_pays_and_sees_the_price_of_its_episode(make_pool: Callable[..
     script = [[grow(0, 2)] * 3, *[[WAIT] * 3] * 4, [keep(0)] * 3]
     step = [pool.step(act(*rows)) for rows in script][-1]
     at = pool.feature_names.index("price")
-    prices = [pool.config.objective.prices(env.seed).parameters for env in pool.envs]
+    prices = [pool.config.objective.prices(env.rng_seed).parameters for env in pool.envs]
     assert len(set(prices)) == 3
     assert step.observation.features[:, at].tolist() == pytest.approx(prices)
     rent = step.metrics.accuracy - step.metrics.objective
@@ -121,11 +121,11 @@ def test_the_same_hosts_cost_the_same_under_every_controller(make_pool: Callable
     config = ObjectiveConfig(price=0.1, price_to=0.6, compute_price_to=0.3)
     pool = make_pool(3, objective=config, actions=ActionConfig(blueprints=["conv_light"], tempos={"FAST": 1}))
     for controller in (RandomValid(1), WaitOnly()):
-        outcome = play(pool, "somebody", controller, [7, 8, 9])
+        outcome = play_episode(pool, "somebody", controller, [7, 8, 9])
         for i, env in enumerate(pool.envs):
             price, compute_price = config.prices((7, 8, 9)[i])
             rent = price * torch.log1p(torch.tensor(outcome.parameters[i] / env.host_parameters - 1.0))
-            rent += compute_price * torch.log1p(torch.tensor(env.committed_flops / env.compute.host - 1.0))
+            rent += compute_price * torch.log1p(torch.tensor(env.fossilized_flops / env.flops.host - 1.0))
             assert outcome.objective[i] == pytest.approx(outcome.accuracy[i] - rent.item(), abs=1e-5)
 
 

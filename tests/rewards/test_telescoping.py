@@ -9,9 +9,9 @@ from torch import Tensor
 
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.network import slots_of
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.rewards import ObjectiveConfig
@@ -59,7 +59,7 @@ def accuracy_by_hand(env: HostEnv, data: Split) -> float:
     return (network(data.inputs).argmax(1) == data.targets).double().mean().item()
 
 
-def play(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
+def run_episode(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
     """Run one episode; return its rewards [T, N], and accuracies [N] at its start and at its end."""
     pool.reset([1, 2, 3])
     start = [accuracy_by_hand(env, pool.data.validation) for env in pool.envs]
@@ -69,7 +69,7 @@ def play(pool: HostPool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_rewards_sum_to_what_the_host_has_become_worth(pool: HostPool) -> None:
-    rewards, start, end = play(pool)
+    rewards, start, end = run_episode(pool)
     rents = torch.tensor([0.0, RENT, 0.0])  # rent is charged for fossilized seeds only
     torch.testing.assert_close(rewards.sum(0), end - rents - start, rtol=0.0, atol=1e-5)
     stages = [[slot.stage.name for slot in env.slots] for env in pool.envs]
@@ -77,7 +77,7 @@ def test_rewards_sum_to_what_the_host_has_become_worth(pool: HostPool) -> None:
 
 
 def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> None:
-    rewards, _, _ = play(pool)
+    rewards, _, _ = run_episode(pool)
     # In the third tick the second host pays rent; its accuracy moved by the rest, a whole number of images.
     images = (rewards[2, 1].item() + RENT) * pool.data.validation.samples
     assert images == pytest.approx(round(images), abs=1e-3)
@@ -86,7 +86,7 @@ def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> N
 
 
 def test_an_episode_played_again_is_paid_the_same(pool: HostPool) -> None:
-    first, _, _ = play(pool)
-    second, _, _ = play(pool)
+    first, _, _ = run_episode(pool)
+    second, _, _ = run_episode(pool)
     assert torch.equal(first, second)
     assert first.any()

@@ -64,19 +64,19 @@ def test_credit_moves_towards_what_is_due_by_two_points_a_tick() -> None:
 
 @pytest.mark.parametrize(("contribution", "bonus"), [(10.0, 2.0), (5.0, 1.0), (60.0, 2.0), (0.0, 0.0), (-5.0, -1.0)])
 def test_the_bonus_for_a_fossil_follows_its_contribution(contribution: float, bonus: float) -> None:
-    assert terms.fossil_bonus(contribution, 2.0) == bonus
+    assert terms.fossilize_bonus(contribution, 2.0) == bonus
 
 
 @given(st.floats(0.0, 10.0), st.integers(7, 200))
 def test_the_drip_sums_to_seven_tenths_of_the_bonus(contribution: float, rest: int) -> None:
     # From 7 ticks on not even the whole bonus reaches the limit of 0.1 per tick.
-    dripped = sum(terms.drip(contribution, 1.0, rest) for _ in range(rest))
-    assert dripped == pytest.approx(0.7 * terms.fossil_bonus(contribution, 1.0))
+    dripped = sum(terms.delayed_bonus_per_tick(contribution, 1.0, rest) for _ in range(rest))
+    assert dripped == pytest.approx(0.7 * terms.fossilize_bonus(contribution, 1.0))
 
 
 def test_the_drip_has_limits() -> None:
-    assert terms.drip(10.0, 1.0, 1) == 0.1
-    assert terms.drip(-10.0, 1.0, 1) == -0.05
+    assert terms.delayed_bonus_per_tick(10.0, 1.0, 1) == 0.1
+    assert terms.delayed_bonus_per_tick(-10.0, 1.0, 1) == -0.05
 
 
 def test_rent_is_logarithmic_and_capped() -> None:
@@ -99,4 +99,10 @@ def test_a_loss_that_rises_costs_half_of_what_its_fall_earns() -> None:
 
 
 def test_what_is_left_of_the_loss_of_guessing() -> None:
-    assert [terms.loss_left(loss, 2.0) for loss in (0.0, 0.5, 2.0, 7.0, math.nan)] == [1.0, 0.75, 0.0, 0.0, 0.0]
+    assert [terms.chance_loss_overcome(loss, 2.0) for loss in (0.0, 0.5, 2.0, 7.0, math.nan)] == [
+        1.0,
+        0.75,
+        0.0,
+        0.0,
+        0.0,
+    ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Masks, Op
-from esper_lightning.tamiyo.heads import FactoredDistribution, Tables, table_shapes
+from esper_lightning.tamiyo.heads import HeadTables, HostDistribution, table_shapes
 from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate, set_alpha
 
 Sizes = dict[str, int]
@@ -37,7 +37,7 @@ def random_masks(rows: int, seed: int, sizes: Sizes = ALL) -> Masks:
     return Masks(slot, blueprint, target, speed, curve, torch.zeros(rows, dtype=torch.bool))
 
 
-def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> Tables:
+def random_logits(rows: int, seed: int, sizes: Sizes = ALL, spread: float = 1.5) -> HeadTables:
     generator = torch.Generator().manual_seed(seed)
     shapes = table_shapes(sizes)
     return {head: spread * torch.randn(rows, *shape, generator=generator) for head, shape in shapes.items()}
@@ -72,14 +72,14 @@ def every_action(sizes: Sizes) -> list[Row]:
     return list(product(*(range(sizes[head]) for head in HEADS)))
 
 
-def log_probs(logits: Tables, masks: Masks, row: int, actions: list[Row]) -> Tensor:
+def log_probs(logits: HeadTables, masks: Masks, row: int, actions: list[Row]) -> Tensor:
     """Return the log-probabilities of several actions in one environment."""
     n = len(actions)
     tables = {head: table[row].expand(n, *table.shape[1:]) for head, table in logits.items()}
-    return FactoredDistribution(tables, Masks(*(m[row].expand(n, *m.shape[1:]) for m in masks))).log_prob(act(*actions))
+    return HostDistribution(tables, Masks(*(m[row].expand(n, *m.shape[1:]) for m in masks))).log_prob(act(*actions))
 
 
-def probabilities(logits: Tables, masks: Masks, row: int, sizes: Sizes = ALL) -> dict[Row, float]:
+def probabilities(logits: HeadTables, masks: Masks, row: int, sizes: Sizes = ALL) -> dict[Row, float]:
     """Return the probability of every legal action in one environment."""
     actions = legal_actions(masks, row, sizes)
     return dict(zip(actions, log_probs(logits, masks, row, actions).double().exp().tolist(), strict=True))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from esper_lightning.envs.choices import ChoiceMasks, Choices, ChoiceSpace
-from esper_lightning.tamiyo.choices import ChoiceDistribution, ChoiceHeads
+from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
+from esper_lightning.tamiyo.heads import ChoiceDistribution, Heads
 
 CPU = torch.device("cpu")
 SPACES = {
@@ -23,17 +23,17 @@ each_space = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 
 def distribution(space: ChoiceSpace, n: int = 6, seed: int = 0) -> tuple[ChoiceDistribution, ChoiceMasks]:
     generator = torch.Generator().manual_seed(seed)
-    logits = {head: 2.0 * torch.randn(n, *shape, generator=generator) for head, shape in space.tables.items()}
-    possible = torch.rand(n, space.cells, generator=generator) < 0.6
+    logits = {head: 2.0 * torch.randn(n, *shape, generator=generator) for head, shape in space.mask_shapes.items()}
+    possible = torch.rand(n, space.mask_size, generator=generator) < 0.6
     if space.masked:
-        for mask in space.split(possible).values():
+        for mask in space.split_mask(possible).values():
             mask[..., 0] = True  # at least one choice is always possible
-    masks = space.free(n, CPU)._replace(possible=possible)
+    masks = space.full_masks(n, CPU)._replace(possible=possible)
     return ChoiceDistribution(logits, masks, space), masks
 
 
-def every_action(space: ChoiceSpace, n: int) -> list[Choices]:
-    return [Choices(torch.tensor([row] * n)) for row in product(*map(range, space.sizes.values()))]
+def every_action(space: ChoiceSpace, n: int) -> list[ChoiceAction]:
+    return [ChoiceAction(torch.tensor([row] * n)) for row in product(*map(range, space.sizes.values()))]
 
 
 @each_space
@@ -55,18 +55,18 @@ def test_entropy_is_the_joint_one_in_units_of_even_choices(space: ChoiceSpace) -
     for n in range(6):
         likely = {}
         for i, head in enumerate(space.sizes):
-            rows = likely.get(space.given.get(head), torch.ones(1))
+            rows = likely.get(space.parents.get(head), torch.ones(1))
             after, expected, free = torch.zeros(space.sizes[head]), 0.0, 0.0
             for row, probability in enumerate(rows):
                 table = drawn.log_probs[head][n, row].exp()
-                there = space.split(masks.possible)[head][n, row].sum() if space.masked else len(table)
+                there = space.split_mask(masks.possible)[head][n, row].sum() if space.masked else len(table)
                 if there > 1:
                     free += probability
                     expected += probability * Categorical(table).entropy() / torch.as_tensor(float(there)).log()
                 after += probability * table
             likely[head] = after
             torch.testing.assert_close(entropy[n, i], torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(drawn.freedom()[n, i], torch.as_tensor(free), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(drawn.choice_probability()[n, i], torch.as_tensor(free), rtol=1e-4, atol=1e-5)
 
 
 @each_space
@@ -81,7 +81,7 @@ def test_draws_come_as_often_as_they_are_likely_and_never_where_masked(space: Ch
     action = many.sample(torch.Generator().manual_seed(0))
 
     for candidate in every_action(space, 1):
-        share = (action.numbers == candidate.numbers).all(-1).float().mean()
+        share = (action.indices == candidate.indices).all(-1).float().mean()
         expected = drawn.log_prob(candidate).exp()
         assert share == 0 if expected == 0 else abs(share - expected) < 0.04
 
@@ -93,33 +93,33 @@ def probabilities(drawn: ChoiceDistribution) -> dict[str, Tensor]:
 @each_space
 def test_the_mode_is_the_likeliest_at_every_turn(space: ChoiceSpace) -> None:
     drawn, _ = distribution(space)
-    numbers = drawn.mode().numbers
+    numbers = drawn.mode().indices
 
     for n in range(6):
         chosen: dict[str, int] = {}
         for i, head in enumerate(space.sizes):
-            row = chosen.get(space.given.get(head), 0)
+            row = chosen.get(space.parents.get(head), 0)
             chosen[head] = int(drawn.log_probs[head][n, row].argmax())
             assert numbers[n, i] == chosen[head]
 
 
 def test_steps_are_forced_only_where_every_head_is() -> None:
     space = SPACES["conditioned, masked"]
-    possible = torch.ones(3, space.cells, dtype=torch.bool)
+    possible = torch.ones(3, space.mask_size, dtype=torch.bool)
     for n, free in enumerate(("none", "b", "all")):
-        for head, mask in space.split(possible[n]).items():
+        for head, mask in space.split_mask(possible[n]).items():
             if free != "all" and head != free:
                 mask[..., 1:] = False
 
     assert space.forced(possible).tolist() == [True, False, False]
-    assert ChoiceSpace({"a": 1}).free(2, CPU).forced.tolist() == [True, True]
+    assert ChoiceSpace({"a": 1}).full_masks(2, CPU).forced.tolist() == [True, True]
 
 
 def test_every_weight_of_the_heads_learns_and_a_new_policy_prefers_nothing() -> None:
     torch.manual_seed(0)
     space = SPACES["conditioned"]
-    heads = ChoiceHeads(8, space)
-    drawn = heads.distribution(torch.randn(64, 8), space.free(64, CPU))
+    heads = Heads(8, space)
+    drawn = heads.distribution(torch.randn(64, 8), space.full_masks(64, CPU))
 
     assert drawn.entropy()[0].min() > 0.99
     drawn.log_prob(drawn.sample(torch.Generator().manual_seed(0))).sum().backward()

@@ -1,13 +1,14 @@
 """Factored action distribution, compared with brute force over all legal actions."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from esper_lightning.envs import HEADS, Action, ActionConfig, Masks, Op
-from esper_lightning.tamiyo.heads import FactoredDistribution, Heads, normalised_entropy
+from esper_lightning.tamiyo.heads import Heads, HostDistribution, normalised_entropy
 from tests.decisions import WAIT, Row, act, advance, cull, decide, fossilize, germinate, set_alpha
 from tests.tamiyo.enumeration import (
     ALL,
@@ -55,7 +56,7 @@ def test_the_probabilities_of_all_legal_actions_sum_to_1(sizes: Sizes, seed: int
         assert sum(probabilities(logits, masks, row, sizes).values()) == pytest.approx(1.0, abs=1e-5)
 
 
-def share(logits: Tensor, possible: list[int], choice: int) -> float:
+def softmax_share(logits: Tensor, possible: list[int], choice: int) -> float:
     """Return the softmax probability among the possible choices, computed in Python."""
     return math.exp(logits[choice]) / sum(math.exp(logits[other]) for other in possible)
 
@@ -69,17 +70,19 @@ def test_a_decision_is_as_likely_as_its_choices_one_after_the_other(seed: int) -
         slot, blueprint, target, speed, curve, _ = (mask[row] for mask in masks)
         for action, p in probabilities(logits, masks, row).items():
             op, k, b, s, m, a, v, c = action
-            expected = share(t["op"][0], true(slot.any(1)), op)
+            expected = softmax_share(t["op"][0], true(slot.any(1)), op)
             if op != Op.WAIT:
-                expected *= share(t["slot"][op], true(slot[op]), k)
+                expected *= softmax_share(t["slot"][op], true(slot[op]), k)
             if op == Op.GERMINATE:
-                expected *= share(t["blueprint"][k], true(blueprint[k]), b)
-                expected *= share(t["style"][k], list(range(STYLES)), s) * share(t["tempo"][k], list(range(TEMPOS)), m)
+                expected *= softmax_share(t["blueprint"][k], true(blueprint[k]), b)
+                expected *= softmax_share(t["style"][k], list(range(STYLES)), s) * softmax_share(
+                    t["tempo"][k], list(range(TEMPOS)), m
+                )
             if op == Op.SET_ALPHA:
-                expected *= share(t["target"][k], true(target[k]), a)
+                expected *= softmax_share(t["target"][k], true(target[k]), a)
             if op in (Op.CULL, Op.SET_ALPHA):
-                expected *= share(t["speed"][op * SLOTS + k], true(speed[op, k]), v)
-                expected *= share(t["curve"][v], true(curve[v]), c)
+                expected *= softmax_share(t["speed"][op * SLOTS + k], true(speed[op, k]), v)
+                expected *= softmax_share(t["curve"][v], true(curve[v]), c)
             assert p == pytest.approx(expected, rel=1e-4)
 
 
@@ -107,7 +110,7 @@ def test_actions_are_drawn_as_often_as_they_are_likely() -> None:
     many = Masks(*(mask.expand(draws, *mask.shape[1:]) for mask in masks))
     tables = {head: table.expand(draws, *table.shape[1:]) for head, table in logits.items()}
 
-    drawn = torch.stack(FactoredDistribution(tables, many).sample(torch.Generator().manual_seed(0)), 1).tolist()
+    drawn = torch.stack(HostDistribution(tables, many).sample(torch.Generator().manual_seed(0)), 1).tolist()
 
     expected = probabilities(logits, masks, 0)
     counts = dict.fromkeys(expected, 0)
@@ -120,7 +123,7 @@ def test_actions_are_drawn_as_often_as_they_are_likely() -> None:
 def test_draws_are_reproducible_and_keep_the_shape() -> None:
     logits = {head: table.view(2, 6, *table.shape[1:]) for head, table in random_logits(12, seed=0).items()}
     masks = Masks(*(mask.view(2, 6, *mask.shape[1:]) for mask in random_masks(12, seed=0)))
-    distribution = FactoredDistribution(logits, masks)
+    distribution = HostDistribution(logits, masks)
 
     one, same, other = (distribution.sample(torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
 
@@ -138,7 +141,7 @@ def test_by_default_the_four_heads_draw_in_turn_and_the_others_draw_nothing() ->
         chances = table.masked_fill(~possible, -math.inf).softmax(-1).nan_to_num(1.0)  # uniform if none is possible
         return torch.multinomial(chances, 1, generator=by_hand)[:, 0]
 
-    action = FactoredDistribution(logits, masks).sample(generator)
+    action = HostDistribution(logits, masks).sample(generator)
 
     op = draw(logits["op"][:, 0], masks.op)
     slot = draw(logits["slot"][rows, op], masks.slot[rows, op])
@@ -156,7 +159,7 @@ def test_by_default_the_four_heads_draw_in_turn_and_the_others_draw_nothing() ->
 def test_the_mode_is_legal_and_the_likeliest_choice_at_every_turn(seed: int) -> None:
     masks = random_masks(8, seed)
     logits = random_logits(8, seed, spread=3.0)
-    mode = FactoredDistribution(logits, masks).mode()
+    mode = HostDistribution(logits, masks).mode()
 
     def best(table: Tensor, possible: Tensor | None = None) -> int:
         return max(true(possible) if possible is not None else range(len(table)), key=lambda i: table[i].item())
@@ -205,7 +208,7 @@ def conditional(of: dict[Row, float], head: str) -> list[tuple[float, dict[int, 
     ]
 
 
-def evenness(choices: dict[int, float]) -> float:
+def relative_entropy(choices: dict[int, float]) -> float:
     """Return the entropy relative to that of a uniform distribution over as many choices."""
     if len(choices) == 1:
         return 0.0
@@ -216,9 +219,9 @@ def evenness(choices: dict[int, float]) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(sizes: Sizes, seed: int) -> None:
     masks, logits = random_masks(5, seed, sizes), random_logits(5, seed, sizes)
-    distribution = FactoredDistribution(logits, masks)
+    distribution = HostDistribution(logits, masks)
     entropy, share = distribution.entropy()
-    freedom = distribution.freedom()
+    freedom = distribution.choice_probability()
 
     assert distribution.heads == tuple(head for head in HEADS if head in logits)
     for row in range(5):
@@ -232,16 +235,16 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(size
             matters = sum(total for total, _ in situations)
             assert share[row, h].item() == pytest.approx(matters, abs=1e-5), head
             if situations:
-                mean = sum(total * evenness(choices) for total, choices in situations) / matters
+                mean = sum(total * relative_entropy(choices) for total, choices in situations) / matters
                 assert entropy[row, h].item() == pytest.approx(mean, abs=1e-4), head
 
 
 def test_curves_without_speeds_are_no_trouble() -> None:
     actions = ActionConfig(set_alpha=True, speeds=[0], curves=["linear", "cosine"])
-    sizes = actions.space(["block1", "block2"], ["norm", "conv_light"]).sizes
+    sizes = actions.make_space(["block1", "block2"], ["norm", "conv_light"]).sizes
     logits = random_logits(2, seed=0, sizes=sizes)
 
-    distribution = FactoredDistribution(logits, random_masks(2, seed=0, sizes=sizes))
+    distribution = HostDistribution(logits, random_masks(2, seed=0, sizes=sizes))
     entropy, _ = distribution.entropy()
 
     assert "curve" not in distribution.heads
@@ -261,13 +264,13 @@ def test_where_only_waiting_is_possible_there_is_nothing_to_decide() -> None:
     masks = random_masks(2, seed=0)
     masks.slot[:, 1:] = False
     logits = {head: table.requires_grad_() for head, table in random_logits(2, seed=0).items()}
-    distribution = FactoredDistribution(logits, masks)
+    distribution = HostDistribution(logits, masks)
 
     action = distribution.sample(torch.Generator().manual_seed(0))
     entropy, share = distribution.entropy()
 
     assert masks.forced.all()
-    assert not distribution.freedom().any()
+    assert not distribution.choice_probability().any()
     assert all(not head.any() for head in action)
     assert distribution.log_prob(action).tolist() == [0.0, 0.0]
     assert not (entropy * share).any()
@@ -286,7 +289,7 @@ def test_a_change_at_once_has_one_curve_and_learns_nothing_of_it(change: Row) ->
     bent = straight | {"curve": straight["curve"] + torch.tensor([-20.0, 20.0])}
     straight["curve"].requires_grad_()
 
-    ours, theirs = FactoredDistribution(straight, masks), FactoredDistribution(bent, masks)
+    ours, theirs = HostDistribution(straight, masks), HostDistribution(bent, masks)
 
     assert torch.equal(ours.log_prob(act(change)), theirs.log_prob(act(change)))
     assert all(torch.equal(a, b) for a, b in zip(ours.entropy(), theirs.entropy(), strict=True))
@@ -297,7 +300,7 @@ def test_a_change_at_once_has_one_curve_and_learns_nothing_of_it(change: Row) ->
 
 
 def parameters_by_head(sizes: Sizes) -> dict[str, int]:
-    heads = Heads(16, sizes)
+    heads = Heads(16, SimpleNamespace(sizes=sizes))
     return {head: sum(p.numel() for p in table.parameters()) for head, table in heads.tables.items()}
 
 
@@ -312,18 +315,18 @@ def test_a_head_with_one_choice_is_not_there(head: str) -> None:
 
 
 def test_the_default_policy_has_four_heads() -> None:
-    space = ActionConfig().space(["block1", "block2"], ["norm", "conv_light"])
+    space = ActionConfig().make_space(["block1", "block2"], ["norm", "conv_light"])
 
     assert list(parameters_by_head(space.sizes)) == ["op", "slot", "blueprint", "tempo"]
     # Slot, blueprint and tempo always have a head, even with a single choice.
-    one = ActionConfig(tempos={"FAST": 2}).space(["block1"], ["norm"])
+    one = ActionConfig(tempos={"FAST": 2}).make_space(["block1"], ["norm"])
     assert list(parameters_by_head(one.sizes)) == ["op", "slot", "blueprint", "tempo"]
 
 
 @several
 def test_untrained_heads_find_every_choice_about_as_likely(sizes: Sizes) -> None:
     torch.manual_seed(0)
-    logits = Heads(16, sizes)(torch.randn(9, 16))
+    logits = Heads(16, SimpleNamespace(sizes=sizes))(torch.randn(9, 16))
     contexts = {"op": 1, "slot": sizes["op"], "speed": sizes["op"] * SLOTS, "curve": SPEEDS}
 
     for head, table in logits.items():
@@ -339,4 +342,4 @@ def test_logits_in_half_precision_make_a_sound_distribution() -> None:
 
     for row in range(3):
         assert sum(probabilities(half, masks, row).values()) == pytest.approx(1.0, abs=1e-5)
-        assert isinstance(FactoredDistribution(half, masks).mode(), Action)
+        assert isinstance(HostDistribution(half, masks).mode(), Action)

@@ -10,7 +10,7 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, Rec
 TICKS, ENVS, FEATURES, WIDTH = 7, 3, 11, 16
 OPS, SLOTS, BLUEPRINTS, TARGETS, SPEEDS, CURVES = len(Op), 2, 3, 2, 3, 2
 SPACE = ActionSpace(*([str(i) for i in range(n)] for n in (OPS, SLOTS, BLUEPRINTS, 2, 2, TARGETS, SPEEDS, CURVES)))
-SHAPE = PolicyShape(FEATURES, SPACE, fields=SLOTS, categories=BLUEPRINTS + 1)
+SHAPE = PolicyShape(FEATURES, SPACE, categorical_fields=SLOTS, categories=BLUEPRINTS + 1)
 
 
 @pytest.fixture(scope="module")

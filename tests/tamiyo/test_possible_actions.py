@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esper_lightning.envs import HEADS, HostPool, Op
-from esper_lightning.tamiyo.heads import FactoredDistribution, uniform
+from esper_lightning.tamiyo.heads import HostDistribution, uniform_logits
 from esper_lightning.tamiyo.policy import Policy
 from tests.conftest import FREE
 from tests.decisions import WAIT, Row, act, advance, cull, fossilize, germinate, set_alpha
@@ -28,7 +28,7 @@ def test_impossible_actions_are_never_drawn_and_never_carried_out(
     for _ in range(200):
         action = distribution.sample(generator)
         rows = zip(*(head.tolist() for head in action), strict=True)
-        assert all(pool.masks.allow(i, row) for i, row in enumerate(rows))
+        assert all(pool.masks.allows(i, row) for i, row in enumerate(rows))
         ops |= set(action.op.tolist())
     assert ops == {Op.WAIT, Op.GERMINATE, Op.CULL}
 
@@ -56,7 +56,7 @@ def test_only_heads_that_matter_get_a_gradient(make_pool: MakePool, row: Row, re
     pool = make_pool(1, **FREE)
     masks = pool.masks
     everything = masks._replace(**{name: torch.ones_like(getattr(masks, name)) for name in ("slot", "target", "speed")})
-    logits = {head: table.requires_grad_() for head, table in uniform(pool.space.sizes, 1).items()}
-    FactoredDistribution(logits, everything).log_prob(act(row)).sum().backward()
+    logits = {head: table.requires_grad_() for head, table in uniform_logits(pool.space.sizes, 1).items()}
+    HostDistribution(logits, everything).log_prob(act(row)).sum().backward()
 
     assert [head for head in HEADS if logits[head].grad.any()] == reached

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.transforms import functional as vision
 
-from esper_lightning.tasks.augment import AugmentConfig, Choices, augment, draw_choices
+from esper_lightning.tasks.augment import AugmentConfig, AugmentParams, augment, draw_augment_params
 
 ALL = AugmentConfig(pad=2, flip=True, cutout=3)
 
@@ -25,7 +25,7 @@ def pictures(count: int, *shape: int) -> Tensor:
     return torch.arange(1.0, 1.0 + torch.Size(size).numel()).view(size)
 
 
-def by_torchvision(images: Tensor, choices: Choices, config: AugmentConfig) -> Tensor:
+def by_torchvision(images: Tensor, choices: AugmentParams, config: AugmentConfig) -> Tensor:
     """Augment image by image, as defined in the papers."""
     varied = []
     for i, image in enumerate(images):
@@ -35,8 +35,8 @@ def by_torchvision(images: Tensor, choices: Choices, config: AugmentConfig) -> T
             image = vision.crop(vision.pad(image, [config.pad] * 4, fill=0), down, right, height, width)
         if choices.flip is not None and choices.flip[i]:
             image = vision.hflip(image)
-        if choices.hole is not None:
-            sides = zip(choices.hole[i].tolist(), (height, width), strict=True)
+        if choices.cutout_centre is not None:
+            sides = zip(choices.cutout_centre[i].tolist(), (height, width), strict=True)
             first = [int(share * length) - config.cutout // 2 for share, length in sides]
             top, left = (max(0, begin) for begin in first)
             bottom, right = (min(begin + config.cutout, end) for begin, end in zip(first, (height, width), strict=True))
@@ -46,17 +46,17 @@ def by_torchvision(images: Tensor, choices: Choices, config: AugmentConfig) -> T
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, Choices, AugmentConfig]:
+def cases(draw: st.DrawFn) -> tuple[Tensor, AugmentParams, AugmentConfig]:
     shape = tuple(draw(st.integers(1, 3)) if axis == 0 else draw(st.integers(2, 9)) for axis in range(3))
     below = st.integers(0, min(shape[1:]) - 1)
     config = AugmentConfig(pad=draw(below), flip=draw(st.booleans()), cutout=draw(below))
     config.check(shape)
     count = draw(st.integers(1, 6))
-    return pictures(count, *shape), draw_choices(config, (count,), generator(draw(st.integers(0, 999)))), config
+    return pictures(count, *shape), draw_augment_params(config, (count,), generator(draw(st.integers(0, 999)))), config
 
 
 @given(cases())
-def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor, Choices, AugmentConfig]) -> None:
+def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor, AugmentParams, AugmentConfig]) -> None:
     images, choices, config = case
     before = images.clone()
 
@@ -65,7 +65,9 @@ def test_images_are_varied_as_torchvision_does_it_one_by_one(case: tuple[Tensor,
 
 
 @given(cases())
-def test_what_happens_to_an_image_does_not_depend_on_the_others(case: tuple[Tensor, Choices, AugmentConfig]) -> None:
+def test_what_happens_to_an_image_does_not_depend_on_the_others(
+    case: tuple[Tensor, AugmentParams, AugmentConfig],
+) -> None:
     images, choices, config = case
 
     alone = [
@@ -78,7 +80,7 @@ def test_what_happens_to_an_image_does_not_depend_on_the_others(case: tuple[Tens
 @given(st.integers(1, 4), st.integers(0, 999))
 def test_a_shifted_image_keeps_its_pixels_or_loses_them_at_the_border(pad: int, seed: int) -> None:
     images = pictures(4, 2, 5, 6)
-    choices = draw_choices(AugmentConfig(pad=pad), (4,), generator(seed))
+    choices = draw_augment_params(AugmentConfig(pad=pad), (4,), generator(seed))
 
     shifted = augment(images, choices, AugmentConfig(pad=pad))
 
@@ -90,7 +92,7 @@ def test_a_shifted_image_keeps_its_pixels_or_loses_them_at_the_border(pad: int, 
 
 def test_an_image_that_is_mirrored_twice_is_as_it_was() -> None:
     config = AugmentConfig(flip=True)
-    images, choices = pictures(16, 3, 4, 5), draw_choices(config, (16,), generator())
+    images, choices = pictures(16, 3, 4, 5), draw_augment_params(config, (16,), generator())
 
     once = augment(images, choices, config)
 
@@ -104,7 +106,7 @@ def test_a_hole_is_a_square_around_its_centre_cut_at_the_border() -> None:
     config = AugmentConfig(cutout=3)
     shares = torch.tensor([[2.5, 1.5], [0.0, 3.9]]) / torch.tensor([5.0, 4.0])  # pixels (2, 1) and (0, 3)
 
-    holes = augment(torch.ones(2, 1, 5, 4), Choices(hole=shares), config).squeeze(1) == 0
+    holes = augment(torch.ones(2, 1, 5, 4), AugmentParams(cutout_centre=shares), config).squeeze(1) == 0
 
     assert holes[0].int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     assert holes[1].int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
@@ -113,13 +115,13 @@ def test_a_hole_is_a_square_around_its_centre_cut_at_the_border() -> None:
 def test_a_hole_wipes_out_what_is_no_number_too() -> None:
     nothing, upper_right = torch.full((1, 1, 2, 2), float("nan")), torch.tensor([[0.0, 0.6]])
 
-    varied = augment(nothing, Choices(hole=upper_right), AugmentConfig(cutout=1))
+    varied = augment(nothing, AugmentParams(cutout_centre=upper_right), AugmentConfig(cutout=1))
 
     assert varied.nan_to_num(7.0).squeeze().tolist() == [[7.0, 0.0], [7.0, 7.0]]
 
 
 def test_every_choice_is_as_likely_as_it_should_be() -> None:
-    shifts, flips, holes = draw_choices(ALL, (5, 2000), generator())
+    shifts, flips, holes = draw_augment_params(ALL, (5, 2000), generator())
 
     for axis in shifts.flatten(0, 1).unbind(1):
         shares = torch.bincount(axis + 2, minlength=5) / 10_000
@@ -135,9 +137,9 @@ def test_every_choice_is_as_likely_as_it_should_be() -> None:
 
 
 def test_choices_follow_from_the_generator_alone() -> None:
-    one, again = (draw_choices(ALL, (3, 8), generator(5)) for _ in range(2))
+    one, again = (draw_augment_params(ALL, (3, 8), generator(5)) for _ in range(2))
     torch.manual_seed(1)
-    other = draw_choices(ALL, (3, 8), generator(6))
+    other = draw_augment_params(ALL, (3, 8), generator(6))
 
     assert [tuple(part.shape) for part in one] == [(3, 8, 2), (3, 8), (3, 8, 2)]
     assert [part.dtype for part in one] == [torch.int64, torch.bool, torch.float32]
@@ -149,7 +151,7 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
     source = generator()
     before = source.get_state()
 
-    choices = draw_choices(AugmentConfig(), (4, 8), source)
+    choices = draw_augment_params(AugmentConfig(), (4, 8), source)
 
     assert choices == (None, None, None)
     assert torch.equal(source.get_state(), before)
@@ -160,7 +162,7 @@ def test_what_is_off_draws_nothing_and_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["pad", "flip", "cutout"])
 def test_each_works_by_itself(name: str) -> None:
     config = AugmentConfig(**{name: True if name == "flip" else 2})
-    images, choices = pictures(8, 3, 6, 5), draw_choices(config, (8,), generator())
+    images, choices = pictures(8, 3, 6, 5), draw_augment_params(config, (8,), generator())
 
     assert sum(part is not None for part in choices) == 1
     varied = augment(images, choices, config)
@@ -172,7 +174,7 @@ def test_each_works_by_itself(name: str) -> None:
 def test_the_type_is_kept_and_every_pixel_exact(dtype: torch.dtype) -> None:
     images = torch.randint(1, 256, (6, 3, 5, 4), generator=generator()).to(dtype)
     images = images / 3 if dtype.is_floating_point else images
-    choices = draw_choices(ALL, (6,), generator(1))
+    choices = draw_augment_params(ALL, (6,), generator(1))
 
     varied = augment(images, choices, ALL)
 
@@ -185,7 +187,7 @@ def test_the_type_is_kept_and_every_pixel_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("config", [ALL, AugmentConfig(flip=True), AugmentConfig(cutout=1)], ids=str)
 def test_the_memory_format_is_kept(channels: int, memory: torch.memory_format, config: AugmentConfig) -> None:
     images = pictures(4, channels, 6, 5).clone(memory_format=memory)
-    choices = draw_choices(config, (4,), generator())
+    choices = draw_augment_params(config, (4,), generator())
 
     varied = augment(images, choices, config)
 
@@ -196,7 +198,7 @@ def test_the_memory_format_is_kept(channels: int, memory: torch.memory_format, c
 
 def test_images_that_lie_apart_in_memory_are_varied_alike() -> None:
     images = pictures(8, 3, 6, 10)[::2, ..., ::2]
-    choices = draw_choices(ALL, (4,), generator())
+    choices = draw_augment_params(ALL, (4,), generator())
 
     assert torch.equal(augment(images, choices, ALL), augment(images.contiguous(), choices, ALL))
 
@@ -206,7 +208,7 @@ def test_images_that_lie_apart_in_memory_are_varied_alike() -> None:
 def test_a_gpu_varies_images_as_the_cpu_does() -> None:
     cuda = torch.device("cuda")
     images = pictures(64, 3, 9, 7)
-    choices = draw_choices(ALL, (64,), torch.Generator(cuda).manual_seed(0))
+    choices = draw_augment_params(ALL, (64,), torch.Generator(cuda).manual_seed(0))
 
     varied = augment(images.to(cuda), choices, ALL)
 

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from esper_lightning.envs import Action, HostPool, StepResult
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.tasks import Measures, Task
 from tests.decisions import WAIT, act
 from tests.runs import CONFIGS, cli
@@ -20,7 +20,7 @@ HOSTS = 2
 
 
 @pytest.fixture
-def learned_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def minibatch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the sizes of all minibatches in the last tick, whether hosts train one by one or stacked."""
     samples: list[int] = []
     measure, step = Task.measure, HostPool.step
@@ -39,25 +39,25 @@ def learned_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return samples
 
 
-def minibatches(executor: str, size: int, number: int) -> list[int]:
+def expected_sizes(executor: str, size: int, number: int) -> list[int]:
     """Return the sizes of `number` minibatches of `size` samples for each host, in the form an executor uses."""
     return [HOSTS * size] * number if executor == "fused" else [size] * (HOSTS * number)
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
-def test_the_configured_batch_size_runs(make_pool: MakePool, learned_from: list[int], executor: str) -> None:
+def test_the_configured_batch_size_runs(make_pool: MakePool, minibatch_sizes: list[int], executor: str) -> None:
     """F17: every executor trains hosts on digits with the configured number and size of minibatches."""
     pool = make_pool(HOSTS, training=HostTraining(batch_size=7, batches=3), executor=executor)
     pool.step(act(WAIT, WAIT))
 
-    assert learned_from == minibatches(executor, size=7, number=3)
+    assert minibatch_sizes == expected_sizes(executor, size=7, number=3)
 
 
 @pytest.mark.parametrize(
     ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("loop", 60), ("fused", 128)})
 )
 def test_the_configured_batch_size_runs_on_cifar10(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned_from: list[int], executor: str, size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch_sizes: list[int], executor: str, size: int
 ) -> None:
     """F17: configs/cifar10.yaml trains with minibatches of its 128 samples, or of the given number."""
     write_cifar10(tmp_path, monkeypatch, each=30)
@@ -71,4 +71,4 @@ def test_the_configured_batch_size_runs_on_cifar10(
     )
 
     assert built.datamodule.env.training.batch_size == size
-    assert learned_from == minibatches(executor, size, number=140 // size)
+    assert minibatch_sizes == expected_sizes(executor, size, number=140 // size)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_lightning.data import HostPoolData
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.tasks import Digits, TaskData
 from tests.runs import tiny_host
 
 CPU = torch.device("cpu")
 
 
-def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+def share_memory(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     """Return True if the tensors share their memory."""
     return all(a is b and a.data_ptr() == b.data_ptr() for a, b in zip(ours, theirs, strict=True))
 
@@ -36,7 +36,7 @@ def test_one_data_set_serves_every_pool_and_goes_with_it(monkeypatch: pytest.Mon
 
     assert len(loads) == 1
     for ours, theirs in zip(data.pool.data[:3], other.data[:3], strict=True):
-        assert same(ours, theirs)
+        assert share_memory(ours, theirs)
     kept = weakref.ref(data.pool.data.train.inputs)
     del data, other, ours, theirs
     gc.collect()

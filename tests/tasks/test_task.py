@@ -97,7 +97,7 @@ def test_a_target_beyond_the_classes_is_refused() -> None:
 def test_data_move_to_a_device_as_a_whole() -> None:
     split = Split(torch.zeros(4, 2, 3), torch.zeros(4, dtype=torch.int64))
     data = TaskData(split, split, split, classes=2)
-    moved = data.spread([torch.device("meta")])
+    moved = data.copy_to([torch.device("meta")])
     assert data.input_shape == moved.input_shape == (2, 3)
     assert {tensor.device.type for part in moved[:3] for tensor in part} == {"meta"}
     assert (moved.classes, moved.train.samples) == (2, 4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper_lightning.tasks import Digits, Split, TaskData, Variant, vary
+from esper_lightning.tasks import Digits, Split, TaskData, Variant, make_variants
 from esper_lightning.tasks.variants import TRANSFORMS
 
 
@@ -71,12 +71,12 @@ def test_what_each_transform_does(digits: TaskData) -> None:
 
 def test_variants_lie_one_behind_the_other(digits: TaskData) -> None:
     variants = [Variant(), Variant(transform="inverted"), Variant(classes=2)]
-    data = vary(digits, variants)
+    data = make_variants(digits, variants)
     assert data.train.variants == 3 and data.train.samples == digits.train.samples
     for i, variant in enumerate(variants):
-        for ours, theirs in zip(data.validation.of(i), variant.apply(digits).validation, strict=True):
+        for ours, theirs in zip(data.validation.variant(i), variant.apply(digits).validation, strict=True):
             assert torch.equal(ours, theirs)
-    moved = data.spread([torch.device("cpu"), torch.device("meta")])
+    moved = data.copy_to([torch.device("cpu"), torch.device("meta")])
     assert moved.train.variants == 3 and moved.train.to(torch.device("meta")).variants == 3
 
 
@@ -90,5 +90,5 @@ def test_what_a_task_does_not_have_is_refused() -> None:
         (Variant(samples=9), "the task has 8 training samples"),
     ):
         with pytest.raises(ValueError, match=said):
-            vary(text, [variant])
-    assert vary(text, [Variant(label_noise=0.5)]).train.targets.shape == (8, 5)
+            make_variants(text, [variant])
+    assert make_variants(text, [Variant(label_noise=0.5)]).train.targets.shape == (8, 5)

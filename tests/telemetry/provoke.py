@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from callbacks import telemetry
 from esper_lightning.blueprints import registry
-from esper_lightning.cli import EsperCLI
+from esper_lightning.cli.main import EsperCLI
 from tests.runs import CONFIGS, cli, only_run
 
 SMALL = (
@@ -20,7 +20,7 @@ SMALL = (
 """Settings of a small run: eight hosts, eight ticks of four minibatches; half a second per rollout."""
 
 
-class Found:
+class RunReport:
     """Anomalies that a run reported: printed lines, and levels by name."""
 
     def __init__(self, cli: EsperCLI, root: Path, lines: list[str]) -> None:
@@ -42,26 +42,26 @@ class Found:
         return next(line for line in self.lines if line.startswith(f"anomaly {name}: "))
 
 
-Run = Callable[..., Found]
+Run = Callable[..., RunReport]
 
 
 @contextmanager
-def listening(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def collect_printed_lines(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Collect the lines that telemetry prints."""
     lines: list[str] = []
     with patch.context() as inner:
-        inner.setattr(telemetry, "say", lines.append)
+        inner.setattr(telemetry, "print_status", lines.append)
         yield lines
 
 
-def run(root: Path, patch: pytest.MonkeyPatch, *args: str) -> Found:
+def run(root: Path, patch: pytest.MonkeyPatch, *args: str) -> RunReport:
     """Run a small training with its folder below `root`."""
-    with listening(patch) as lines:
+    with collect_printed_lines(patch) as lines:
         built = cli(*SMALL, "--trainer.default_root_dir", str(root), *args)
-    return Found(built, root, lines)
+    return RunReport(built, root, lines)
 
 
-class Stillborn(nn.Module):
+class GradientlessSeed(nn.Module):
     """x + relu(norm(conv(x))) with all parameters zero: an identity whose ReLU never passes a gradient back."""
 
     def __init__(self, channels: int) -> None:
@@ -86,7 +86,7 @@ def dead_blueprints(patch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
             register = registry.register(
                 name, {"image"}, parameters=lambda c: c * c + 3 * c, flops=lambda c, n: 2 * n * c * c
             )
-            register(Stillborn)
+            register(GradientlessSeed)
         yield
 
 
@@ -94,5 +94,5 @@ def dead_blueprints(patch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
 def open_gate(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every seed pass gate G0, as if its trial batch had happened to give it a gradient."""
     with patch.context() as inner:
-        inner.setattr("esper_lightning.growth.probe._reasons", lambda slot, trial: [])
+        inner.setattr("esper_lightning.growth.probe._reasons_against", lambda slot, trial: [])
         yield

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_lightning.telemetry.anomalies import AnomalyDetector, Watch, looked_at, step
-from esper_lightning.telemetry.rules import RULES, AnomalyConfig, Bounds, Limits, Rule, while_it_matters
+from esper_lightning.telemetry.anomalies import AnomalyDetector, AnomalyState, next_state, rule_inputs
+from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Bounds, Limits, Rule, decaying_limits
 from tests.runs import ROOT, load
 
 PAGE = (ROOT / "docs" / "reference" / "anomalies.md").read_text()
@@ -24,9 +24,9 @@ TWICE = Bounds(warning=1.0, critical=2.0, updates=2, clear=3)
 
 def levels(values: list[float], rule: Rule = ABOVE, bounds: Bounds = TWICE) -> list[int]:
     """Return the level after each of these values."""
-    watch, found = Watch(), []
+    watch, found = AnomalyState(), []
     for value in values:
-        watch = step(watch, rule, value, Limits(bounds.warning, bounds.critical), bounds)
+        watch = next_state(watch, rule, value, Limits(bounds.warning, bounds.critical), bounds)
         found.append(watch.level)
     return found
 
@@ -125,7 +125,7 @@ def test_more_is_asked_of_the_critic_as_training_goes_on(progress: float, floor:
 def test_a_policy_may_make_up_its_mind_in_the_end() -> None:
     bounds = Bounds(warning=0.3, critical=0.1)
 
-    assert [while_it_matters(bounds, CONFIG, progress) for progress in (0.0, 0.5, 1.0)] == [
+    assert [decaying_limits(bounds, CONFIG, progress) for progress in (0.0, 0.5, 1.0)] == [
         (0.3, 0.1),
         (0.15, 0.05),
         (0.0, 0.0),
@@ -135,15 +135,15 @@ def test_a_policy_may_make_up_its_mind_in_the_end() -> None:
 def test_waiting_is_no_collapse_where_seeds_are_kept() -> None:
     busy, idle = ({"op.WAIT": 0.99, "fossils": kept} for kept in (2.0, 0.06))
 
-    assert looked_at(busy, CONFIG)["waiting"] == 0.0
-    assert looked_at(idle, CONFIG)["waiting"] == 0.99
+    assert rule_inputs(busy, CONFIG)["waiting"] == 0.0
+    assert rule_inputs(idle, CONFIG)["waiting"] == 0.99
 
 
 def test_the_ratio_of_a_frozen_policy_says_nothing_new() -> None:
     ratios = {"ratio_low": 0.9, "ratio_high": 1.2}
 
-    assert "ratio_spread" not in looked_at(ratios | {"weight_change": 0.0}, CONFIG)
-    assert looked_at(ratios | {"weight_change": 1e-3}, CONFIG)["ratio_spread"] == pytest.approx(0.2)
+    assert "ratio_spread" not in rule_inputs(ratios | {"weight_change": 0.0}, CONFIG)
+    assert rule_inputs(ratios | {"weight_change": 1e-3}, CONFIG)["ratio_spread"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("norm", "raised"), [(2.5, "grad_norm_high"), (0.3, "grad_norm_low"), (1.4, None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esper_lightning.telemetry.events import (
-    KINDS,
+    EVENT_CLASSES,
     SCHEMA,
     AnomalyChanged,
     Event,
@@ -27,7 +27,7 @@ BORN = SeedChanged(3, 1, "block1", "norm", "DORMANT", "GERMINATED", "germinate",
 PAGE = (ROOT / "docs" / "reference" / "events.md").read_text()
 
 
-def written(path: Path, *events: Event) -> EventLog:
+def write_events(path: Path, *events: Event) -> EventLog:
     log = EventLog(path)
     log.write(events)
     return log
@@ -35,7 +35,7 @@ def written(path: Path, *events: Event) -> EventLog:
 
 def test_what_is_written_is_there_at_once_and_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    log = written(path, START, BORN)
+    log = write_events(path, START, BORN)
 
     assert list(read_events(path)) == [START, BORN], "nobody has closed the file"
     log.write([BORN._replace(tick=4)])
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_null() -> None:
 
 def test_the_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    written(path, START, BORN)
+    write_events(path, START, BORN)
     path.write_bytes(path.read_bytes()[:-5])
 
     assert list(read_events(path)) == [START]
@@ -63,18 +63,18 @@ def test_the_line_that_a_crash_has_cut_is_left_out(tmp_path: Path) -> None:
 
 def test_going_on_forgets_what_came_later_and_the_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    log = written(path, START, BORN, BORN._replace(tick=4), BORN._replace(tick=5))
+    log = write_events(path, START, BORN, BORN._replace(tick=4), BORN._replace(tick=5))
     log.close()
     path.write_bytes(path.read_bytes()[:-5])
 
-    log.go_on(3)
+    log.discard_after(3)
     log.write([BORN._replace(tick=4, host=0)])
 
     assert list(read_events(path)) == [START, BORN, BORN._replace(tick=4, host=0)]
 
 
 def test_going_on_where_nothing_was_written_makes_no_file(tmp_path: Path) -> None:
-    EventLog(tmp_path / "events.jsonl").go_on(3)
+    EventLog(tmp_path / "events.jsonl").discard_after(3)
 
     assert not list(tmp_path.iterdir())
 
@@ -98,7 +98,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str, message: st
     assert f"{path}, line 2" in str(raised.value)
 
 
-def told(root: Path) -> list[Event]:
+def comparable_events(root: Path) -> list[Event]:
     """Return the events of a run without the seconds that writing checkpoints took, which differ between equal runs."""
     events = read_events(only_run(root).folder / "events.jsonl")
     return [event._replace(seconds=0.0) if hasattr(event, "seconds") else event for event in events]
@@ -108,12 +108,12 @@ def told(root: Path) -> list[Event]:
 def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
     """Resume from the checkpoint of any tick with the whole run's file in place, as after `kill -9`."""
     fit(tmp_path, *with_callback(SaveEveryTick))
-    whole = told(tmp_path)
+    whole = comparable_events(tmp_path)
     checkpoint = only_run(tmp_path).checkpoints / f"tick{tick}.ckpt"
 
     fit(tmp_path, *with_callback(SaveEveryTick), "--ckpt_path", str(checkpoint))
 
-    resumed = told(tmp_path)
+    resumed = comparable_events(tmp_path)
     starts = [event for event in resumed if isinstance(event, Started)]
     assert [start.tick for start in starts] == [0, tick]
     resumed.remove(starts[1])
@@ -123,14 +123,14 @@ def test_a_resumed_run_tells_everything_once(tmp_path: Path, tick: int) -> None:
 def test_ticks_never_go_back(tmp_path: Path) -> None:
     fit(tmp_path)
 
-    ticks = [event.tick for event in told(tmp_path)]
+    ticks = [event.tick for event in comparable_events(tmp_path)]
     assert ticks == sorted(ticks) and ticks[-1] == 15
 
 
 def test_the_page_describes_every_event_and_every_field() -> None:
     described = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
-    assert list(described) == list(KINDS)
-    for name, kind in KINDS.items():
+    assert list(described) == list(EVENT_CLASSES)
+    for name, kind in EVENT_CLASSES.items():
         assert re.findall(r"^- `(\w+)`", described[name], re.MULTILINE) == [f for f in kind._fields if f != "tick"]
     assert f"schema {SCHEMA}" in PAGE

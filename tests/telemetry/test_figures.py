@@ -6,16 +6,16 @@ from matplotlib.colors import to_rgb
 
 from esper_lightning.envs import Op
 from esper_lightning.growth.stages import Stage
+from esper_lightning.telemetry.episode_trace import EpisodeTrace
 from esper_lightning.telemetry.figures import (
     OP_COLOURS,
-    ROWS,
+    PIXEL_ROWS_PER_HOST,
     STAGE_COLOURS,
-    filled,
     growth_timeline,
     op_map,
-    shares_of_ops,
+    op_shares,
+    stage_image,
 )
-from esper_lightning.telemetry.trace import EpisodeTrace
 
 
 def test_ops_have_their_colours_in_the_order_of_their_numbers() -> None:
@@ -23,13 +23,13 @@ def test_ops_have_their_colours_in_the_order_of_their_numbers() -> None:
     assert list(STAGE_COLOURS) == list(Stage)
 
 
-@pytest.mark.parametrize(("alpha", "full"), [(0.0, 0), (0.3, 3), (0.5, 5), (1.0, ROWS)])
+@pytest.mark.parametrize(("alpha", "full"), [(0.0, 0), (0.3, 3), (0.5, 5), (1.0, PIXEL_ROWS_PER_HOST)])
 def test_a_cell_is_filled_up_to_alpha(alpha: float, full: int) -> None:
-    pixels = filled(np.array([[int(Stage.BLENDING)]]), np.array([[alpha]]))[:, 0]
+    pixels = stage_image(np.array([[int(Stage.BLENDING)]]), np.array([[alpha]]))[:, 0]
     strong = np.isclose(pixels, to_rgb(STAGE_COLOURS[Stage.BLENDING])).all(1)
 
     assert strong.sum() == full
-    assert strong[ROWS - full :].all(), "from below"
+    assert strong[PIXEL_ROWS_PER_HOST - full :].all(), "from below"
 
 
 def test_rollbacks_are_marked_where_they_happened() -> None:
@@ -45,7 +45,7 @@ def test_rollbacks_are_marked_where_they_happened() -> None:
 def test_shares_of_ops_add_up_in_every_tick() -> None:
     op = np.random.default_rng(0).integers(0, len(Op), (5, 3))
 
-    shares = shares_of_ops(op)
+    shares = op_shares(op)
 
     assert np.allclose(shares.sum(0), 1.0)
     assert np.allclose(shares[Op.CULL], [(row == Op.CULL).sum() / 3 for row in op])

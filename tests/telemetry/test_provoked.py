@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_lightning.rollout import RolloutLoop
+from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import RecurrentState
 from tests.runs import CONFIGS, cli
-from tests.telemetry.provoke import SMALL, Found, dead_blueprints, listening, open_gate, run
+from tests.telemetry.provoke import SMALL, RunReport, collect_printed_lines, dead_blueprints, open_gate, run
 from tests.tiers import rest_is_slow
 
 DEAD = ("dead_a", "dead_b", "dead_c", "dead_d")
@@ -115,14 +115,14 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saturate the op head of the policy, so that it always waits."""
-    begin = RolloutLoop.begin_rollout
+    begin = RolloutCollector.reset
 
-    def saturated(loop: RolloutLoop) -> None:
+    def saturated(loop: RolloutCollector) -> None:
         with torch.no_grad():
             loop.policy.heads.tables["op"].output.bias[0] = 20.0
         begin(loop)
 
-    monkeypatch.setattr(RolloutLoop, "begin_rollout", saturated)
+    monkeypatch.setattr(RolloutCollector, "reset", saturated)
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=4")
 
     assert found.levels["waiting"] == [0, 0, 2, 2]
@@ -134,15 +134,15 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
 def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tick = RolloutLoop.tick
+    tick = RolloutCollector.step
 
-    def stale(loop: RolloutLoop) -> object:
+    def stale(loop: RolloutCollector) -> object:
         before = RecurrentState(*(part.clone() for part in loop.state))
         step = tick(loop)
         loop.state = before
         return step
 
-    monkeypatch.setattr(RolloutLoop, "tick", stale)
+    monkeypatch.setattr(RolloutCollector, "step", stale)
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2")
 
     assert found.levels["stale_state"] == [2, 2]
@@ -170,12 +170,12 @@ def test_healthy_runs_of_full_length_raise_nothing_critical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """configs/digits.yaml without the closing comparison; about a minute each."""
-    with listening(monkeypatch) as lines:
+    with collect_printed_lines(monkeypatch) as lines:
         built = cli(
             *("--config", str(CONFIGS / "digits.yaml"), "--evaluation.hosts=0", f"--seed_everything={seed}"),
             *("--trainer.enable_progress_bar=false", "--trainer.default_root_dir", str(tmp_path)),
         )
-    found = Found(built, tmp_path, lines)
+    found = RunReport(built, tmp_path, lines)
 
     print(f"seed {seed}:", *(lines or ["nothing"]), sep="\n  ")
     assert not found.at_least(2)
@@ -184,7 +184,7 @@ def test_healthy_runs_of_full_length_raise_nothing_critical(
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = ("--model.ppo.lr={start: 0.0, end: 0.0}", "--telemetry.anomalies.frozen_policy.updates=3")
-    with listening(monkeypatch):
+    with collect_printed_lines(monkeypatch):
         cli(*SMALL, *frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=2")
     (latest,) = tmp_path.rglob("latest.ckpt")
 

@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.execution.host_epoch import HostEpoch, nan_training_row
 from esper_lightning.envs.execution.loop import LoopExecutor, stack_rows
-from esper_lightning.envs.execution.step import HostEpoch, nothing_learned
-from esper_lightning.envs.execution.timing import PhaseClock
-from esper_lightning.envs.failure import alone
+from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Split, Task
 
 
@@ -21,8 +21,8 @@ def other_devices(executor: str, device: torch.device) -> list[torch.device]:
     gpus = torch.cuda.device_count() if executor == "streams" else 0
     if gpus < 2:
         return []
-    here = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.device(device.type, i) for i in range(gpus) if i != here]
+    own_index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.device(device.type, i) for i in range(gpus) if i != own_index]
 
 
 class StreamsExecutor(LoopExecutor):
@@ -39,52 +39,54 @@ class StreamsExecutor(LoopExecutor):
         super().__init__(task, training)
         self._streams: WeakKeyDictionary[HostEnv, torch.cuda.Stream] = WeakKeyDictionary()
 
-    def tick(
+    def train_and_validate(
         self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
         """Train and validate every environment; one host is validated while others still train."""
-        measured: list[Tensor] = []
-        with clock.measure("train", [env.laps for env in envs]):
-            trained = self._train_all(envs, train, lambda env: measured.append(self._validate(env, validation)))
-            return self._bring_home(envs, trained), self._bring_home(envs, measured)
+        validated: list[Tensor] = []
+        with clock.measure("train", [env.timer for env in envs]):
+            trained = self._train_all(envs, train, lambda env: validated.append(self._validate(env, validation)))
+            return self._gather_rows(envs, trained), self._gather_rows(envs, validated)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        return self._bring_home(envs, self._train_all(envs, data, lambda env: None))
+        return self._gather_rows(envs, self._train_all(envs, data, lambda env: None))
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         rows = []
-        with self._apart(envs):
+        with self._ordered_streams(envs):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)):
                     rows.append(self._validate(env, data))
-        return self._bring_home(envs, rows)
+        return self._gather_rows(envs, rows)
 
-    def _train_all(self, envs: Sequence[HostEnv], data: Split, behind: Callable[[HostEnv], None]) -> list[Tensor]:
+    def _train_all(self, envs: Sequence[HostEnv], data: Split, after_epoch: Callable[[HostEnv], None]) -> list[Tensor]:
         """Return one row per environment, each still in its own stream; `after_epoch` is queued behind each epoch."""
         epochs: dict[HostEnv, HostEpoch] = {}
-        with self._apart(envs):
+        with self._ordered_streams(envs):
             for env in envs:
-                with torch.cuda.stream(self._stream(env)), alone(env):
+                with torch.cuda.stream(self._stream(env)), isolate_oom(env):
                     epochs[env] = HostEpoch(env, self.task, data.to(env.device))
-            last = envs[0].training.steps(data.samples) - 1  # the same for all: data and settings are shared
-            for i in range(last):
+            last_batch = (
+                envs[0].training.steps_per_epoch(data.samples) - 1
+            )  # the same for all: data and settings are shared
+            for i in range(last_batch):
                 for env, epoch in epochs.items():
                     # One context from fetching the batch to summing its loss. The backward pass runs on the stream of
                     # the forward pass. So do the nodes that accumulate gradients: each forward pass creates new ones on
                     # its own stream, whatever stream created the parameters.
-                    with torch.cuda.stream(self._stream(env)), alone(env):
+                    with torch.cuda.stream(self._stream(env)), isolate_oom(env):
                         if env.failure is None:
                             epoch.step(i)
             results = []
             for env in envs:
                 with torch.cuda.stream(self._stream(env)):
-                    result = nothing_learned(env)
-                    with alone(env):
+                    result = nan_training_row(env)
+                    with isolate_oom(env):
                         if env.failure is None:
-                            epochs[env].step(last)
+                            epochs[env].step(last_batch)
                             result = epochs[env].result()
                     results.append(result)
-                    behind(env)
+                    after_epoch(env)
         return results
 
     @torch.inference_mode()
@@ -98,22 +100,22 @@ class StreamsExecutor(LoopExecutor):
         return self._streams[env]
 
     @contextmanager
-    def _apart(self, envs: Sequence[HostEnv]) -> Iterator[None]:
+    def _ordered_streams(self, envs: Sequence[HostEnv]) -> Iterator[None]:
         """Order the environments' streams: after all work already in the current streams, before all later work."""
         devices = dict.fromkeys(env.device for env in envs)
-        before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         for env in envs:
-            self._stream(env).wait_event(before[env.device])
+            self._stream(env).wait_event(ready[env.device])
         try:
             yield
         finally:  # after an error too, so that an error handler finds the streams ordered
             for env in envs:
-                done = self._stream(env).record_event()
+                finished = self._stream(env).record_event()
                 # All results are stacked on the first environment's device.
                 for device in dict.fromkeys((env.device, envs[0].device)):
-                    torch.cuda.current_stream(device).wait_event(done)
+                    torch.cuda.current_stream(device).wait_event(finished)
 
-    def _bring_home(self, envs: Sequence[HostEnv], rows: Sequence[Tensor]) -> Tensor:
+    def _gather_rows(self, envs: Sequence[HostEnv], rows: Sequence[Tensor]) -> Tensor:
         """Stack rows from the environments' streams into one tensor of the current stream."""
         for env, row in zip(envs, rows, strict=True):
             row.record_stream(torch.cuda.current_stream(env.device))

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
+from esper_lightning.envs.execution.loop import LoopExecutor, onednn_convolutions
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.tasks import Split, Task
 
 
@@ -21,26 +21,26 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Costs:
+class CostEstimator:
     """Estimated processor seconds per environment for one kind of work: training or validation."""
 
     def __init__(self) -> None:
-        self._seconds_per_part: WeakKeyDictionary[HostEnv, float] = WeakKeyDictionary()
+        self._seconds_per_module: WeakKeyDictionary[HostEnv, float] = WeakKeyDictionary()
 
-    def expected(self, env: HostEnv) -> float:
+    def estimate(self, env: HostEnv) -> float:
         """Return the expected cost: the last one, scaled by the number of modules (the host and each of its seeds)."""
-        return _parts(env) * self._seconds_per_part.get(env, 1.0)
+        return _module_count(env) * self._seconds_per_module.get(env, 1.0)
 
     def record(self, env: HostEnv, seconds: float) -> None:
         """Store the measured cost of one environment."""
-        self._seconds_per_part[env] = seconds / _parts(env)
+        self._seconds_per_module[env] = seconds / _module_count(env)
 
 
-def _parts(env: HostEnv) -> int:
+def _module_count(env: HostEnv) -> int:
     return 1 + sum(slot.occupied for slot in env.slots)
 
 
-def _begin_worker() -> None:
+def _init_worker() -> None:
     # One thread per operator: operators on tiny hosts are too small to split, and other hosts use the other cores.
     torch.set_num_threads(1)
     # Fixes the number for this thread: until its first query a thread takes the number set last in any thread.
@@ -59,33 +59,35 @@ class ThreadsExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.workers = ThreadPoolExecutor(usable_cores(), "host", _begin_worker)
-        self.training_costs = Costs()
-        self.validation_costs = Costs()
+        self.workers = ThreadPoolExecutor(usable_cores(), "host", _init_worker)
+        self.training_costs = CostEstimator()
+        self.validation_costs = CostEstimator()
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        return self._deal_out(lambda env: self._train(env, data), envs, self.training_costs)
+        return self._run_in_workers(lambda env: self._train(env, data), envs, self.training_costs)
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         def work(env: HostEnv) -> Tensor:
             with torch.inference_mode():  # local to a thread
                 return self._measure(env, data, env.variants())
 
-        return self._deal_out(work, envs, self.validation_costs)
+        return self._run_in_workers(work, envs, self.validation_costs)
 
-    def _deal_out(self, work: Callable[[HostEnv], Tensor], envs: Sequence[HostEnv], costs: Costs) -> Tensor:
+    def _run_in_workers(
+        self, work: Callable[[HostEnv], Tensor], envs: Sequence[HostEnv], costs: CostEstimator
+    ) -> Tensor:
         """Run `work` on all environments in the worker threads. Returns its rows in the order of `envs`."""
 
-        def timed(i: int) -> tuple[Tensor, float]:
+        def timed_work(i: int) -> tuple[Tensor, float]:
             begin = time.thread_time()  # excludes the time spent waiting for other workers
             return work(envs[i]), time.thread_time() - begin
 
-        order = sorted(range(len(envs)), key=lambda i: costs.expected(envs[i]), reverse=True)
-        with ExitStack() as afterwards:
-            afterwards.enter_context(convolutions(self.training.onednn))
+        order = sorted(range(len(envs)), key=lambda i: costs.estimate(envs[i]), reverse=True)
+        with ExitStack() as cleanup:
+            cleanup.enter_context(onednn_convolutions(self.training.onednn))
             # Threads started elsewhere later must get as many threads per operator as without these workers.
-            afterwards.callback(torch.set_num_threads, torch.get_num_threads())
-            done = dict(zip(order, self.workers.map(timed, order), strict=True))
-        for i, (_, seconds) in done.items():
+            cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+            results = dict(zip(order, self.workers.map(timed_work, order), strict=True))
+        for i, (_, seconds) in results.items():
             costs.record(envs[i], seconds)
-        return torch.stack([done[i][0] for i in range(len(envs))])
+        return torch.stack([results[i][0] for i in range(len(envs))])

@@ -7,27 +7,29 @@ from rich.console import Console
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import LoopExecutor, ThreadsExecutor
-from esper_lightning.envs.execution.choice import Choice
+from esper_lightning.envs.execution.autotune import ExecutorChoice
 
 MakePool = Callable[..., HostPool]
 CPU = torch.device("cpu")
-LOOP, PLAIN_LOOP, THREADS, PLAIN_THREADS = (Choice(name, on) for name in ("loop", "threads") for on in (True, False))
+LOOP, PLAIN_LOOP, THREADS, PLAIN_THREADS = (
+    ExecutorChoice(name, on) for name in ("loop", "threads") for on in (True, False)
+)
 
 
-class Stopwatch:
+class FixedSpeeds:
     """Replaces `measure_speed`: returns given speeds and records the calls."""
 
     def __init__(self, **speeds: float) -> None:
         self.speeds = speeds
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __call__(self, executor: LoopExecutor, *_: object) -> float:
         name = {LoopExecutor: "loop", ThreadsExecutor: "threads"}[type(executor)]
-        self.asked.append(name if executor.training.onednn else f"plain_{name}")
-        return self.speeds.get(self.asked[-1], 1.0)
+        self.calls.append(name if executor.training.onednn else f"plain_{name}")
+        return self.speeds.get(self.calls[-1], 1.0)
 
 
-def said(pool: HostPool) -> str:
+def printed_report(pool: HostPool) -> str:
     """Return the printed report of a pool's selection."""
     console = Console(width=200)
     with console.capture() as captured:

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import RandomValid
 
 
 def episode(pool: HostPool, stages: set[Stage] | None = None) -> list[Tensor]:
     """Play an episode and return all its results and the final weights; add the reached stages to `stages`."""
-    wanderer = RandomValid(3)
-    seen = [pool.reset(range(pool.n_envs)).features.clone()]
+    random_policy = RandomValid(3)
+    results = [pool.reset(range(pool.n_envs)).features.clone()]
     for _ in range(pool.config.horizon):
-        step = pool.step(wanderer.act(pool))
-        seen += [part.clone() for part in (*step.observation, step.reward, *step.metrics)]
+        step = pool.step(random_policy.act(pool))
+        results += [part.clone() for part in (*step.observation, step.reward, *step.metrics)]
         if stages is not None:
-            stages |= {event.seed.after for event in step.events}
-    return seen + [weights for env in pool.envs for weights in env.network.state_dict().values()]
+            stages |= {event.seed_event.after for event in step.events}
+    return results + [weights for env in pool.envs for weights in env.network.state_dict().values()]
 
 
 def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Moment = dict["Stream", int]
+VectorClock = dict["Stream", int]
 """Number of pieces of work known to be done, by stream (a vector clock)."""
 
 
 class Stream:
     """A queue of work."""
 
-    made: int = 0
+    n_created: int = 0
 
     def __init__(self, device: torch.device) -> None:
-        Stream.made += 1
+        Stream.n_created += 1
         self.device = device
-        self.known: Moment = {self: 0}
+        self.clock: VectorClock = {self: 0}
         self.log: list[Any] = []
 
     def work(self) -> int:
         """Add one piece of work and return its number."""
-        self.known[self] += 1
-        return self.known[self]
+        self.clock[self] += 1
+        return self.clock[self]
 
     def record_event(self) -> Event:
         event = Event()
@@ -39,8 +39,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.log.append(event)
-        for stream, done in event.passed.items():
-            self.known[stream] = max(self.known.get(stream, 0), done)
+        for stream, done in event.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), done)
 
 
 class Event:
@@ -51,14 +51,14 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
-        self.passed = dict(stream.known)
+        self.clock = dict(stream.clock)
 
 
 class FakeCuda:
     """Replacement of the streams and events of `torch.cuda`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        Stream.made = 0
+        Stream.n_created = 0
         self.default: dict[torch.device, Stream] = {}
         self.entered: list[Stream] = []
         self.recorded: list[Stream] = []  # by Tensor.record_stream
@@ -73,7 +73,7 @@ class FakeCuda:
             return self.entered[-1]
         if device not in self.default:
             self.default[device] = Stream(device)
-            Stream.made -= 1  # the default stream exists from the start
+            Stream.n_created -= 1  # the default stream exists from the start
         return self.default[device]
 
     @contextmanager
@@ -84,26 +84,26 @@ class FakeCuda:
         finally:
             self.entered.pop()
 
-    def working(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> Stream:
         """Return the stream of the next operation on a device."""
         return self.entered[-1] if self.entered else self.current(device)
 
 
-class Block:
+class MemoryBlock:
     """Memory of one tensor, and its uses."""
 
     def __init__(self, storage: torch.UntypedStorage, maker: Stream) -> None:
         self.weak = StorageWeakRef(storage)
-        self.maker = maker
+        self.allocating_stream = maker
         self.written: tuple[Stream, int] | None = None  # last write
         self.used: dict[Stream, int] = {}  # last use by each stream
 
-    def earlier(self, changed: bool) -> list[tuple[Stream, int]]:
+    def preceding_uses(self, changed: bool) -> list[tuple[Stream, int]]:
         """Return the uses that must precede a change of the memory, or a read of it."""
         return list(self.used.items()) if changed else [self.written] if self.written else []
 
 
-class Races(TorchDispatchMode):
+class RaceDetector(TorchDispatchMode):
     """Finds unordered operations on the same memory, backward passes included, and memory reused too early.
 
     Memory is reused too early if torch gives it back to its stream while another stream still uses it.
@@ -112,14 +112,14 @@ class Races(TorchDispatchMode):
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
         super().__init__()
         self.cuda, self.device = cuda, device
-        self.blocks: dict[int, Block] = {}  # by address
-        self.shared: dict[Stream, set[Block]] = {}  # by allocating stream: blocks that other streams use too
+        self.blocks: dict[int, MemoryBlock] = {}  # by address
+        self.shared: dict[Stream, set[MemoryBlock]] = {}  # by allocating stream: blocks that other streams use too
         self.operations = 0
-        self.found: set[str] = set()
+        self.races: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stream = self.cuda.working(self.device)
+        stream = self.cuda.current_stream(self.device)
         now = stream.work()
         self.operations += 1
         given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
@@ -141,11 +141,11 @@ class Races(TorchDispatchMode):
         block = self.blocks.get(storage.data_ptr())
         if block is None or block.weak.expired():
             self._check_freed(stream)
-            block = self.blocks[storage.data_ptr()] = Block(storage, stream)
-        if stream is not block.maker:
-            self.shared.setdefault(block.maker, set()).add(block)
-        if any(stream.known.get(other, 0) < then for other, then in block.earlier(changed)):
-            self.found.add(what)
+            block = self.blocks[storage.data_ptr()] = MemoryBlock(storage, stream)
+        if stream is not block.allocating_stream:
+            self.shared.setdefault(block.allocating_stream, set()).add(block)
+        if any(stream.clock.get(other, 0) < then for other, then in block.preceding_uses(changed)):
+            self.races.add(what)
         if changed:
             block.written, block.used = (stream, now), {}
         block.used[stream] = now
@@ -154,8 +154,8 @@ class Races(TorchDispatchMode):
         for block in list(self.shared.get(stream, ())):
             if block.weak.expired():
                 self.shared[stream].remove(block)
-                if any(stream.known.get(other, 0) < then for other, then in block.used.items()):
-                    self.found.add("memory")
+                if any(stream.clock.get(other, 0) < then for other, then in block.used.items()):
+                    self.races.add("memory")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -20,16 +20,17 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import callbacks
 import esper_lightning
-from esper_lightning.envs import ActionConfig, HostPool, compiling
-from esper_lightning.envs.compiling import compile_parts, parts
-from esper_lightning.envs.execution.choice import candidates
-from esper_lightning.envs.training import CompileConfig, HostTraining
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs.execution import compile as compiling
+from esper_lightning.envs.execution.autotune import available_choices
+from esper_lightning.envs.execution.compile import compilable_parts, compile_parts
+from esper_lightning.envs.host_training import CompileConfig, HostTraining
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, fossilize, germinate
-from tests.growth.grown import CPU, grow, seeded, slot_named, small_cnn, stir
+from tests.growth.grown import CPU, add_noise, generator_of, grow, slot_named, small_cnn
 from tests.runs import differences, fit, only_run
 from tests.tiers import rest_is_slow
 
@@ -49,7 +50,7 @@ def training_with(compile: CompileConfig | None, **settings: Any) -> HostTrainin
     return HostTraining(batches=2, compile=compile, **settings)
 
 
-class Counting:
+class CountingCompiler:
     """Compiler that runs graphs unchanged and counts its calls."""
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class Counting:
 
 def names_of_parts(network: nn.Module) -> list[str]:
     names = {module: name for name, module in network.named_modules()}
-    return [names[part] for part in parts(network)]
+    return [names[part] for part in compilable_parts(network)]
 
 
 def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -103,7 +104,7 @@ def test_a_slot_behind_a_module_is_no_part_of_it() -> None:
     for each in (plain, network):
         grow(slot_named(each, "0"), Stage.BLENDING, "lora")
 
-    x = torch.randn(4, 5, generator=seeded())
+    x = torch.randn(4, 5, generator=generator_of())
     torch.testing.assert_close(network(x), plain(x))
     slot_named(network, "0").empty()
     assert not torch.allclose(network(x), plain(x)), "what grows is seen"
@@ -117,7 +118,7 @@ def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision:
     assert list(compiled.envs[0].network.state_dict()) == list(plain.envs[0].network.state_dict())
     for ours, theirs in zip(grown_episode(compiled), grown_episode(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    assert all("forward" in vars(part) for env in compiled.envs for part in parts(env.network))
+    assert all("forward" in vars(part) for env in compiled.envs for part in compilable_parts(env.network))
 
 
 @pytest.mark.slow
@@ -137,9 +138,9 @@ def test_so_it_does_with_a_real_compiler(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("n_envs", rest_is_slow([1, 64], {1}))
 def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_envs: int) -> None:
-    count = Counting()
+    count = CountingCompiler()
     pool = make_pool(n_envs, horizon=3, training=training_with(CompileConfig(backend=count)))
-    number = len(parts(pool.envs[0].network))
+    number = len(compilable_parts(pool.envs[0].network))
     assert count.compiled == 2 * number  # for training and for validation
     wanderer = RandomValid(1)
     for _ in range(pool.config.horizon):
@@ -152,7 +153,7 @@ def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_en
 
 
 def test_parts_that_differ_do_not_use_up_each_others_share_of_compilations() -> None:
-    count = Counting()
+    count = CountingCompiler()
     network = nn.ModuleList(
         nn.Linear(width, width) for width in range(2, 22)
     )  # torch stops compiling a function after 8 times
@@ -165,7 +166,7 @@ def test_parts_that_differ_do_not_use_up_each_others_share_of_compilations() -> 
 
 def test_beyond_torchs_limit_there_is_an_error_and_not_silence() -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    compile_parts(layer, CompileConfig(backend=Counting(), dynamic=False))
+    compile_parts(layer, CompileConfig(backend=CountingCompiler(), dynamic=False))
 
     with pytest.raises(FailOnRecompileLimitHit):
         for samples in range(2, 12):
@@ -196,9 +197,9 @@ def test_a_run_goes_on_compiled_or_not(make_pool: MakePool) -> None:
 def test_a_copy_computes_with_its_own_weights(make_pool: MakePool) -> None:
     copy = deepcopy(make_pool(1, training=training_with(TRACED)).envs[0].network).eval()
     plain = make_pool(1).envs[0].network.eval()
-    stir(copy)
+    add_noise(copy)
     plain.load_state_dict(copy.state_dict())
-    images = torch.rand(4, 1, 8, 8, generator=seeded())
+    images = torch.rand(4, 1, 8, 8, generator=generator_of())
 
     with torch.inference_mode():
         torch.testing.assert_close(copy(images), plain(images))
@@ -217,7 +218,7 @@ def test_a_pool_that_is_gone_leaves_no_host_behind(make_pool: MakePool) -> None:
 
 @pytest.mark.parametrize("checkpointed", rest_is_slow([False, True], {True}))
 def test_what_is_computed_twice_can_be_compiled(checkpointed: bool) -> None:
-    tokens = torch.randint(12, (4, 8), generator=seeded())
+    tokens = torch.randint(12, (4, 8), generator=generator_of())
     results = []
     for compiled in (False, True):
         with torch.random.fork_rng():
@@ -250,7 +251,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(make_pool: MakePool) -> 
 def test_a_fallback_says_so_once_and_hosts_run_as_they_are(
     make_pool: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiling._say_once.cache_clear()
+    compiling._warn_once.cache_clear()
     training = training_with(CompileConfig(backend=broken, fallback=True))
     with caplog.at_level(logging.WARNING, logger=compiling.__name__):
         pools = [make_pool(2, training=training) for _ in range(2)]
@@ -266,7 +267,7 @@ def test_a_fallback_says_so_once_and_hosts_run_as_they_are(
 def test_executors_that_cannot_run_compiled_hosts_say_so(make_pool: MakePool, executor: str) -> None:
     with pytest.raises(ValueError, match=f"^executor '{executor}' cannot run compiled hosts; use env.executor loop"):
         make_pool(1, executor=executor, training=training_with(TRACED))
-    assert executor not in {choice.executor for choice in candidates(CPU, training_with(TRACED))}, "auto knows"
+    assert executor not in {choice.executor for choice in available_choices(CPU, training_with(TRACED))}, "auto knows"
 
 
 def test_all_of_it_can_be_set_from_the_command_line(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def is_compiled(value: object) -> bool:
 
 def compiled(pool: HostPool) -> list[bool]:
     """Return for every module of every host whether it is compiled."""
-    return ["forward" in vars(part) for env in pool.envs for part in parts(env.network)]
+    return ["forward" in vars(part) for env in pool.envs for part in compilable_parts(env.network)]
 
 
 def test_compiling_is_a_setting_of_a_run(make_pool: MakePool) -> None:

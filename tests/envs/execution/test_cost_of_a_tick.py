@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.growth import growing
-from esper_lightning.growth.gradients import gradient_stats
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth import growing_network
+from esper_lightning.growth.gradient_stats import gradient_stats
 from tests.decisions import WAIT, act, germinate
 
 MakePool = Callable[..., HostPool]
 
 
-class Questions(TorchFunctionMode):
+class AttributeAccesses(TorchFunctionMode):
     """Counts accesses to tensor attributes by name, by the project and by torch itself."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ def test_no_tensor_is_asked_what_kind_of_device_it_is_on(make_pool: MakePool, ex
     """S6: a tick asks no tensor what kind of device it is on: that was decided when the pool was made."""
     pool = make_pool(2, executor=executor)
     pool.step(act(germinate(0, 1), germinate(1, 1)))
-    with Questions() as questions:
+    with AttributeAccesses() as questions:
         pool.step(act(WAIT, WAIT))
 
     assert questions.asked["shape"] > 0, "questions are seen"
@@ -64,7 +64,7 @@ def test_gradient_statistics_are_tensors_asked_for_once_a_tick(
         taken.append(stats)
         return stats
 
-    monkeypatch.setattr(growing, "gradient_stats", watched)
+    monkeypatch.setattr(growing_network, "gradient_stats", watched)
     pool = make_pool(2, training=HostTraining(batches=5))
     pool.executor.train_epoch(pool.envs, pool.data.train)
 

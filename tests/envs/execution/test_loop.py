@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.growth.network import slots_of
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import WaitOnly
 from tests.decisions import WAIT, act, fossilize, germinate
 
 
@@ -101,14 +101,14 @@ def test_validation_changes_nothing(make_pool: Callable[..., HostPool]) -> None:
 
 def test_the_clock_gives_a_ticks_time_by_phase_and_begins_again(make_pool: Callable[..., HostPool]) -> None:
     pool, wait = make_pool(1), WaitOnly()
-    pool.clock.take()
+    pool.clock.take_seconds()
     pool.step(wait.act(pool))
 
-    seconds = pool.clock.take()
+    seconds = pool.clock.take_seconds()
 
     assert min(seconds["train"], seconds["validate"], seconds["bookkeeping"]) > 0
     assert seconds["policy"] == seconds["update"] == 0
-    assert not any(pool.clock.take().values())
+    assert not any(pool.clock.take_seconds().values())
 
 
 @pytest.mark.parametrize("before", [True, False])

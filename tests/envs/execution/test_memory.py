@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution import EXECUTORS, ONLY_ON
-from esper_lightning.governor import GovernorConfig
-from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
+from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.governor.judge import GovernorConfig
 from tests.tiers import rest_is_slow
 
-HERE = [name for name in EXECUTORS if ONLY_ON.get(name) in (None, "cpu")]
+CPU_EXECUTORS = [name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, "cpu")]
 
 
 def tensors_alive() -> tuple[int, int]:
@@ -26,7 +27,7 @@ def tensors_alive() -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", rest_is_slow(HERE, {"fused"}))
+@pytest.mark.parametrize("executor", rest_is_slow(CPU_EXECUTORS, {"fused"}))
 def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[..., HostPool], executor: str) -> None:
     unwatched = GovernorConfig(enabled=False)  # snapshots have room for the largest network so far
     pool, wanderer = make_pool(3, executor=executor, horizon=8, governor=unwatched), RandomValid(0)

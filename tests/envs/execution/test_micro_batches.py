@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.hosts import MLP
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, germinate

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.blueprints import names
+from esper_lightning.blueprints import blueprint_names
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.training import INITIAL_SCALE, HostTraining
-from esper_lightning.growth.blend import Style
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
+from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
 from esper_lightning.growth.stages import STRAIGHT_THROUGH, Stage
 from esper_lightning.hosts import CNN
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.decisions import WAIT, act, germinate
 from tests.envs.execution.episodes import episode, same
 from tests.growth.grown import CPU, LAYOUTS, LIFE, STYLES, batch_of
@@ -33,7 +33,7 @@ in_half = pytest.mark.parametrize("precision", HALVES)
 MATRIX = [
     pytest.param(layout, blueprint, style, id=f"{layout}-{blueprint}-{style}")
     for layout in LAYOUTS
-    for blueprint in names(layout, CPU)
+    for blueprint in blueprint_names(layout, CPU)
     for style in STYLES
 ]
 
@@ -144,7 +144,7 @@ def learn(
 @in_half
 @pytest.mark.parametrize(("layout", "blueprint", "style"), MATRIX)
 def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
-    layout: Layout, blueprint: str, style: Style, precision: str
+    layout: Layout, blueprint: str, style: BlendStyle, precision: str
 ) -> None:
     for stage in LIFE:
         host, slot = newborn(layout, blueprint, style, "identity", stage)
@@ -157,7 +157,7 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
 @in_half
 @pytest.mark.parametrize(("layout", "blueprint", "style"), MATRIX)
 def test_the_loss_falls_while_the_seed_alone_learns(
-    layout: Layout, blueprint: str, style: Style, precision: str
+    layout: Layout, blueprint: str, style: BlendStyle, precision: str
 ) -> None:
     host, slot = newborn(layout, blueprint, style, "identity", Stage.PROBATIONARY)
     host.requires_grad_(False)
@@ -185,7 +185,7 @@ def test_a_step_out_of_range_is_skipped_by_host_and_seeds_alike(
     assert not any(torch.equal(now, then) for now, then in zip(frozen(pool, 0), before, strict=True))
     assert (env.skipped_steps, env.scaler.get_scale()) == (skipped + 1, scale / 2)
     pool.reset([0])
-    assert (env.skipped_steps, env.scaler.get_scale()) == (0, INITIAL_SCALE)
+    assert (env.skipped_steps, env.scaler.get_scale()) == (0, INITIAL_LOSS_SCALE)
 
 
 def test_a_momentum_whose_first_step_was_skipped_begins_at_zero(make_pool: MakePool) -> None:

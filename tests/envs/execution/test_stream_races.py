@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import StreamsExecutor
-from esper_lightning.envs.execution.step import HostEpoch
+from esper_lightning.envs.execution.host_epoch import HostEpoch
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.tamiyo.baselines import RandomValid
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 from tests.decisions import CPU, WAIT, act
-from tests.envs.execution.fake_cuda import Event, FakeCuda, Races, Stream
+from tests.envs.execution.fake_cuda import Event, FakeCuda, RaceDetector, Stream
 from tests.runs import differences
 
 MakePool = Callable[..., HostPool]
@@ -49,7 +49,7 @@ def play(pool: HostPool, seed: int = 3) -> list[Tensor]:
     wanderer = RandomValid(seed)
     pool.reset([seed + i for i in range(pool.n_envs)])
     seen = [part for _ in range(pool.config.horizon) for part in pool.step(wanderer.act(pool)).metrics]
-    return [*seen, pool.test()]
+    return [*seen, pool.test_accuracy()]
 
 
 @contextmanager
@@ -95,10 +95,10 @@ def test_nothing_races(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     """F1: events order any two operations on the same memory that are on different streams, forward and backward, and
     no memory is given away while another stream works on it."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2, micro_batches=2)))
-    with Races(fake_cuda, CPU) as races:
+    with RaceDetector(fake_cuda, CPU) as races:
         play(pool)
 
-    assert races.found == set()
+    assert races.races == set()
     assert races.operations > 10_000
 
 
@@ -107,13 +107,13 @@ def test_without_events_there_would_be_races(
 ) -> None:
     """F1: races are found where streams do not wait for each other's events."""
     pool = on_streams(make_pool(2))
-    monkeypatch.setattr(StreamsExecutor, "_apart", lambda executor, envs: nullcontext())
-    with Races(fake_cuda, CPU) as races:
+    monkeypatch.setattr(StreamsExecutor, "_ordered_streams", lambda executor, envs: nullcontext())
+    with RaceDetector(fake_cuda, CPU) as races:
         play(pool)
 
-    assert any("stack" in operation for operation in races.found)  # of the results
-    assert any("adam" in operation for operation in races.found)  # on weights that were reset
-    assert "memory" in races.found
+    assert any("stack" in operation for operation in races.races)  # of the results
+    assert any("adam" in operation for operation in races.races)  # on weights that were reset
+    assert "memory" in races.races
 
 
 @on_gpu
@@ -152,7 +152,7 @@ def test_one_context_covers_a_batch_from_the_data_to_the_sums(
     assert fake_cuda.default[CPU] not in set.union(*streams.values())
 
 
-class Work(TorchDispatchMode):
+class OperationsByStream(TorchDispatchMode):
     """Records by stream the operations for a device, backward passes included."""
 
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
@@ -161,7 +161,7 @@ class Work(TorchDispatchMode):
         self.operations: dict[Stream, list[str]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        stream = self.cuda.working(self.device)
+        stream = self.cuda.current_stream(self.device)
         self.operations.setdefault(stream, []).append(function._schema.name.removeprefix("aten::"))
         return function(*args, **(kwargs or {}))
 
@@ -171,7 +171,7 @@ def test_every_operation_of_a_batch_is_on_the_environments_stream(make_pool: Mak
     by operation; the common stream only puts the finished rows together."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2)))
     pool.step(act(WAIT, WAIT, WAIT))
-    with Work(fake_cuda, CPU) as work:
+    with OperationsByStream(fake_cuda, CPU) as work:
         pool.executor.train_epoch(pool.envs, pool.data.train)
 
     assert work.operations.pop(fake_cuda.default[CPU]) == ["stack"]
@@ -185,10 +185,10 @@ def test_every_operation_of_a_batch_is_on_the_environments_stream(make_pool: Mak
 def test_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
     """F5: in fp16, where every step reads and writes the scaler, nothing races, and no two share anything."""
     pool = on_streams(make_pool(3, training=HostTraining(batches=2, precision="fp16")))
-    with Races(fake_cuda, CPU) as races:
+    with RaceDetector(fake_cuda, CPU) as races:
         play(pool)
 
-    assert races.found == set()
+    assert races.races == set()
     scales = [env.scaler.scale(torch.ones(())) for env in pool.envs]
     assert len({scale.data_ptr() for scale in scales}) == 3 and all(scale > 1.0 for scale in scales)
 
@@ -202,7 +202,7 @@ def test_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
         pools = [gpu_pool(n, executor, training=training) for n in (8, 1)]
         for pool in pools:
             pool.reset([50 + i for i in range(pool.n_envs)])
-            pool.carry_on(3)
+            pool.train_without_actions(3)
 
     among, alone = (pool.envs[0].state_dict() for pool in pools)
     assert among["scaler"] == alone["scaler"] and among["skipped_steps"] == alone["skipped_steps"]
@@ -216,7 +216,7 @@ def test_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None
     for seed in range(2):
         play(pool, seed)
 
-    assert Stream.made == 3
+    assert Stream.n_created == 3
 
 
 @on_gpu
@@ -260,19 +260,19 @@ def test_validation_waits_for_nobody_elses_training(
 def test_one_host_is_validated_while_another_trains() -> None:
     """S2: the first host's validation begins before the last host's training ends, by the events of their laps."""
     pool = gpu_pool(8)
-    pool.carry_on(1)
-    first, last = pool.envs[0].laps, pool.envs[-1].laps
+    pool.train_without_actions(1)
+    first, last = pool.envs[0].timer, pool.envs[-1].timer
     before = first.timer.mark()
     done: dict[int, list[Any]] = {}
     for laps in (first, last):
-        real = laps.take
+        real = laps.take_intervals
 
         def take(laps: Any = laps, real: Any = real) -> list[Any]:
             done[id(laps)] = real()
             return done[id(laps)]
 
-        laps.take = take
-    pool.carry_on(1)
+        laps.take_intervals = take
+    pool.train_without_actions(1)
 
     validated = next(lap for lap in done[id(first)] if "validate" in lap.shares)
     trained = [lap for lap in done[id(last)] if "train" in lap.shares][-1]

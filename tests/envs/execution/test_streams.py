@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from esper_lightning.data import HostPoolData
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import EnvConfig, HostPool
 from esper_lightning.envs.execution import StreamsExecutor, other_devices
 from esper_lightning.growth.stages import Stage
-from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 from tests.decisions import CPU
@@ -36,7 +36,7 @@ def test_streams_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, fake_cud
     assert same(episode(streams, stages), episode(loop))
     assert {Stage.BLENDING, Stage.FOSSILIZED, Stage.CULLED} <= stages
     for committed in (True, False):
-        assert torch.equal(streams.test(committed), loop.test(committed))
+        assert torch.equal(streams.test_accuracy(committed), loop.test_accuracy(committed))
 
 
 def test_training_alone_is_what_it_is_in_a_tick(make_pool: MakePool, fake_cuda: FakeCuda) -> None:
@@ -44,7 +44,7 @@ def test_training_alone_is_what_it_is_in_a_tick(make_pool: MakePool, fake_cuda: 
     for pool in pools:
         pool.reset([1, 2])
     data, clock = pools[0].data, pools[0].clock
-    both = pools[0].executor.tick(pools[0].envs, data.train, data.validation, clock)
+    both = pools[0].executor.train_and_validate(pools[0].envs, data.train, data.validation, clock)
     trained = pools[1].executor.train_epoch(pools[1].envs, data.train)
     validated = pools[1].executor.validate(pools[1].envs, data.validation)
 
@@ -89,12 +89,12 @@ def test_environments_are_dealt_out_to_devices_in_turn() -> None:
 
 
 def test_each_device_has_one_copy_of_the_data() -> None:
-    data = Digits(validation=100, test=100).load().spread([CPU, SECOND])
+    data = Digits(validation=100, test=100).load().copy_to([CPU, SECOND])
     first, second = (data.train.to(device) for device in (CPU, SECOND))
 
     assert first.inputs is data.train.inputs
     assert torch.equal(first.inputs, second.inputs) and first.inputs.data_ptr() != second.inputs.data_ptr()
-    again = data.spread([CPU, SECOND])  # as for a second pool
+    again = data.copy_to([CPU, SECOND])  # as for a second pool
     assert all(again.test.to(device).inputs is data.test.to(device).inputs for device in (CPU, SECOND))
 
 
@@ -104,7 +104,7 @@ def test_every_environment_learns_from_the_copy_on_its_device(fake_cuda: FakeCud
     pool.reset([7] * 4)
     pool.data.train.to(SECOND).inputs.zero_()
     pool.data.validation.to(SECOND).targets.zero_()
-    trained, validated = pool.executor.tick(pool.envs, pool.data.train, pool.data.validation, pool.clock)
+    trained, validated = pool.executor.train_and_validate(pool.envs, pool.data.train, pool.data.validation, pool.clock)
 
     for rows in (trained, validated):
         assert torch.equal(rows[0], rows[2]) and torch.equal(rows[1], rows[3])
@@ -137,7 +137,7 @@ def test_streams_take_every_gpu_and_other_executors_one(monkeypatch: pytest.Monk
 
 
 def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_lightning.grounds.other_devices", lambda executor, device: [SECOND])
+    monkeypatch.setattr("esper_lightning.datamodules.tasks.other_devices", lambda executor, device: [SECOND])
     data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
     data.build(CPU)
     other = data.make_pool(3)

@@ -5,21 +5,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.execution.fused.optimizer import Group, StackedOptimizer
-from esper_lightning.envs.execution.fused.proof import check_stack
-from esper_lightning.envs.execution.fused.scaling import StackedScaler
-from esper_lightning.envs.execution.fused.stack import HostStack
-from esper_lightning.envs.execution.loop import LoopExecutor, convolutions
-from esper_lightning.envs.failure import together
+from esper_lightning.envs.device_transfer import pack_training, upload
+from esper_lightning.envs.execution.fused.equivalence import check_stack
+from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer, StackedScaler
+from esper_lightning.envs.execution.fused.stacked_host import HostStack
+from esper_lightning.envs.execution.loop import LoopExecutor, onednn_convolutions
+from esper_lightning.envs.execution.out_of_memory import raise_oom
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.training import HostTraining
-from esper_lightning.envs.transfer import pack_training, upload
-from esper_lightning.growth.counterfactual import Variant
-from esper_lightning.growth.gradients import NO_GRADIENT, stats_of_norms
-from esper_lightning.growth.optimizer import HOST_GROUP, group_of
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
+from esper_lightning.growth.param_groups import HOST_GROUP, seed_group_name
 from esper_lightning.tasks import Batches, Split, Task, fetch
 
-MAX_NUMBERS = 2**22
+MAX_INPUT_ELEMENTS = 2**22
 """Most input elements of one stacked validation pass: more exceed the caches and fill the memory."""
 
 
@@ -36,20 +35,20 @@ class FusedExecutor(LoopExecutor):
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
-            self._stack([env], data)
+            self._stack_of([env], data)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with convolutions(self.training.onednn), together(envs):
-            return by_kind(lambda alike: self._train_all(alike, data), envs)
+        with onednn_convolutions(self.training.onednn), raise_oom(envs):
+            return map_by_kind(lambda alike: self._train_all(alike, data), envs)
 
     def _train_all(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        epoch = FusedEpoch(self._stack(envs, data), envs, self.task, data)
+        epoch = FusedEpoch(self._stack_of(envs, data), envs, self.task, data)
         for i in range(len(epoch)):
             epoch.step(i)
         return epoch.result()
 
-    def _stack(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
-        kind = envs[0].kind
+    def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
+        kind = envs[0].architecture
         if kind not in self.stacks:
             check_stack(envs[0], data.inputs)
             self.stacks[kind] = HostStack(envs[0].network)
@@ -57,54 +56,58 @@ class FusedExecutor(LoopExecutor):
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        with convolutions(self.training.onednn), together(envs):
-            return by_kind(lambda alike: self._measure_all(alike, data, [env.variants() for env in alike]), envs)
+        with onednn_convolutions(self.training.onednn), raise_oom(envs):
+            return map_by_kind(lambda alike: self._measure_all(alike, data, [env.variants() for env in alike]), envs)
 
-    def _measure(self, env: HostEnv, data: Split, variants: Sequence[Variant]) -> Tensor:  # [2, V]
-        with together([env]):
+    def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
+        with raise_oom([env]):
             return self._measure_all([env], data, [variants])[0]
 
     def _measure_all(
-        self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[Variant]]
+        self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[SeedVariant]]
     ) -> Tensor:  # [N, 2, V]
-        stack = self._stack(envs, data)
-        stack.load([env.network for env in envs]).give(learn=False)
-        rows = max(self.training.batch_size, MAX_NUMBERS // (len(envs) * data.inputs[0].numel()))
-        several = data.variants > 1
-        inputs, targets = (part.unflatten(0, (data.variants, -1)) if several else part for part in data)
-        own = [env.habitat.variant for env in envs] if several else None
-        totals, laps = 0.0, envs[0].laps
-        laps.start()
+        stack = self._stack_of(envs, data)
+        stack.load([env.network for env in envs]).bind(requires_grad=False)
+        samples_per_pass = max(self.training.batch_size, MAX_INPUT_ELEMENTS // (len(envs) * data.inputs[0].numel()))
+        has_data_variants = data.variants > 1
+        inputs, targets = (part.unflatten(0, (data.variants, -1)) if has_data_variants else part for part in data)
+        data_variants = [env.context.variant_index for env in envs] if has_data_variants else None
+        totals, host_timer = 0.0, envs[0].timer
+        host_timer.start()
 
-        def watch(entries: int) -> None:
-            base = len(envs) / entries  # share of the work that one entry per host would take
-            laps.lap(validate=base, counterfactual=1.0 - base)
+        def record_interval(n_entries: int) -> None:
+            host_share = len(envs) / n_entries  # share of the work that one entry per host would take
+            host_timer.record(validate=host_share, counterfactual=1.0 - host_share)
 
-        stack.views.watch = watch
-        for some, right in zip(*(part.split(rows, int(several)) for part in (inputs, targets)), strict=True):
-            with self.training.autocast(some.device):
-                outputs = stack.evaluate(some, variants, own)
-            entries = stack.views.count
-            if own is None:
-                right = right.repeat(entries, *[1] * (right.ndim - 1))
+        stack.entries.on_split = record_interval
+        for inputs_part, targets_part in zip(
+            *(part.split(samples_per_pass, int(has_data_variants)) for part in (inputs, targets)), strict=True
+        ):
+            with self.training.autocast(inputs_part.device):
+                outputs = stack.evaluate(inputs_part, variants, data_variants)
+            n_entries = stack.entries.count
+            if data_variants is None:
+                targets_part = targets_part.repeat(n_entries, *[1] * (targets_part.ndim - 1))
             else:
-                right = right[upload([own[host] for host in stack.views.hosts], right.device)].flatten(0, 1)
-            measures = self.task.measure(outputs, right)
-            sums = [values.view(entries, -1).sum(1) for values in (measures.loss, measures.correct)]
+                targets_part = targets_part[
+                    upload([data_variants[host] for host in stack.entries.hosts], targets_part.device)
+                ].flatten(0, 1)
+            measures = self.task.measure(outputs, targets_part)
+            sums = [values.view(n_entries, -1).sum(1) for values in (measures.loss, measures.correct)]
             totals = totals + torch.stack(sums)  # [2, entries]
-            watch(entries)
+            record_interval(n_entries)
         stack.release()
-        places = upload(stack.views.places(), inputs.device)
-        return (totals / data.samples)[:, places].transpose(0, 1)
+        entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
+        return (totals / data.samples)[:, entry_index].transpose(0, 1)
 
 
-def by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]) -> Tensor:
+def map_by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]) -> Tensor:
     """Run `work` on the hosts of each kind. Returns its rows in the order of `envs`."""
-    kinds: dict[str, list[int]] = {}
+    indices_by_kind: dict[str, list[int]] = {}
     for i, env in enumerate(envs):
-        kinds.setdefault(env.kind, []).append(i)
-    rows = torch.cat([work([envs[i] for i in alike]) for alike in kinds.values()])
-    order = [i for alike in kinds.values() for i in alike]
+        indices_by_kind.setdefault(env.architecture, []).append(i)
+    rows = torch.cat([work([envs[i] for i in indices]) for indices in indices_by_kind.values()])
+    order = [i for indices in indices_by_kind.values() for i in indices]
     if order == list(range(len(envs))):
         return rows
     return rows[upload(sorted(range(len(order)), key=order.__getitem__), rows.device)]
@@ -116,39 +119,43 @@ class FusedEpoch:
     def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, data: Split) -> None:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
         self.training = envs[0].training
-        self.arena = stack.load([env.network for env in envs])
-        self.arena.give(learn=True)
-        hosts = [Group(i, env, HOST_GROUP) for i, env in enumerate(envs)]
-        seeds = [Group(host, envs[host], group_of(slot)) for members in stack.grown for host, slot in members]
-        self.optimizer = StackedOptimizer(self.arena, hosts + seeds)
+        self.weights = stack.load([env.network for env in envs])
+        self.weights.bind(requires_grad=True)
+        host_groups = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(envs)]
+        seed_groups = [
+            ParameterGroup(host, envs[host], seed_group_name(slot))
+            for owners in stack.seed_slots
+            for host, slot in owners
+        ]
+        self.optimizer = StackedOptimizer(self.weights, host_groups + seed_groups)
         self.scaler = StackedScaler(envs) if envs[0].scaler.is_enabled() else None
         # The first host's timer records the time of all hosts together.
-        self.laps = envs[0].laps
-        self.laps.start()
-        failing = {(i, group_of(slot.name)) for i, env in enumerate(envs) for slot in env.failing}
-        idle = [(group.host, group.name) in failing for group in hosts + seeds]
+        self.host_timer = envs[0].timer
+        self.host_timer.start()
+        failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
+        is_frozen = [(group.host, group.name) in failing for group in host_groups + seed_groups]
         # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
-        self.idle = self.optimizer.spread(upload(idle, self.arena.values.device)) if failing else None
-        self.parts = self.training.micro_batches
-        self.batches = Batches.concatenate([env.draw_batches(data.samples).in_parts(self.parts) for env in envs])
-        self.laps.lap(data=1.0)
+        self.frozen_mask = self.optimizer.per_weight(upload(is_frozen, self.weights.values.device)) if failing else None
+        self.micro_batches = self.training.micro_batches
+        self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
+        self.host_timer.record(data=1.0)
         # In the hosts' precision, but at least float32.
-        dtype = torch.promote_types(self.arena.values.dtype, torch.float32)
+        dtype = torch.promote_types(self.weights.values.dtype, torch.float32)
         self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
         self.skipped_steps = torch.zeros_like(self.totals[0])
 
     def __len__(self) -> int:
         """Return the number of minibatches."""
-        return len(self.batches.indices) // self.parts
+        return len(self.batches.indices) // self.micro_batches
 
     def step(self, i: int) -> None:
         """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
-        self.laps.start()
-        self.arena.grads.zero_()
-        for part in range(i * self.parts, (i + 1) * self.parts):
-            self._learn(self.batches.at(part))
-        if self.idle is not None:
-            self.arena.grads.masked_fill_(self.idle, 0.0)
+        self.host_timer.start()
+        self.weights.grads.zero_()
+        for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
+            self._accumulate_gradients(self.batches.minibatch(part))
+        if self.frozen_mask is not None:
+            self.weights.grads.masked_fill_(self.frozen_mask, 0.0)
         healthy = None
         if self.scaler is not None:
             healthy = self.scaler.unscale(self.optimizer)
@@ -158,39 +165,39 @@ class FusedEpoch:
         self.optimizer.step(healthy)
         if self.scaler is not None:
             self.scaler.update(healthy)
-        self.laps.lap(train=1.0)
+        self.host_timer.record(train=1.0)
 
-    def _learn(self, batch: Batches) -> None:
-        self.laps.lap(train=1.0)
+    def _accumulate_gradients(self, batch: Batches) -> None:
+        self.host_timer.record(train=1.0)
         inputs, targets = fetch(self.data, batch, self.training.augment)
-        self.laps.lap(data=1.0)
+        self.host_timer.record(data=1.0)
         with self.training.autocast(inputs.device):
             measures = self.task.measure(self.stack.train(inputs), targets)
-            losses = measures.loss.view(len(self.envs), -1).mean(1) / self.parts  # [N]
+            losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
         (losses if self.scaler is None else losses * self.scaler.scales).sum().backward()
         with torch.no_grad():
-            correct = measures.correct.view(len(self.envs), -1).mean(1) / self.parts
+            correct = measures.correct.view(len(self.envs), -1).mean(1) / self.micro_batches
             self.totals += torch.stack([losses, correct])
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
         """Write all state back to the environments. Returns the row of `HostEpoch.result` for each host."""
-        self.arena.take_back()
-        self.optimizer.take_back()
+        self.weights.write_back()
+        self.optimizer.write_back()
         if self.scaler is not None:
-            self.scaler.take_back()
+            self.scaler.write_back()
         self.stack.release()
         return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 
     def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
         """Return what `GrowingNetwork.gradient_tensors` returns, for all hosts."""
-        device = self.arena.values.device
+        device = self.weights.values.device
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(self.stack.slots), 1)
-        places = {name: k for k, name in enumerate(self.stack.slots, 1)}
-        staff = [[(host, None) for host in range(len(self.envs))], *self.stack.grown]
-        for members, grads in zip(staff, self.arena.views(self.arena.grads), strict=True):
-            rows = [grad.reshape(len(members), -1) for grad in grads]
+        column_of_slot = {name: k for k, name in enumerate(self.stack.slots, 1)}
+        owners_by_module = [[(host, None) for host in range(len(self.envs))], *self.stack.seed_slots]
+        for owners, grads in zip(owners_by_module, self.weights.views(self.weights.grads), strict=True):
+            rows = [grad.reshape(len(owners), -1) for grad in grads]
             norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
-            hosts = upload([host for host, _ in members], device)
-            of_one = stats_of_norms(norms, sum(row.shape[1] for row in rows))
-            stats[hosts, places.get(members[0][1], 0)] = of_one.to(stats.dtype)
+            hosts = upload([host for host, _ in owners], device)
+            module_stats = stats_of_norms(norms, sum(row.shape[1] for row in rows))
+            stats[hosts, column_of_slot.get(owners[0][1], 0)] = module_stats.to(stats.dtype)
         return stats

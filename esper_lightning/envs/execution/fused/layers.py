@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.blueprints.conv import GroupNorm, group_norm
-from esper_lightning.blueprints.residual import Norm
-from esper_lightning.envs.execution.fused.members import Members, is_image, spread
+from esper_lightning.blueprints.residual import LearnedNorm
+from esper_lightning.envs.execution.fused.stacking import StackIndex, broadcast_per_entry, is_image
 from esper_lightning.growth.blend import SampleGate
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.hosts.transformer import Positions, TokenEmbedding
+from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
-FEW = 4
+MAX_BMM_HOSTS = 4
 """Most hosts for which a 1×1 convolution is faster as a batched matrix product than as a grouped convolution.
 
 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16 channels (CPU)."""
 
 
-class Stacked(nn.Module):
+class StackedLayer(nn.Module):
     """One layer of many hosts.
 
     Args:
@@ -39,63 +39,69 @@ class Stacked(nn.Module):
     Raises ValueError if the layer's settings are not supported.
     """
 
-    expects: ClassVar[dict[str, object]] = {}
+    required_settings: ClassVar[dict[str, object]] = {}
     """Values that the layer's attributes must have."""
 
-    def __init__(self, layer: nn.Module, members: Members) -> None:
+    def __init__(self, layer: nn.Module, stack_index: StackIndex) -> None:
         super().__init__()
-        for name, value in self.expects.items():
+        for name, value in self.required_settings.items():
             if getattr(layer, name) != value:
                 raise ValueError(f"a {type(layer).__name__} with {name} = {getattr(layer, name)!r}")
-        self.members = members
+        self.stack_index = stack_index
         self.parameter_names = [name for name, _ in layer.named_parameters(recurse=False)]
         self.buffer_names = [name for name, _ in layer.named_buffers(recurse=False)]
         self.release()
 
     def release(self) -> None:
         """Drop all weights and buffers."""
-        self.given: dict[str, Tensor] = {}
+        self.bound: dict[str, Tensor] = {}
         for name in self.buffer_names:
             self.register_buffer(name, None)
 
-    def rows(self, name: str) -> Tensor | None:  # [V, …]
+    def per_entry(self, name: str) -> Tensor | None:  # [V, …]
         """Return a parameter or buffer of each stack entry; None if the layer has none of this name."""
-        value = self.given.get(name, self._buffers.get(name))
-        return None if value is None else self.members.pick(value)
+        value = self.bound.get(name, self._buffers.get(name))
+        return None if value is None else self.stack_index.gather(value)
 
-    def flat(self, name: str) -> Tensor | None:  # [V·C, …]
+    def concatenated(self, name: str) -> Tensor | None:  # [V·C, …]
         """Return the same as `per_entry`, concatenated along the first axis of a single host's tensor."""
-        value = self.rows(name)
+        value = self.per_entry(name)
         return None if value is None else value.flatten(0, 1)
 
 
-class StackedConv2d(Stacked):
+class StackedConv2d(StackedLayer):
     """Convolution as one grouped convolution, [B, V·C, H, W] -> [B, V·D, H', W']."""
 
-    expects: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
+    required_settings: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
 
-    def __init__(self, layer: nn.Conv2d, members: Members) -> None:
-        super().__init__(layer, members)
-        self.geometry = (layer.stride, layer.padding, layer.dilation)
+    def __init__(self, layer: nn.Conv2d, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
+        self.conv_options = (layer.stride, layer.padding, layer.dilation)
         self.groups = layer.groups
         self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.members.count
-        if self.pointwise and count <= FEW:
-            places = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
-            y = _linear(places, self.rows("weight").flatten(2), self.rows("bias"))
+        count = self.stack_index.count
+        if self.pointwise and count <= MAX_BMM_HOSTS:
+            pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
+            y = _linear(pixels, self.per_entry("weight").flatten(2), self.per_entry("bias"))
             return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
-        return F.conv2d(x, self.flat("weight"), self.flat("bias"), *self.geometry, self.members.count * self.groups)
+        return F.conv2d(
+            x,
+            self.concatenated("weight"),
+            self.concatenated("bias"),
+            *self.conv_options,
+            self.stack_index.count * self.groups,
+        )
 
 
-class StackedBatchNorm2d(Stacked):
+class StackedBatchNorm2d(StackedLayer):
     """BatchNorm over stacked channels, whose statistics are those of each host, [B, V·C, H, W] -> same shape."""
 
-    expects: ClassVar[dict[str, object]] = {"track_running_stats": True}
+    required_settings: ClassVar[dict[str, object]] = {"track_running_stats": True}
 
-    def __init__(self, layer: nn.BatchNorm2d, members: Members) -> None:
-        super().__init__(layer, members)
+    def __init__(self, layer: nn.BatchNorm2d, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
         if layer.momentum is None:
             raise ValueError("a BatchNorm2d without momentum")
         self.momentum, self.eps = layer.momentum, layer.eps
@@ -103,48 +109,51 @@ class StackedBatchNorm2d(Stacked):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.num_batches_tracked += 1
-        mean, variance = self.flat("running_mean"), self.flat("running_var")  # views in training: updated in place
-        weight, bias = self.flat("weight"), self.flat("bias")
+        # Views in training: updated in place.
+        mean, variance = self.concatenated("running_mean"), self.concatenated("running_var")
+        weight, bias = self.concatenated("weight"), self.concatenated("bias")
         return F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
 
 
-class StackedGroupNorm(Stacked):
+class StackedGroupNorm(StackedLayer):
     """GroupNorm with V times as many groups, [B, V·C, H, W] -> same shape."""
 
-    def __init__(self, layer: nn.GroupNorm, members: Members) -> None:
-        super().__init__(layer, members)
+    def __init__(self, layer: nn.GroupNorm, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
         self.groups, self.eps = layer.num_groups, layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return group_norm(x, self.members.count * self.groups, self.flat("weight"), self.flat("bias"), self.eps)
+        return group_norm(
+            x, self.stack_index.count * self.groups, self.concatenated("weight"), self.concatenated("bias"), self.eps
+        )
 
 
-class _RowWise(Stacked):
+class _RowwiseLayer(StackedLayer):
     """Layer on the last axis of size `features`: of [V·B, …, C], or of [B, V·C] flattened from an image."""
 
     features: int
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.members.count
+        count = self.stack_index.count
         if x.ndim == 2 and count > 1 and x.shape[1] == count * self.features:
-            return self.act(x.unflatten(1, (count, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
+            return self.transform(x.unflatten(1, (count, -1)).transpose(0, 1)).transpose(0, 1).flatten(1)
         rows = x.reshape(count, -1, x.shape[-1])
-        return self.act(rows).view(*x.shape[:-1], -1)
+        return self.transform(rows).view(*x.shape[:-1], -1)
 
     @abstractmethod
-    def act(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
+    def transform(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
         """Transform the rows of each entry with the entry's weights."""
 
 
-class StackedLinear(_RowWise):
+class StackedLinear(_RowwiseLayer):
     """Linear layer, [V·B, …, C] -> [V·B, …, D], or [B, V·C] -> [B, V·D]."""
 
-    def __init__(self, layer: nn.Linear, members: Members) -> None:
-        super().__init__(layer, members)
+    def __init__(self, layer: nn.Linear, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
         self.features = layer.in_features
 
-    def act(self, x: Tensor) -> Tensor:
-        return _linear(x, self.rows("weight"), self.rows("bias"))
+    def transform(self, x: Tensor) -> Tensor:
+        return _linear(x, self.per_entry("weight"), self.per_entry("bias"))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, rows, C], [V, D, C], [V, D]
@@ -153,36 +162,42 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, ro
     return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
 
 
-class StackedLayerNorm(_RowWise):
+class StackedLayerNorm(_RowwiseLayer):
     """LayerNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
 
-    def __init__(self, layer: nn.LayerNorm, members: Members) -> None:
-        super().__init__(layer, members)
+    def __init__(self, layer: nn.LayerNorm, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
         if len(layer.normalized_shape) != 1:
             raise ValueError("a LayerNorm over several axes")
         self.features, self.eps = layer.normalized_shape[0], layer.eps
 
-    def act(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor) -> Tensor:
         y = F.layer_norm(x, (self.features,), eps=self.eps)
-        weight, bias = self.rows("weight"), self.rows("bias")
+        weight, bias = self.per_entry("weight"), self.per_entry("bias")
         if weight is None:
             return y
         return y * weight[:, None] if bias is None else torch.addcmul(bias[:, None], y, weight[:, None])
 
 
-class StackedEmbedding(Stacked):
+class StackedEmbedding(StackedLayer):
     """Embedding in one table that concatenates the tables of all entries, [V·B, …] int64 -> [V·B, …, C]."""
 
-    expects: ClassVar[dict[str, object]] = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False}
+    required_settings: ClassVar[dict[str, object]] = {
+        "padding_idx": None,
+        "max_norm": None,
+        "scale_grad_by_freq": False,
+    }
 
-    def __init__(self, layer: nn.Embedding, members: Members) -> None:
-        super().__init__(layer, members)
-        self.size = layer.num_embeddings
+    def __init__(self, layer: nn.Embedding, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
+        self.num_embeddings = layer.num_embeddings
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.members.count
-        first = torch.arange(0, count * self.size, self.size, device=x.device)  # first row of each entry's table
-        return F.embedding((x.reshape(count, -1) + first[:, None]).view(x.shape), self.flat("weight"))
+        count = self.stack_index.count
+        first_rows = torch.arange(
+            0, count * self.num_embeddings, self.num_embeddings, device=x.device
+        )  # first row of each entry's table
+        return F.embedding((x.reshape(count, -1) + first_rows[:, None]).view(x.shape), self.concatenated("weight"))
 
 
 class StackedTokenEmbedding(StackedEmbedding):
@@ -190,43 +205,43 @@ class StackedTokenEmbedding(StackedEmbedding):
 
     def logits(self, x: Tensor) -> Tensor:  # [V·B, T, C] -> [V·B, T, vocabulary]
         """Return the logits of the next token."""
-        rows = x.reshape(self.members.count, -1, x.shape[-1])
-        return _linear(rows, self.rows("weight"), None).view(*x.shape[:-1], -1)
+        rows = x.reshape(self.stack_index.count, -1, x.shape[-1])
+        return _linear(rows, self.per_entry("weight"), None).view(*x.shape[:-1], -1)
 
 
-class StackedPositions(Stacked):
+class StackedPositions(StackedLayer):
     """Learned positions, added to a sequence of T tokens, [V·B, T, C] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.unflatten(0, (self.members.count, -1))
-        return (rows + self.rows("weight")[:, None, : x.shape[1]]).flatten(0, 1)
+        rows = x.unflatten(0, (self.stack_index.count, -1))
+        return (rows + self.per_entry("weight")[:, None, : x.shape[1]]).flatten(0, 1)
 
 
-class StackedNorm(Stacked):
+class StackedNorm(StackedLayer):
     """Normalisation with a learned strength per host, any stacked feature -> same shape."""
 
-    def __init__(self, layer: Norm, members: Members) -> None:
-        super().__init__(layer, members)
-        self.norm = stacked(layer.norm, members)
+    def __init__(self, layer: LearnedNorm, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
+        self.norm = stack_layers(layer.norm, stack_index)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Norm.towards(x, self.norm(x), spread(self.rows("scale"), x))
+        return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(self.per_entry("scale"), x))
 
 
 class StackedSampleGate(nn.Module):
     """Gate per sample, [B, V·C, H, W] -> [B, V·C, 1, 1]; other features [V·B, …, C] -> [V·B, 1, …]."""
 
-    def __init__(self, gate: SampleGate, members: Members) -> None:
+    def __init__(self, gate: SampleGate, stack_index: StackIndex) -> None:
         super().__init__()
-        self.channels = gate.channels
-        self.layers = stacked(gate.layers, members)
+        self.channel_axis = gate.channel_axis
+        self.layers = stack_layers(gate.layers, stack_index)
 
     def forward(self, h: Tensor) -> Tensor:
         gates = SampleGate.forward(self, h)
         return gates.repeat_interleave(h.shape[1] // gates.shape[1], 1) if is_image(h) else gates
 
 
-STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
+STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.Conv2d: StackedConv2d,
     nn.BatchNorm2d: StackedBatchNorm2d,
     nn.GroupNorm: StackedGroupNorm,
@@ -235,30 +250,30 @@ STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.LayerNorm: StackedLayerNorm,
     nn.Embedding: StackedEmbedding,
     TokenEmbedding: StackedTokenEmbedding,
-    Positions: StackedPositions,
-    Norm: StackedNorm,
+    PositionEmbedding: StackedPositions,
+    LearnedNorm: StackedNorm,
     SampleGate: StackedSampleGate,
 }
 """Stacked layer for each layer type. The exact type counts, because a subclass may compute something else."""
 
 
-def stacked(module: nn.Module, members: Members) -> nn.Module:
+def stack_layers(module: nn.Module, stack_index: StackIndex) -> nn.Module:
     """Replace all layers that own weights by stacked layers. Returns `module`, changed in place, or its replacement.
 
     Raises ValueError with the type of the first layer that cannot be stacked.
     """
-    if (kind := STACKED.get(type(module))) is not None:
-        return kind(module, members)
-    if isinstance(module, Stacked | SeedSlot):
+    if (stacked_type := STACKED_TYPES.get(type(module))) is not None:
+        return stacked_type(module, stack_index)
+    if isinstance(module, StackedLayer | SeedSlot):
         return module
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own:
+    own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own_tensors:
         raise ValueError(f"a {type(module).__name__} with weights of its own")
     for name, child in module.named_children():
-        setattr(module, name, stacked(child, members))
+        setattr(module, name, stack_layers(child, stack_index))
     return module
 
 
-def stacked_layers(module: nn.Module) -> dict[str, Stacked]:
+def find_stacked_layers(module: nn.Module) -> dict[str, StackedLayer]:
     """Return the stacked layers by path, which is also the path of the layer in a single host or seed."""
-    return {path: layer for path, layer in module.named_modules() if isinstance(layer, Stacked)}
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, StackedLayer)}

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.execution.fused.arena import Arena
+from esper_lightning.envs.device_transfer import download, upload
+from esper_lightning.envs.execution.fused.flat_params import FlatParameters
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.transfer import upload
-from esper_lightning.growth.optimizer import find_group
+from esper_lightning.growth.param_groups import find_group
 
 CLIP_EPS = 1e-6
 """Constant added to a gradient norm before division, as in `torch.nn.utils.clip_grad_norm_`."""
 
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+MOMENT_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """State keys of the running means of each optimizer in torch.optim."""
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """A parameter group of one environment's optimizer: its host or one of its seeds."""
 
     host: int
@@ -43,52 +43,56 @@ class StackedOptimizer:
     """
 
     @torch.no_grad()
-    def __init__(self, arena: Arena, groups: Sequence[Group]) -> None:
-        self.arena = arena
+    def __init__(self, weights: FlatParameters, groups: Sequence[ParameterGroup]) -> None:
+        self.weights = weights
         training = groups[0].env.training
-        self.kind, self.limit, self.momentum = training.optimizer, training.max_grad_norm, training.momentum
-        self.counts_steps = self.kind != "sgd"
-        device, dtype = arena.values.device, arena.values.dtype
-        owner = np.repeat(np.asarray(arena.groups, np.int32), arena.sizes)
-        self.owner = upload(owner, device)  # [numbers] int32: group of each weight
+        self.optimizer_name, self.max_grad_norm, self.momentum = (
+            training.optimizer,
+            training.max_grad_norm,
+            training.momentum,
+        )
+        self.counts_steps = self.optimizer_name != "sgd"
+        device, dtype = weights.values.device, weights.values.dtype
+        group_of_weight = np.repeat(np.asarray(weights.groups, np.int32), weights.sizes)
+        self.group_of_weight = upload(group_of_weight, device)  # [numbers] int32: group of each weight
         options = [find_group(group.env.optimizer, group.name) for group in groups]
-        self.rates = upload([o["lr"] for o in options], device, dtype)
-        self.decays = upload([o["weight_decay"] for o in options], device, dtype)
-        self.decaying = any(o["weight_decay"] for o in options)
+        self.learning_rates = upload([o["lr"] for o in options], device, dtype)
+        self.weight_decays = upload([o["weight_decay"] for o in options], device, dtype)
+        self.has_weight_decay = any(o["weight_decay"] for o in options)
         self.options = options[0]
-        self.group_of_parameter = upload(arena.groups, device)
-        self.hosts = upload([group.host for group in groups], device)
-        self._collect(groups)
+        self.group_of_parameter = upload(weights.groups, device)
+        self.host_of_group = upload([group.host for group in groups], device)
+        self._load_state(groups)
 
-    def _collect(self, groups: Sequence[Group]) -> None:
+    def _load_state(self, groups: Sequence[ParameterGroup]) -> None:
         """Collect the state from the environments' optimizers."""
-        arena = self.arena
-        rows = zip(arena.groups, arena.parameters, strict=True)
+        weights = self.weights
+        rows = zip(weights.groups, weights.parameters, strict=True)
         self.states = [groups[i].env.optimizer.state[p] for i, p in rows]
-        self.names = MOMENTS[self.kind] if self.counts_steps or self.momentum else ()
-        for state, p in zip(self.states, arena.parameters, strict=True):
-            self._begin(state, p)
-        self.moments = [arena.gather([state[name] for state in self.states]) for name in self.names]
+        self.moment_names = MOMENT_NAMES[self.optimizer_name] if self.counts_steps or self.momentum else ()
+        for state, p in zip(self.states, weights.parameters, strict=True):
+            self._init_state(state, p)
+        self.moments = [weights.gather([state[name] for state in self.states]) for name in self.moment_names]
         if self.counts_steps:
-            one_of_each = dict(zip(arena.groups, self.states, strict=True))
-            self.steps = torch.stack([one_of_each[i]["step"] for i in range(len(groups))])  # [G]
+            state_of_group = dict(zip(weights.groups, self.states, strict=True))
+            self.steps = torch.stack([state_of_group[i]["step"] for i in range(len(groups))])  # [G]
 
-    def _begin(self, state: dict[str, Tensor], p: nn.Parameter) -> None:
+    def _init_state(self, state: dict[str, Tensor], p: nn.Parameter) -> None:
         """Create the state that torch.optim would create at a parameter's first step."""
-        for name in self.names:
+        for name in self.moment_names:
             if name not in state:
                 state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         if self.counts_steps and "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
-    def spread(self, coefficients: Tensor) -> Tensor:  # [G] -> [numbers]
+    def per_weight(self, coefficients: Tensor) -> Tensor:  # [G] -> [numbers]
         """Repeat one coefficient per group for each weight of the group."""
-        return coefficients.index_select(0, self.owner)
+        return coefficients.index_select(0, self.group_of_weight)
 
-    def sums(self, numbers: Tensor) -> Tensor:  # [numbers] -> [G]
+    def group_sums(self, numbers: Tensor) -> Tensor:  # [numbers] -> [G]
         """Return the sum over the weights of each group."""
-        programs = self.arena.views(numbers)
-        rows = [torch.stack([t.reshape(len(t), -1).sum(1) for t in tensors]) for tensors in programs]
+        tensors_by_module = self.weights.views(numbers)
+        rows = [torch.stack([t.reshape(len(t), -1).sum(1) for t in tensors]) for tensors in tensors_by_module]
         return torch.cat([row.sum(0) for row in rows])
 
     @torch.no_grad()
@@ -98,24 +102,26 @@ class StackedOptimizer:
         Args:
             healthy: Hosts that take the step together with their seeds, [N] bool. None: all hosts.
         """
-        changing = [self.arena.values, *self.moments, *([self.steps] if self.counts_steps else [])]
-        kept = [tensor.clone() for tensor in changing] if healthy is not None else []
-        if self.limit is not None:
-            norms = self.sums(self.arena.grads.square()).sqrt()
-            self.arena.grads *= self.spread((self.limit / (norms + CLIP_EPS)).clamp(max=1.0))
-        self._update(self.arena.values, self.arena.grads)
+        changing = [self.weights.values, *self.moments, *([self.steps] if self.counts_steps else [])]
+        previous = [tensor.clone() for tensor in changing] if healthy is not None else []
+        if self.max_grad_norm is not None:
+            norms = self.group_sums(self.weights.grads.square()).sqrt()
+            self.weights.grads *= self.per_weight((self.max_grad_norm / (norms + CLIP_EPS)).clamp(max=1.0))
+        self._update(self.weights.values, self.weights.grads)
         if healthy is not None:
-            takes = healthy[self.hosts]
-            every = self.spread(takes)
-            for tensor, old in zip(changing, kept, strict=True):
-                tensor.copy_(torch.where(takes if len(tensor) == len(takes) else every, tensor, old))
+            takes_step = healthy[self.host_of_group]
+            takes_step_per_weight = self.per_weight(takes_step)
+            for tensor, old in zip(changing, previous, strict=True):
+                tensor.copy_(
+                    torch.where(takes_step if len(tensor) == len(takes_step) else takes_step_per_weight, tensor, old)
+                )
 
     def _update(self, values: Tensor, grads: Tensor) -> None:
-        if self.decaying and self.kind == "adamw":
-            values *= self.spread(1.0 - self.rates * self.decays)
-        elif self.decaying:
-            grads = grads + self.spread(self.decays) * values
-        if self.kind == "sgd":
+        if self.has_weight_decay and self.optimizer_name == "adamw":
+            values *= self.per_weight(1.0 - self.learning_rates * self.weight_decays)
+        elif self.has_weight_decay:
+            grads = grads + self.per_weight(self.weight_decays) * values
+        if self.optimizer_name == "sgd":
             self._sgd(values, grads)
         else:
             self._adam(values, grads)
@@ -123,7 +129,7 @@ class StackedOptimizer:
     def _sgd(self, values: Tensor, grads: Tensor) -> None:
         for buffer in self.moments:  # none without momentum
             grads = buffer.mul_(self.options["momentum"]).add_(grads)
-        values -= self.spread(self.rates) * grads
+        values -= self.per_weight(self.learning_rates) * grads
 
     def _adam(self, values: Tensor, grads: Tensor) -> None:
         """Update by Adam (https://arxiv.org/abs/1412.6980)."""
@@ -134,16 +140,63 @@ class StackedOptimizer:
         bias1, bias2 = (1.0 - beta ** self.steps.double() for beta in (beta1, beta2))
         first.lerp_(grads, 1.0 - beta1)
         second.mul_(beta2).addcmul_(grads, grads, value=1.0 - beta2)
-        root = second.sqrt().div_(self.spread(bias2.sqrt().to(grads.dtype))).add_(self.options["eps"])
-        values -= self.spread((self.rates / bias1).to(grads.dtype)) * first / root
+        root = second.sqrt().div_(self.per_weight(bias2.sqrt().to(grads.dtype))).add_(self.options["eps"])
+        values -= self.per_weight((self.learning_rates / bias1).to(grads.dtype)) * first / root
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def write_back(self) -> None:
         """Write the state back to the environments' optimizers."""
-        for name, numbers in zip(self.names, self.moments, strict=True):
-            self.arena.scatter(numbers, [state[name] for state in self.states])
+        for name, numbers in zip(self.moment_names, self.moments, strict=True):
+            self.weights.scatter(numbers, [state[name] for state in self.states])
         if self.counts_steps:
             # A separate tensor for each parameter, as in torch.optim, but all created by one kernel.
-            every = self.steps.index_select(0, self.group_of_parameter).unbind()
-            for state, step in zip(self.states, every, strict=True):
+            steps = self.steps.index_select(0, self.group_of_parameter).unbind()
+            for state, step in zip(self.states, steps, strict=True):
                 state["step"] = step
+
+
+class StackedScaler:
+    """Loss scales of N hosts in the coming epoch.
+
+    A `GradScaler` exposes its growth counter as a Python number only. It is read when an epoch begins and written when
+    it ends; on CUDA both wait for the device.
+
+    Args:
+        envs: N environments whose scalers are enabled.
+
+    Attributes:
+        scales: Loss scale of each host, [N].
+        good_steps: Steps of each host since its last skipped step or increase of the scale, [N].
+    """
+
+    def __init__(self, envs: Sequence[HostEnv]) -> None:
+        self.envs = envs
+        self.states = [env.scaler.state_dict() for env in envs]
+        device = envs[0].device
+        self.scales = upload([state["scale"] for state in self.states], device, torch.float32)
+        self.good_steps = upload([state["_growth_tracker"] for state in self.states], device, torch.float32)
+
+    @torch.no_grad()
+    def unscale(self, optimizer: StackedOptimizer) -> Tensor:  # [N] bool
+        """Divide the gradients by the scales. Returns which hosts have finite gradients only, seeds included."""
+        nonfinite = torch.zeros_like(self.scales)
+        grads = optimizer.weights.grads
+        grads /= optimizer.per_weight(self.scales[optimizer.host_of_group])
+        nonfinite.index_add_(0, optimizer.host_of_group, optimizer.group_sums((~grads.isfinite()).float()))
+        return nonfinite == 0
+
+    def update(self, healthy: Tensor) -> None:
+        """Lower the scale of hosts that skipped the step, and raise it after enough steps without a skip."""
+        settings = self.states[0]
+        good_steps = torch.where(healthy, self.good_steps + 1.0, 0.0)
+        growth_due = good_steps == settings["growth_interval"]
+        higher = self.scales * settings["growth_factor"]
+        raised = torch.where(growth_due & higher.isfinite(), higher, self.scales)
+        self.scales = torch.where(healthy, raised, self.scales * settings["backoff_factor"])
+        self.good_steps = torch.where(growth_due, 0.0, good_steps)
+
+    def write_back(self) -> None:
+        """Write the state back to the environments' scalers."""
+        numbers = download(torch.stack([self.scales, self.good_steps], 1)).tolist()
+        for env, state, (scale, good_steps) in zip(self.envs, self.states, numbers, strict=True):
+            env.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(good_steps)})

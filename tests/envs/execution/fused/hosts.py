@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
-from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import Digits, Split, Task, TaskData
 
-LIVELY = EnvConfig(
+FAST_CONFIG = EnvConfig(
     horizon=20,
     training=HostTraining(batches=2, batch_size=16),
     # Within 20 environment steps seeds reach every stage, and slots germinate repeatedly.
@@ -30,14 +30,14 @@ LIVELY = EnvConfig(
 CPU = torch.device("cpu")
 
 
-class Shuffled(nn.Module):
+class ShortcutHost(nn.Module):
     """Host with a shortcut around one slot, and with layers that no built-in host has."""
 
     def __init__(self, input_shape: Sequence[int], outputs: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(input_shape[0], 8, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(2, 8)
-        self.aside = SeedSlot("aside", "image", 8, trunk=False)
+        self.aside = SeedSlot("aside", "image", 8, on_single_path=False)
         self.last = SeedSlot("last", "image", 8)
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 12), nn.LayerNorm(12), nn.ReLU())
         self.tail = SeedSlot("tail", "vector", 12)
@@ -54,12 +54,12 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cnn, recomputed": partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True),
     "gpt": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"]),
     "mlp": partial(MLP, width=16),
-    "residual": Shuffled,
+    "residual": ShortcutHost,
 }
 """Host constructors by name."""
 
 
-class Words(Task):
+class TokenTask(Task):
     """Task of token sequences in which every token is a function of the previous one."""
 
     def load(self) -> TaskData:
@@ -73,7 +73,7 @@ class Words(Task):
         return TaskData(split(64), split(24), split(24), 9)
 
 
-class DigitsIn(Digits):
+class NoisyDigits(Digits):
     """Small digits task in torch's default dtype, with noise added to the images.
 
     Without noise neighbouring pixels and features are often equal, and rounding decides where the gradient of a
@@ -105,13 +105,13 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.float64, **changes: Any) -> HostPool:
     """Make a pool of one of HOSTS with the config LIVELY and `changes` to it."""
-    task = Words() if host == "gpt" else DigitsIn()
+    task = TokenTask() if host == "gpt" else NoisyDigits()
     with precision(dtype):
-        config = replace(LIVELY, executor=executor, **changes)
+        config = replace(FAST_CONFIG, executor=executor, **changes)
         return HostPool(task, task.load(), HOSTS[host], config, n_envs, CPU)
 
 
-class Seen:
+class EpisodeRecord:
     """Recorded results of an episode."""
 
     def __init__(self) -> None:
@@ -120,18 +120,18 @@ class Seen:
         self.stages: set[Stage] = set()
 
 
-def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, reset: bool = True) -> Seen:
+def play(pool: HostPool, ticks: int = 20, seeds: Sequence[int] | None = None, reset: bool = True) -> EpisodeRecord:
     """Play an episode of random actions, the same for pools with equal masks, and return its record."""
-    seen, wanderer = Seen(), RandomValid(5)
+    seen, random_policy = EpisodeRecord(), RandomValid(5)
     dtype = next(pool.envs[0].network.parameters()).dtype
     with precision(dtype):
         if reset:
             pool.reset(seeds or range(pool.n_envs))
         for _ in range(ticks):
-            step = pool.step(wanderer.act(pool))
+            step = pool.step(random_policy.act(pool))
             seen.numbers += [part.clone() for part in (step.reward, *step.metrics, pool.observation.features)]
             seen.losses.append(step.metrics.loss)
-            seen.stages |= {event.seed.after for event in step.events}
+            seen.stages |= {event.seed_event.after for event in step.events}
     return seen
 
 

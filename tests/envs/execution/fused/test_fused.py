@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from esper_lightning.envs.training import HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
-from tests.envs.execution.fused.hosts import HOSTS, LIVELY, Seen, distance, make, play
+from tests.envs.execution.fused.hosts import FAST_CONFIG, HOSTS, EpisodeRecord, distance, make, play
 from tests.tiers import rest_is_slow
 
 EXACT = 1e-9
@@ -19,7 +19,7 @@ FLOAT32 = 1e-2
 A shift of the loop's own weights by 1e-7 changes the losses of GPT by 1e-4 after 6 steps, and by 1e-1 after 15."""
 
 
-def assert_same(ours: Seen, theirs: Seen, tolerance: float) -> None:
+def assert_same(ours: EpisodeRecord, theirs: EpisodeRecord, tolerance: float) -> None:
     for a, b in zip(ours.numbers, theirs.numbers, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -52,7 +52,7 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     ids=str,
 )
 def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> None:
-    training = replace(LIVELY.training, **changes)
+    training = replace(FAST_CONFIG.training, **changes)
     fused, loop = (make(name, "cnn", 3, training=training) for name in ("fused", "loop"))
 
     assert_same(play(fused, 6), play(loop, 6), EXACT)
@@ -79,7 +79,7 @@ def test_a_trajectory_depends_neither_on_neighbours_nor_on_their_number(host: st
         env.growing.germinate(env.slots[slot].name, env.space.blueprint[slot + 1])
     among.envs[3].optimizer.param_groups[0]["lr"] = 1e3  # a host that diverges
     for pool in (alone, among):
-        pool.carry_on(4)
+        pool.train_without_actions(4)
 
     own, shared = (env.network.state_dict() for env in (alone.envs[0], among.envs[2]))
     assert own.keys() == shared.keys()
@@ -94,7 +94,7 @@ def test_a_host_that_is_not_a_number_leaves_the_others_alone() -> None:
         pool.reset([0, 1, 2])
         with torch.no_grad():
             pool.envs[1].network.head.weight.fill_(float("nan"))
-        pool.carry_on(2)
+        pool.train_without_actions(2)
 
     for mine, its in zip(fused.envs, loop.envs, strict=True):
         assert mine.history.loss == pytest.approx(its.history.loss, rel=EXACT, nan_ok=True)
@@ -113,7 +113,7 @@ def test_between_ticks_everything_lives_in_the_environments_so_executors_may_tak
             if tick == 1:
                 for i, env in enumerate(pool.envs[:3]):
                     env.growing.germinate(env.slots[i].name, "conv_light")
-            pool.carry_on(1)
+            pool.train_without_actions(1)
 
     assert distance(turns, loop) < EXACT
     for one, two in zip(turns.envs, loop.envs, strict=True):
@@ -132,7 +132,7 @@ def test_each_group_has_its_own_learning_rate() -> None:
             env.growing.germinate("layer1", "lora")
             env.optimizer.param_groups[0]["lr"] *= 0.5**i
             env.optimizer.param_groups[1]["lr"] *= 0.1 * i
-        pool.carry_on(2)
+        pool.train_without_actions(2)
 
     assert distance(fused, loop) < EXACT
 
@@ -155,16 +155,16 @@ def test_one_host_of_the_stack_can_be_taken_back_without_the_others() -> None:
     for pool in (back, straight):
         pool.reset(range(3))
         pool.envs[1].growing.germinate("block1", "norm")
-        pool.carry_on(2)
+        pool.train_without_actions(2)
     kept = back.envs[1].state_dict()
     for pool in (back, straight):
-        pool.carry_on(2)
+        pool.train_without_actions(2)
     back.envs[1].load_state_dict(kept)
     before = [back.envs[i].network.state_dict()["head.weight"].clone() for i in range(3)]
     for i in (0, 2):
         assert torch.equal(before[i], straight.envs[i].network.state_dict()["head.weight"])
-    back.carry_on(2)
-    straight.carry_on(2)
+    back.train_without_actions(2)
+    straight.train_without_actions(2)
 
     # The step count differs, and so do the stages of the seeds; the other hosts are unchanged.
     for i in (0, 2):
@@ -176,16 +176,16 @@ def test_what_has_been_grown_before_is_grown_by_the_same_program() -> None:
     pool = make("fused", "cnn", 2)
     pool.reset([0, 1])
     pool.envs[0].growing.germinate("block1", "norm")
-    pool.carry_on(1)
+    pool.train_without_actions(1)
     (stack,) = pool.executor.stacks.values()
-    banks = dict(stack.slots["block1"].kept)
+    banks = dict(stack.slots["block1"].seeds_by_kind)
     pool.envs[1].growing.germinate("block1", "norm")
-    pool.carry_on(1)
-    pool.envs[0].growing.remove("block1")
-    pool.carry_on(1)
+    pool.train_without_actions(1)
+    pool.envs[0].growing.remove_seed("block1")
+    pool.train_without_actions(1)
 
     assert list(pool.executor.stacks.values()) == [stack]
-    assert stack.slots["block1"].kept == banks
+    assert stack.slots["block1"].seeds_by_kind == banks
 
 
 def test_gradient_statistics_are_those_of_the_loop() -> None:
@@ -208,16 +208,16 @@ def test_test_accuracy_and_single_hosts_are_measured_as_by_the_loop() -> None:
         play(pool, 9)
     name = fused.envs[0].slots[0].name
 
-    torch.testing.assert_close(fused.test(), loop.test())
-    torch.testing.assert_close(fused.test(committed=False), loop.test(committed=False))
+    torch.testing.assert_close(fused.test_accuracy(), loop.test_accuracy())
+    torch.testing.assert_close(fused.test_accuracy(fossilized_only=False), loop.test_accuracy(fossilized_only=False))
     family = [frozenset(), frozenset({name}), frozenset({"last", "tail"})]
-    torch.testing.assert_close(*(pool.accuracy_of(1, family, pool.data.test) for pool in (fused, loop)))
+    torch.testing.assert_close(*(pool.variant_accuracies(1, family, pool.data.test) for pool in (fused, loop)))
 
 
 def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make("fused", "cnn", 3)
     play(pool, 5)
     whole = pool.executor.validate(pool.envs, pool.data.validation)
-    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.MAX_NUMBERS", 1)  # 16 samples, 50 in all
+    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.MAX_INPUT_ELEMENTS", 1)  # 16 samples, 50 in all
 
     torch.testing.assert_close(pool.executor.validate(pool.envs, pool.data.validation), whole, rtol=EXACT, atol=0.0)

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.conv import GroupNorm
-from esper_lightning.blueprints.residual import Norm
-from esper_lightning.envs.execution.fused.arena import Arena, Program, Staffed
-from esper_lightning.envs.execution.fused.layers import FEW, STACKED, stacked
-from esper_lightning.envs.execution.fused.members import (
-    Members,
+from esper_lightning.blueprints.residual import LearnedNorm
+from esper_lightning.envs.execution.fused.flat_params import Assignment, FlatParameters, StackedModule
+from esper_lightning.envs.execution.fused.layers import MAX_BMM_HOSTS, STACKED_TYPES, stack_layers
+from esper_lightning.envs.execution.fused.stacking import (
+    StackIndex,
     columns_to_rows,
     rows_to_columns,
     stack_inputs,
     unstack_outputs,
 )
 from esper_lightning.growth.blend import SampleGate
-from esper_lightning.hosts.transformer import Positions, TokenEmbedding
-from tests.growth.grown import CPU, seeded, stir
+from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
+from tests.growth.grown import CPU, add_noise, generator_of
 
 SAMPLES = 3
 
@@ -73,9 +73,9 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "layer norm, no weights": (partial(and_linear, partial(nn.LayerNorm, 4, elementwise_affine=False)), SEQUENCE),
     "embedding": (partial(nn.Embedding, 9, 4), WORDS),
     "token embedding": (partial(TokenEmbedding, 9, 4), WORDS),
-    "positions": (partial(Positions, 8, 4), SEQUENCE),
-    "towards group norm": (lambda: Norm(GroupNorm(1, 4)), IMAGE),
-    "towards layer norm": (lambda: Norm(nn.LayerNorm(4)), SEQUENCE),
+    "positions": (partial(PositionEmbedding, 8, 4), SEQUENCE),
+    "towards group norm": (lambda: LearnedNorm(GroupNorm(1, 4)), IMAGE),
+    "towards layer norm": (lambda: LearnedNorm(nn.LayerNorm(4)), SEQUENCE),
     "gate, image": (partial(Gated, 1), IMAGE),
     "gate, sequence": (partial(Gated, -1), SEQUENCE),
     "gate, vector": (partial(Gated, 1), VECTOR),
@@ -84,61 +84,61 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
-class Pair:
+class StackedAndSeparate:
     """The same layers stacked and separate, each with its own weights, and input features."""
 
     def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
-        self.layers = [build_on(CPU, make, seeded(i)).double() for i in range(count)]
+        self.layers = [build_on(CPU, make, generator_of(i)).double() for i in range(count)]
         for i, layer in enumerate(self.layers):
-            stir(layer, seed=i)
+            add_noise(layer, seed=i)
             for number, buffer in enumerate(layer.buffers()):
                 buffer.add_(i + number)
-        self.members = Members()
-        self.stack = stacked(make(), self.members)
-        program = Program(self.stack)
-        self.arena = Arena([Staffed(program, [program.find(layer) for layer in self.layers])])
+        self.stack_index = StackIndex()
+        self.stack = stack_layers(make(), self.stack_index)
+        program = StackedModule(self.stack)
+        self.weights = FlatParameters([Assignment(program, [program.layers_of(layer) for layer in self.layers])])
         self.entries = list(range(count)) if entries is None else entries
         rows = (len(self.entries) * SAMPLES, *shape)
         if shape == WORDS:
-            self.x = torch.randint(9, rows, generator=seeded(7))
+            self.x = torch.randint(9, rows, generator=generator_of(7))
         else:
-            self.x = torch.randn(rows, generator=seeded(7), dtype=torch.float64, requires_grad=True)
+            self.x = torch.randn(rows, generator=generator_of(7), dtype=torch.float64, requires_grad=True)
 
-    def ours(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
+    def stacked_outputs(self, columns: bool = False) -> Tensor:  # [V·B, …], entry by entry
         """Return the stack's outputs; with `columns`, inputs are laid out like flattened images."""
         count = len(self.entries)
         x = rows_to_columns(self.x, count) if columns else stack_inputs(self.x, count)
         y = self.stack(x)
         return columns_to_rows(y, count) if columns else unstack_outputs(y, count, SAMPLES)
 
-    def theirs(self) -> Tensor:
+    def separate_outputs(self) -> Tensor:
         parts = self.x.chunk(len(self.entries))
         return torch.cat([self.layers[i](part) for i, part in zip(self.entries, parts, strict=True)])
 
 
-def assert_same_in_training(pair: Pair, columns: bool = False) -> None:
-    pair.members.all(len(pair.layers))
-    pair.arena.give(learn=True)
+def assert_same_in_training(pair: StackedAndSeparate, columns: bool = False) -> None:
+    pair.stack_index.select_all(len(pair.layers))
+    pair.weights.bind(requires_grad=True)
     found = []
-    for answer in (lambda: pair.ours(columns), pair.theirs):
+    for answer in (lambda: pair.stacked_outputs(columns), pair.separate_outputs):
         y = answer()
         y.square().sum().backward()
         found.append((y, pair.x.grad))
         pair.x.grad = None
-    alone = [p.grad for p in pair.arena.parameters]
+    alone = [p.grad for p in pair.weights.parameters]
 
     close(*found)
     if alone:
-        close(pair.arena.grads, pair.arena.gather(alone))
+        close(pair.weights.grads, pair.weights.gather(alone))
 
 
-@pytest.mark.parametrize("count", [1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("count", [1, 2, MAX_BMM_HOSTS, MAX_BMM_HOSTS + 1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
-    pair = Pair(*LAYERS[layer], count)
+    pair = StackedAndSeparate(*LAYERS[layer], count)
     assert_same_in_training(pair)
     buffers = [[buffer.clone() for buffer in layer.buffers()] for layer in pair.layers]
-    for staffed in pair.arena.staff:
+    for staffed in pair.weights.assignments:
         staffed.scatter_buffers()
 
     close([list(layer.buffers()) for layer in pair.layers], buffers)
@@ -146,30 +146,30 @@ def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: i
 
 @pytest.mark.parametrize("layer", ["linear, vector", "linear, vector, no bias", "layer norm, vector, no bias"])
 def test_what_an_image_left_side_by_side_stays_so(layer: str) -> None:
-    assert_same_in_training(Pair(*LAYERS[layer], 3), columns=True)
+    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3), columns=True)
 
 
 @pytest.mark.parametrize("entries", [[2, 0, 2], [1, 1, 0, 2, 2, 0, 1], [1]], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_in_evaluation_a_host_may_be_there_several_times(layer: str, entries: list[int]) -> None:
-    pair = Pair(*LAYERS[layer], 3, entries)
+    pair = StackedAndSeparate(*LAYERS[layer], 3, entries)
     for module in (pair.stack, *pair.layers):
         module.eval()
     with torch.inference_mode():
-        pair.arena.give(learn=False)
-        pair.members.some(torch.tensor(entries))
-        close(pair.ours(), pair.theirs())
+        pair.weights.bind(requires_grad=False)
+        pair.stack_index.select_rows(torch.tensor(entries))
+        close(pair.stacked_outputs(), pair.separate_outputs())
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_words_are_judged_by_each_hosts_own_vectors(count: int) -> None:
-    pair = Pair(partial(TokenEmbedding, 9, 4), SEQUENCE, count)
-    pair.members.all(count)
-    pair.arena.give(learn=True)
+    pair = StackedAndSeparate(partial(TokenEmbedding, 9, 4), SEQUENCE, count)
+    pair.stack_index.select_all(count)
+    pair.weights.bind(requires_grad=True)
     alone = torch.cat([layer.logits(part) for layer, part in zip(pair.layers, pair.x.chunk(count), strict=True)])
 
     close(pair.stack.logits(pair.x), alone)
 
 
 def test_all_kinds_of_layers_were_tried() -> None:
-    assert {type(module) for make, _ in LAYERS.values() for module in make().modules()} >= set(STACKED)
+    assert {type(module) for make, _ in LAYERS.values() for module in make().modules()} >= set(STACKED_TYPES)

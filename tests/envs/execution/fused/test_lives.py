@@ -11,18 +11,18 @@ from torch import nn
 from esper_lightning.blueprints import registry
 from esper_lightning.blueprints.registry import Blueprint
 from esper_lightning.blueprints.residual import Residual
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution import FusedExecutor
 from esper_lightning.envs.execution.fused import executor
 from esper_lightning.hosts import CNN
-from esper_lightning.tamiyo.baselines import RandomValid
 from esper_lightning.tasks import AugmentConfig
 from tests.conftest import FREE
-from tests.envs.execution.fused.hosts import HOSTS, LIVELY, distance, make, play, precision
+from tests.envs.execution.fused.hosts import FAST_CONFIG, HOSTS, distance, make, play, precision
 
 EXACT = 1e-9
 
-TRAINING = LIVELY.training
+TRAINING = FAST_CONFIG.training
 
 
 def both(host: str = "cnn", n_envs: int = 3, **changes: Any) -> tuple[HostPool, HostPool]:
@@ -45,7 +45,7 @@ def test_all_that_a_controller_may_choose(host: str) -> None:
             pool.reset(range(4))
             for _ in range(20):
                 events = pool.step(wanderer.act(pool)).events
-                causes |= {event.seed.cause.partition(" in ")[0] for event in events}
+                causes |= {event.seed_event.cause.partition(" in ")[0] for event in events}
 
     assert_equal(*pools)
     assert causes >= {"advance", "cull", "fossilize", "alpha to 0", "alpha to 0.5", "alpha to 1", "faded out"}
@@ -107,9 +107,9 @@ def test_a_stack_may_take_over_when_much_has_grown() -> None:
     for pool in (turns, loop):
         play(pool, 8)
     turns.executor = FusedExecutor(turns.task, turns.config.training)
-    turns.test()
+    turns.test_accuracy()
     for pool in (turns, loop):
-        pool.carry_on(2)
+        pool.train_without_actions(2)
 
     assert_equal(turns, loop)
 
@@ -117,7 +117,7 @@ def test_a_stack_may_take_over_when_much_has_grown() -> None:
 def test_an_epoch_that_broke_off_leaves_hosts_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make("fused", "cnn", 2)
     pool.reset([0, 1])
-    pool.carry_on(1)
+    pool.train_without_actions(1)
     before = [p.detach().clone() for env in pool.envs for p in env.network.parameters()]
 
     def broken(*_: Any) -> None:
@@ -125,10 +125,10 @@ def test_an_epoch_that_broke_off_leaves_hosts_as_they_were(monkeypatch: pytest.M
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(executor, "fetch", broken)
-        pool.carry_on(1)
+        pool.train_without_actions(1)
 
     assert all(map(torch.equal, before, (p for env in pool.envs for p in env.network.parameters())))
-    pool.carry_on(1)
+    pool.train_without_actions(1)
     assert pool.envs[0].history.loss[-1] < pool.envs[0].history.loss[0]
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.fused.arena import Arena
 from esper_lightning.envs.execution.fused.executor import FusedEpoch
-from esper_lightning.envs.execution.fused.layers import Stacked
+from esper_lightning.envs.execution.fused.flat_params import FlatParameters
+from esper_lightning.envs.execution.fused.layers import StackedLayer
 from esper_lightning.envs.execution.fused.optimizer import StackedOptimizer
-from esper_lightning.tamiyo.baselines import RandomValid
 from tests.envs.execution.fused.hosts import make, precision
 
 
@@ -44,12 +44,12 @@ def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() ->
     pool.executor.train_epoch(pool.envs, pool.data.train)
 
     (stack,) = pool.executor.stacks.values()
-    layers = [m for m in stack.network.modules() if isinstance(m, Stacked)]
+    layers = [m for m in stack.network.modules() if isinstance(m, StackedLayer)]
     assert len({kind for slot in stack.slots.values() for kind in slot.kept}) > 8, "many kinds of seeds were met"
-    assert not any(layer.given or any(b is not None for b in layer.buffers()) for layer in layers)
-    assert alive(Arena, FusedEpoch, StackedOptimizer) == []
+    assert not any(layer.bound or any(b is not None for b in layer.buffers()) for layer in layers)
+    assert alive(FlatParameters, FusedEpoch, StackedOptimizer) == []
     own = {id(tensor) for tensor in owned(pool)}
-    kept = [env.guard.snapshot.view()["growing"]["generator"] for env in pool.envs]  # in snapshots
+    kept = [env.monitor.snapshot.view()["growing"]["generator"] for env in pool.envs]  # in snapshots
     snapshots = {part.untyped_storage().data_ptr() for part in kept}
     found = [t for t in alive(torch.Tensor) if id(t) not in own | unrelated]
     rest = [t for t in found if t.untyped_storage().data_ptr() not in snapshots]
@@ -60,7 +60,7 @@ def test_what_a_host_owns_lies_by_itself() -> None:
     """A snapshot of one host must not keep the memory of others alive; step counts are small enough to share."""
     pool = make("fused", "cnn", 4)
     pool.reset(range(4))
-    pool.carry_on(1)
+    pool.train_without_actions(1)
 
     large = [tensor for tensor in owned(pool) if tensor.ndim > 0]
     assert len(large) > 100

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.fused.optimizer import Group, StackedOptimizer
-from esper_lightning.envs.execution.fused.stack import HostStack
-from esper_lightning.growth.optimizer import HOST_GROUP, group_of
-from tests.envs.execution.fused.hosts import LIVELY, make
-from tests.growth.grown import seeded
+from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer
+from esper_lightning.envs.execution.fused.stacked_host import HostStack
+from esper_lightning.growth.param_groups import HOST_GROUP, seed_group_name
+from tests.envs.execution.fused.hosts import FAST_CONFIG, make
+from tests.growth.grown import generator_of
 
 RULES: list[dict[str, Any]] = [
     {"optimizer": "adam"},
@@ -25,7 +25,7 @@ RULES: list[dict[str, Any]] = [
 
 def grown_pool(**training: Any) -> HostPool:
     """Return a pool of 3 hosts, 2 of them with a seed; every group has its own learning rate and weight decay."""
-    pool = make("loop", "mlp", 3, training=replace(LIVELY.training, **training))
+    pool = make("loop", "mlp", 3, training=replace(FAST_CONFIG.training, **training))
     pool.reset(range(3))
     for env, blueprint in zip(pool.envs, ("norm", "lora"), strict=False):
         grow(env, "layer1", blueprint)
@@ -35,29 +35,31 @@ def grown_pool(**training: Any) -> HostPool:
 def grow(env: Any, slot: str, blueprint: str) -> None:
     env.growing.germinate(slot, blueprint)
     for i, group in enumerate(env.optimizer.param_groups):
-        group["lr"] *= 0.5 ** (i + env.seed)
+        group["lr"] *= 0.5 ** (i + env.rng_seed)
         group["weight_decay"] *= 2.0**i
 
 
 def gradient(weight: nn.Parameter, i: int, step: int) -> torch.Tensor:
     """Return the gradient given to both optimizers."""
-    return (step + 1) * torch.randn(weight.shape, generator=seeded(100 * step + i), dtype=weight.dtype)
+    return (step + 1) * torch.randn(weight.shape, generator=generator_of(100 * step + i), dtype=weight.dtype)
 
 
 def learn_stacked(pool: HostPool, steps: range) -> None:
     """Take this number of stacked steps in one epoch."""
     stack = HostStack(pool.envs[0].network)
     arena = stack.load([env.network for env in pool.envs])
-    arena.give(learn=True)
+    arena.bind(requires_grad=True)
     number = {p: i for env in pool.envs for i, p in enumerate(env.network.parameters())}
-    hosts = [Group(i, env, HOST_GROUP) for i, env in enumerate(pool.envs)]
-    seeds = [Group(i, pool.envs[i], group_of(slot)) for members in stack.grown for i, slot in members]
+    hosts = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(pool.envs)]
+    seeds = [
+        ParameterGroup(i, pool.envs[i], seed_group_name(slot)) for members in stack.seed_slots for i, slot in members
+    ]
     optimizer = StackedOptimizer(arena, hosts + seeds)
     for step in steps:
         arena.grads.copy_(arena.gather([gradient(p, number[p], step) for p in arena.parameters]))
         optimizer.step()
-    arena.take_back()
-    optimizer.take_back()
+    arena.write_back()
+    optimizer.write_back()
 
 
 def learn_alone(pool: HostPool, steps: range) -> None:
@@ -79,7 +81,7 @@ def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit:
         learn(pool, range(3))
         grow(pool.envs[2], "layer2", "norm")  # its step count begins here
         learn(pool, range(3, 5))
-        pool.envs[0].growing.remove("layer1")
+        pool.envs[0].growing.remove_seed("layer1")
         learn(pool, range(5, 7))
 
     for ours, theirs in zip(stacked.envs, alone.envs, strict=True):
@@ -95,14 +97,16 @@ def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
     pool, same = grown_pool(), grown_pool()
     stack = HostStack(pool.envs[0].network)
     arena = stack.load([env.network for env in pool.envs])
-    arena.give(learn=True)
-    seeds = [Group(i, pool.envs[i], group_of(slot)) for members in stack.grown for i, slot in members]
-    optimizer = StackedOptimizer(arena, [Group(i, env, HOST_GROUP) for i, env in enumerate(pool.envs)] + seeds)
+    arena.bind(requires_grad=True)
+    seeds = [
+        ParameterGroup(i, pool.envs[i], seed_group_name(slot)) for members in stack.seed_slots for i, slot in members
+    ]
+    optimizer = StackedOptimizer(arena, [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(pool.envs)] + seeds)
     for healthy in (True, False):
         arena.grads.fill_(1.0 if healthy else float("nan"))
         optimizer.step(torch.tensor([True, healthy, True]))
-    arena.take_back()
-    optimizer.take_back()
+    arena.write_back()
+    optimizer.write_back()
 
     counted = [[env.optimizer.state[p]["step"].item() for p in env.network.parameters()] for env in pool.envs]
     assert [set(steps) for steps in counted] == [{2.0}, {1.0}, {2.0}]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.fused.layers import StackedConv2d, StackedLinear
-from tests.envs.execution.fused.hosts import LIVELY, make, play
+from tests.envs.execution.fused.hosts import FAST_CONFIG, make, play
 from tests.tiers import rest_is_slow
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,7 +26,7 @@ each_host_in_half = pytest.mark.parametrize(
 
 
 def half(executor: str, host: str, precision: str) -> HostPool:
-    return make(executor, host, 3, torch.float32, training=replace(LIVELY.training, precision=precision))
+    return make(executor, host, 3, torch.float32, training=replace(FAST_CONFIG.training, precision=precision))
 
 
 @each_host_in_half
@@ -42,7 +42,7 @@ def test_all_layers_of_hosts_and_seeds_compute_in_it(host: str, precision: str) 
     pool.reset(range(3))
     for env, style in zip(pool.envs, ("add", "multiply", "gate"), strict=True):
         env.growing.germinate(env.slots[0].name, "attention", style=style)
-    pool.carry_on(1)
+    pool.train_without_actions(1)
     seen = set()
 
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str) -> None:
@@ -55,7 +55,7 @@ def test_all_layers_of_hosts_and_seeds_compute_in_it(host: str, precision: str) 
     }
     for name, layer in layers.items():
         layer.register_forward_hook(partial(watch, name=name))
-    pool.carry_on(2)
+    pool.train_without_actions(2)
 
     assert sum(".seed." in name for name in layers) >= 3
     assert seen == {(name, mode, HALVES[precision]) for name in layers for mode in (True, False)}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution import LoopExecutor
-from esper_lightning.envs.execution.fused.scaling import StackedScaler
-from esper_lightning.envs.training import INITIAL_SCALE, HostTraining
+from esper_lightning.envs.execution.fused.optimizer import StackedScaler
+from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from tests.envs.execution.episodes import same
 from tests.envs.execution.fused.hosts import make
 from tests.growth.grown import CPU
@@ -51,7 +51,7 @@ def test_whatever_overflows_scales_are_those_of_torch(pattern: list[tuple[bool, 
             ours.update(torch.tensor(healthy))
             for own, well in zip(alone, healthy, strict=True):
                 step(own, well)
-        ours.take_back()
+        ours.write_back()
 
     assert [env.scaler.state_dict() for env in envs] == [own.state_dict() for own in alone]
 
@@ -62,10 +62,10 @@ def half_pool(executor: str) -> HostPool:
     pool.reset(range(3))
     for env in pool.envs:
         env.growing.germinate("block1", "conv_light", ticks=1)
-    pool.carry_on(2)
+    pool.train_without_actions(2)
     for env in pool.envs:
         env.growing.germinate("block3", "conv_small", style="gate")
-    pool.carry_on(1)
+    pool.train_without_actions(1)
     with torch.no_grad():
         pool.envs[1].slots[0].seed.body[0].weight.fill_(1e6)
     return pool
@@ -83,10 +83,14 @@ def tensors(pool: HostPool, host: int) -> list[Tensor]:
 def test_a_host_out_of_range_is_skipped_alone_with_all_its_seeds(optimizer: str) -> None:
     pool = half_pool("fused")
     before = [tensors(pool, host) for host in range(3)]
-    pool.carry_on(1)
+    pool.train_without_actions(1)
 
     assert [env.skipped_steps for env in pool.envs] == [0, 4, 0]
-    assert [env.scaler.get_scale() for env in pool.envs] == [INITIAL_SCALE, INITIAL_SCALE / 2**4, INITIAL_SCALE]
+    assert [env.scaler.get_scale() for env in pool.envs] == [
+        INITIAL_LOSS_SCALE,
+        INITIAL_LOSS_SCALE / 2**4,
+        INITIAL_LOSS_SCALE,
+    ]
     assert same(tensors(pool, 1), before[1])
     for host in (0, 2):
         assert not any(torch.equal(a, b) for a, b in zip(tensors(pool, host), before[host], strict=True))
@@ -95,12 +99,12 @@ def test_a_host_out_of_range_is_skipped_alone_with_all_its_seeds(optimizer: str)
 def test_the_loop_goes_on_with_the_scales_that_the_stack_left() -> None:
     turns, loop = half_pool("fused"), half_pool("loop")
     for pool in (turns, loop):
-        pool.carry_on(1)
+        pool.train_without_actions(1)
         with torch.no_grad():
             pool.envs[1].slots[0].seed.body[0].weight.fill_(0.1)
     turns.executor = LoopExecutor(turns.task, turns.config.training)
     for pool in (turns, loop):
-        pool.carry_on(1)
+        pool.train_without_actions(1)
 
     states = [[env.scaler.state_dict() for env in pool.envs] for pool in (turns, loop)]
     assert states[0] == states[1]

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.envs.execution.fused.hosts import LIVELY, make, play
+from tests.envs.execution.fused.hosts import FAST_CONFIG, make, play
 
 READING = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero"}
 
 INDEXING = {"__getitem__", "__setitem__", "masked_select"}
 
 
-def from_python(index: Any) -> bool:
+def is_python_index(index: Any) -> bool:
     """Return whether an index would be copied to the device or counted there."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool) for part in parts)
 
 
-class Waits(TorchFunctionMode):
+class WaitingOperations(TorchFunctionMode):
     """Records operations that would wait: reading numbers, and copying them to the device without `upload`."""
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class Waits(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         sent = function is torch.tensor and kwargs.get("device") is not None
-        if name in READING or sent or (name in INDEXING and from_python(args[1])):
+        if name in READING or sent or (name in INDEXING and is_python_index(args[1])):
             self.found.append(name)
         return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize(("host", "rule"), [("cnn", "adamw"), ("gpt", "adam"), ("residual", "sgd")])
 def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
-    pool = make("fused", host, 4, training=replace(LIVELY.training, optimizer=rule, weight_decay=0.01))
+    pool = make("fused", host, 4, training=replace(FAST_CONFIG.training, optimizer=rule, weight_decay=0.01))
     play(pool, 6)
-    with Waits() as waits:
+    with WaitingOperations() as waits:
         pool.executor.train_epoch(pool.envs, pool.data.train)
         pool.executor.validate(pool.envs, pool.data.validation)
 
@@ -48,7 +48,7 @@ def test_training_and_validation_wait_for_nothing(host: str, rule: str) -> None:
 
 
 def test_the_watch_sees_what_would_wait() -> None:
-    with Waits() as waits:
+    with WaitingOperations() as waits:
         numbers = torch.tensor([1.0, 2.0], device="cpu")
         numbers[numbers > 1.0], numbers[[0]], numbers[0].item()
 

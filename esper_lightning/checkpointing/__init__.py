@@ -1,0 +1,1 @@
+"""Validation, atomic writing and resizing of checkpoints."""

@@ -1,0 +1,49 @@
+"""Resuming with another number of environments: the run goes on with a new rollout, as hosts cannot be divided."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def count_saved_envs(checkpoint: dict[str, Any]) -> int:
+    """Return the number of environments of the run that wrote `checkpoint`."""
+    return len(checkpoint["HostPoolData"]["pool"]["envs"])
+
+
+def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
+    """Change `checkpoint` in place so that it resumes at the start of a rollout with `n_envs` environments.
+
+    An unfinished rollout is discarded; the policy, its optimizer and its normalisers do not change.
+    """
+    fit, loop = checkpoint["loops"]["fit_loop"], checkpoint["callbacks"]["RolloutState"]["loop"]
+    batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
+    played = 0 if batches["is_last_batch"] else batches["current"]["ready"]
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 0 if played == 0 else batches["current"]["completed"]
+    for count in batches["current"]:
+        batches["total"][count] -= batches["current"][count] if played else 0
+        batches["current"][count] = 0
+    batches["is_last_batch"] = False
+    for progress in epochs.values():
+        progress["ready"] = progress["started"] = progress["completed"] = progress["processed"]
+    for loader in fit["state_dict"]["combined_loader"]:
+        loader["position"] = 0
+    loop["ticks"] -= played
+    loop["episode"] -= played > 0
+    loop["state"] = [_zero_rows(part, n_envs) for part in loop["state"]]
+    loop["starts"] = torch.ones(n_envs, dtype=torch.bool)
+    loop["raw_features"] = _zero_ticks(loop["raw_features"], n_envs)
+    if "raw_privileged" in loop:
+        loop["raw_privileged"] = _zero_ticks(loop["raw_privileged"], n_envs)
+    loop["buffer"] = {
+        "ticks": [_zero_ticks(part, n_envs) for part in loop["buffer"]["ticks"]],
+        "state": [_zero_rows(part, n_envs) for part in loop["buffer"]["state"]],
+    }
+
+
+def _zero_rows(part: Tensor, n_envs: int) -> Tensor:  # [saved N, …] -> [N, …], zeros
+    return part.new_zeros(n_envs, *part.shape[1:])
+
+
+def _zero_ticks(part: Tensor, n_envs: int) -> Tensor:  # [ticks, saved N, …] -> [0, N, …]
+    return part.new_zeros(0, n_envs, *part.shape[2:])

@@ -1,0 +1,321 @@
+"""Command line: LightningCLI with the defaults of this project, and a one-line message for every user error."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse.typing import PositiveInt
+from lightning import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_checkpoint, check_identity
+from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion
+from esper_lightning.console import print_status
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.errors import one_line_errors
+from esper_lightning.evaluation.checkpoints import check_distinct
+from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.provenance import RunRecord
+from esper_lightning.trainer import EsperTrainer, run_folder
+
+CALLBACKS = {
+    "rollout_state": "callbacks.RolloutState",
+    "telemetry": "callbacks.Telemetry",
+    "governor": "callbacks.Governor",
+    "progress": "callbacks.ProgressReport",
+    "evaluation": "callbacks.Evaluation",
+    # This order matters: the checkpoints of `latest` and `preemption` include the current state of `best`.
+    "best": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "preemption": "callbacks.Preemption",
+}
+"""Import paths of the callbacks of every run; each is configured under its key. The package never imports them."""
+
+LOGGER_QUEUE_SIZE = 1000
+"""Maximum number of TensorBoard points waiting to be written; with torch's default of 10, ticks wait for the disk."""
+
+CALLBACK_DEFAULTS = {
+    # Two ModelCheckpoints, because one that tracks the best does not save the last epoch unless it is the best.
+    "latest.filename": "latest",
+    "latest.save_on_train_epoch_end": True,
+    "latest.enable_version_counter": False,
+    "best.filename": "best",
+    "best.monitor": "rollout/objective",
+    "best.mode": "max",
+    "best.save_on_train_epoch_end": True,
+    "best.enable_version_counter": False,
+}
+"""Defaults of callback settings, by dotted name."""
+
+REFUSED_SETTINGS = {
+    "max_steps": "it would cut a resumed rollout short; use trainer.max_epochs",
+    "gradient_clip_val": "manual optimization ignores it; use model.ppo.max_grad_norm",
+    "accumulate_grad_batches": "a batch is a tick of host training; use model.ppo.minibatches",
+    "overfit_batches": "a batch is a tick of host training; use data.env.horizon",
+    "val_check_interval": "there is no validation loop; hosts are validated every tick",
+    "limit_train_batches": "a rollout must be whole; use data.env.horizon",
+    "fast_dev_run": "a rollout must be whole; use configs/smoke.yaml",
+    "strategy": "Tamiyo trains in one process; leave it out",
+    "num_nodes": "Tamiyo trains in one process; leave it out",
+    "max_time": "it would cut a rollout short; stop the run with SIGTERM, which saves it",
+}
+"""Trainer settings that would break a run, with the reason for each."""
+
+MAX_THREADS = 1024
+"""Largest accepted `threads_per_operator`; no machine has more cores."""
+
+RESERVED_CHECKPOINT_NAMES = frozenset({"last", "best", "hpc", "registry"})
+"""Values of `ckpt_path` with a special meaning in Lightning; refused, because with some it silently starts anew."""
+
+
+MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there
+is one (a config may name none)"""
+
+THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
+are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
+
+
+class EsperCLI(LightningCLI):
+    """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "evaluate": {"model", "datamodule"},
+            "information": {"model", "datamodule"},
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        if kwargs.get("prog") == PROGRAM:  # the main parser, not that of a subcommand
+            add_completion(parser)
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
+        parser.link_arguments("seed_everything", "data.seed")
+        for name in ("gamma", "horizon_is_end"):
+            parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
+        for key, path in CALLBACKS.items():
+            module, _, name = path.rpartition(".")
+            parser.add_lightning_class_args(getattr(importlib.import_module(module), name), key)
+        parser.set_defaults(CALLBACK_DEFAULTS)
+
+    def before_instantiate_classes(self) -> None:
+        with one_line_errors():
+            self._check_settings()
+        torch.set_num_threads(self.config[self.subcommand].threads_per_operator)
+
+    def _check_settings(self) -> None:
+        config = self.config[self.subcommand]
+        defaults = self._parser(self.subcommand).get_defaults()
+        for name, group in vars(defaults).items():
+            if isinstance(group, Namespace) and not isinstance(config[name], Namespace):
+                raise ValueError(f"{name} must be a group of settings, got {config[name]!r:.50}")
+        for name, reason in REFUSED_SETTINGS.items():
+            if config.trainer[name] != defaults.trainer[name]:
+                raise ValueError(f"trainer.{name} cannot be set: {reason}")
+        if config.trainer.devices not in (1, "1"):
+            raise ValueError(f"trainer.devices must be 1, got {config.trainer.devices}: Tamiyo trains in one process")
+        if config.trainer.precision not in (None, 32, "32", "32-true"):
+            raise ValueError(
+                f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
+            )
+        if config.threads_per_operator > MAX_THREADS:
+            raise ValueError(f"threads_per_operator must be at most {MAX_THREADS}, got {config.threads_per_operator}")
+        if config.latest.monitor is not None:
+            raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
+        for name, value in vars(config.as_flat()).items():
+            if isinstance(value, float) and isnan(value):
+                raise ValueError(f"{name} is not a number; give one, or leave it out for its default")
+        if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
+            raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
+            full_args = args_with_run_settings(sys.argv[1:] if args is None else args)
+            if full_args is None:
+                super().parse_arguments(parser, args)
+            else:
+                self.config = parser.parse_args(full_args)
+            config = self.config[self.config.subcommand]
+            if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
+                raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
+            if config.get("weights_only") is False:
+                raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
+            self.saved_identity: dict[str, Any] | None = None
+            if config.get("ckpt_path") is not None:
+                status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
+                root = root_folder(config.trainer.default_root_dir)
+                config.ckpt_path = find_checkpoint(str(config.ckpt_path), root, status_prefix)
+                self.saved_identity = check_checkpoint(config.ckpt_path)[IDENTITY_KEY]
+            if self.config.subcommand == "evaluate":
+                if config.ckpt_path is None:
+                    raise ValueError(MISSING_CHECKPOINT_MESSAGE)
+                config.more = [config.more] if isinstance(config.more, str) else config.more or []
+                for path in config.more:
+                    check_checkpoint(path)
+                check_distinct([config.ckpt_path, *config.more])
+
+    def instantiate_classes(self) -> None:
+        with one_line_errors():
+            try:
+                super().instantiate_classes()
+            except TypeError as error:
+                if "must be a mapping" not in str(error):
+                    raise
+                null_groups = self._null_groups(
+                    self.config[self.subcommand], self._parser(self.subcommand).get_defaults()
+                )
+                raise ValueError(
+                    f"null stands where settings belong; leave out what is null of {null_groups}"
+                ) from error
+
+    def _null_groups(self, config: Namespace, defaults: Namespace, prefix: str = "") -> list[str]:
+        """Return the dotted names of groups of settings that are null."""
+        names = []
+        for name, group in vars(defaults).items():
+            if isinstance(group, Namespace) and isinstance(config[name], Namespace):
+                names += self._null_groups(config[name], group, f"{prefix}{name}.")
+            elif isinstance(group, Namespace) and config[name] is None:
+                names.append(f"{prefix}{name}")
+        return names
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self._get(self.config_init, "trainer")
+        if self.subcommand != "fit":
+            config["logger"] = False  # other commands write their own result files
+        elif config["logger"] in (None, True):
+            checkpoint = self._get(self.config_init, "ckpt_path")
+            config["logger"] = make_logger(root_folder(config["default_root_dir"]), checkpoint)
+        if config["enable_progress_bar"] is False:
+            self._get(self.config_init, "progress").show = "nothing"
+        config["enable_progress_bar"] = False  # Lightning's progress bar counts batches instead of rollouts
+        plugins = config["plugins"] or []
+        config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Build the hosts before anything is written, so that settings that do not fit together are reported first."""
+        with one_line_errors():
+            self._build()
+            if self.saved_identity is not None:
+                check_identity(self.saved_identity, run_identity(self.model, self.datamodule))
+
+    def _build(self) -> None:
+        self.model.check(self.datamodule)
+        self.datamodule.build(self.trainer.strategy.root_device)
+        for pool in self.datamodule.pools.values():
+            self._get(self.config_init, "evaluation").check(pool)
+
+    def before_evaluate(self) -> None:
+        """Build the hosts before the weights of any checkpoint are loaded."""
+        with one_line_errors():
+            if self._get(self.config_init, "evaluation").hosts == 0:
+                raise ValueError("evaluation.hosts is 0, so there is nothing to evaluate; give at least 2")
+            self._build()
+
+    def before_information(self) -> None:
+        """Build the hosts before any episode is played."""
+        with one_line_errors():
+            self._build()
+
+
+def root_folder(default_root_dir: str | Path | None) -> Path:
+    """Return the folder that contains the run folders."""
+    return Path(default_root_dir or "runs")
+
+
+def args_with_run_settings(args: Sequence[str]) -> list[str] | None:
+    """Return the arguments of `evaluate` with `--config` set to the config.yaml of the checkpoint's run.
+
+    Returns None for other commands, and for arguments with a config or a request for help.
+
+    Raises ValueError if the arguments name no checkpoint, or if its run folder has no config.yaml.
+    """
+    if not args or args[0] != "evaluate":
+        return None
+    if any(arg.partition("=")[0] in ("--config", "-c", "--help", "-h") for arg in args):
+        return None
+    checkpoint_name = option_value("--ckpt_path", args)
+    if checkpoint_name is None:
+        raise ValueError(MISSING_CHECKPOINT_MESSAGE)
+    path = find_checkpoint(checkpoint_name, root_folder(option_value("--trainer.default_root_dir", args)), "evaluating")
+    check_checkpoint(path)
+    config = run_folder(path) / "config.yaml"
+    if not config.is_file():
+        raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")
+    print_status(f"settings of {config}")
+    return [args[0], "--config", str(config), *args[1:], "--ckpt_path", path]
+
+
+def option_value(flag: str, args: Sequence[str]) -> str | None:
+    """Return the value of the last occurrence of a flag on the command line, or None."""
+    found = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        if arg == flag:
+            found = following
+        elif arg.startswith(f"{flag}="):
+            found = arg.removeprefix(f"{flag}=")
+    return found
+
+
+def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str:
+    """Return the path of a checkpoint; the name `latest` stands for the newest latest.ckpt below `root`.
+
+    Raises ValueError if there is none, or if the name has a special meaning in Lightning.
+    """
+    if checkpoint_name != "latest":
+        if checkpoint_name in RESERVED_CHECKPOINT_NAMES or checkpoint_name.startswith("registry:"):
+            raise ValueError(
+                f"ckpt_path {checkpoint_name!r} is not known here; give latest, or the path of a .ckpt file"
+            )
+        return checkpoint_name
+    found = [path for path in root.rglob("checkpoints/latest.ckpt") if path.is_file()]
+    if not found:
+        raise ValueError(f"ckpt_path latest: there is no run with a latest.ckpt below {str(root)!r}; name a checkpoint")
+    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path))
+    print_status(f"{status_prefix} {newest}")
+    return str(newest)
+
+
+def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
+    """Return a logger with a new run folder below `root`, or with the run folder of `checkpoint` when resuming."""
+    if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
+        run = Path(checkpoint).resolve().parent.parent
+        return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=LOGGER_QUEUE_SIZE)
+    return TensorBoardLogger(root, name="", max_queue=LOGGER_QUEUE_SIZE)
+
+
+def run(args: list[str] | None) -> None:
+    """Parse and check the arguments, then run the command. None: the arguments of the process."""
+    # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
+    # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    EsperCLI(
+        TamiyoModule,
+        HostPoolData,
+        args=args,
+        parser_class=Parser,
+        parser_kwargs={
+            "prog": PROGRAM,
+            "description": "Grows neural networks while they train, under a learned policy.",
+            **{command: {"usage": USAGE} for command in EsperCLI.subcommands()},
+        },
+        seed_everything_default=0,
+        trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
+        save_config_callback=RunRecord,
+        trainer_class=EsperTrainer,
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,  # settings come only from the command line, never from a checkpoint
+    )

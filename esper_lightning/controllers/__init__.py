@@ -1,0 +1,1 @@
+"""Controllers that choose the actions for a pool of hosts."""

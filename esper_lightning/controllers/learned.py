@@ -1,0 +1,63 @@
+"""Controllers choose the actions in a pool: the learned policy and the baselines share this interface."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import Action, HostPool
+from esper_lightning.tamiyo.policy import Policy
+
+
+class Controller(Protocol):
+    """Chooses the actions for every host of a pool, one per tick."""
+
+    def reset(self, pool: HostPool) -> None:
+        """Start an episode in every environment."""
+
+    def act(self, pool: HostPool) -> Action:
+        """Return one action per environment that is possible according to `pool.masks`."""
+
+
+class LearnedController:
+    """Takes the policy's most likely action: the most likely op, then the most likely choice of each further head.
+
+    Args:
+        policy: The network.
+        normalise: Function from raw features to the normalised features that the network was trained on.
+    """
+
+    def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor]) -> None:
+        self.policy = policy
+        self.normalise = normalise
+
+    def reset(self, pool: HostPool) -> None:
+        self.state = self.policy.initial_state(pool.n_envs)
+
+    @torch.no_grad()
+    def act(self, pool: HostPool) -> Action:
+        observation = pool.observation._replace(features=self.normalise(pool.observation.features))
+        # As in training, a rollback begins a new trajectory and resets the recurrent state.
+        distribution, self.state = self.policy.step_actor(observation, self.state, pool.masks, pool.episode_starts)
+        return distribution.mode()
+
+
+class SampledController(LearnedController):
+    """Samples actions from the policy's distribution.
+
+    Args:
+        policy: The network.
+        normalise: Function from raw features to the normalised features that the network was trained on.
+        rng_seed: RNG seed; every episode continues the stream of random numbers.
+    """
+
+    def __init__(self, policy: Policy, normalise: Callable[[Tensor], Tensor], rng_seed: int) -> None:
+        super().__init__(policy, normalise)
+        self.generator = torch.Generator(next(policy.parameters()).device).manual_seed(rng_seed)
+
+    @torch.no_grad()
+    def act(self, pool: HostPool) -> Action:
+        observation = pool.observation._replace(features=self.normalise(pool.observation.features))
+        distribution, self.state = self.policy.step_actor(observation, self.state, pool.masks, pool.episode_starts)
+        return distribution.sample(self.generator)

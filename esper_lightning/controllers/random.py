@@ -1,0 +1,37 @@
+"""Trivial controllers: lower bounds for any other."""
+
+import torch
+
+from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.tamiyo.heads import HostDistribution, uniform_logits
+
+
+class WaitOnly:
+    """Always waits, so the host never grows."""
+
+    def reset(self, pool: HostPool) -> None:
+        pass
+
+    def act(self, pool: HostPool) -> Action:
+        return to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+
+
+class RandomValid:
+    """Draws actions uniformly: a possible op, then a slot possible for it, then a possible choice of every other head.
+
+    Args:
+        rng_seed: RNG seed; every episode continues the stream of random numbers.
+    """
+
+    def __init__(self, rng_seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(rng_seed)
+
+    def reset(self, pool: HostPool) -> None:
+        pass
+
+    def act(self, pool: HostPool) -> Action:
+        logits = uniform_logits(pool.space.sizes, pool.n_envs)
+        action = HostDistribution(logits, pool.masks_on_cpu).sample(self.generator)
+        return Action(*copy_to_device(torch.stack(action), pool.device))

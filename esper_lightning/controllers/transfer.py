@@ -1,0 +1,214 @@
+"""Transfer of a policy to hosts of another kind: adapters between the spaces of training and those of the new hosts.
+
+Slots are paired in order, blueprints by name or by their stand-ins. Slots that the hosts lack appear empty and are
+masked. N environments, D features, K slots and P blueprints of the training hosts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
+from esper_lightning.envs.spaces.actions import ActionSpace
+from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
+from esper_lightning.growth.stages import Stage
+
+MAPPED_HEADS = ("slot", "blueprint")
+"""Heads whose choices may differ between training and new hosts."""
+
+CHOICES_KEY, FEATURES_KEY = "choices of the {} head", "observed features"
+
+
+class TrainingSpaces(NamedTuple):
+    """Action space and features of the training hosts, with stand-ins for blueprints that other hosts lack."""
+
+    space: ActionSpace
+    features: list[str]
+    stand_ins: Mapping[str, str]
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any], stand_ins: Mapping[str, str]) -> "TrainingSpaces":
+        """Return the spaces recorded in a checkpoint's identity.
+
+        Raises ValueError if they are missing, or if a stand-in replaces an unknown blueprint.
+        """
+        try:
+            space = ActionSpace(*(list(identity[CHOICES_KEY.format(head)]) for head in HEADS))
+            features = [str(name) for name in identity[FEATURES_KEY]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it does not say what its policy knows: {error}") from error
+        for name in stand_ins:
+            if name not in space.blueprint:
+                raise ValueError(
+                    f"stand_ins: the policy knows no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
+                )
+        return cls(space, features, stand_ins)
+
+
+class SpaceAdapter:
+    """Presents a pool in the spaces of the training hosts, with the attributes that `LearnedController` reads.
+
+    Args:
+        spaces: Spaces of the training hosts.
+        pool: Pool at the beginning of an episode: the features of empty slots are read from it.
+
+    Raises ValueError if the hosts have more slots than the policy, if none of its blueprints is available there, or if
+    other choices or features differ.
+    """
+
+    def __init__(self, spaces: TrainingSpaces, pool: HostPool) -> None:
+        assert all(slot.stage is Stage.DORMANT for env in pool.envs for slot in env.slots), "an episode begins"
+        check_heads(spaces.space, pool.space)
+        self.pool = pool
+        self.n_envs = pool.n_envs
+        space = pool.space
+        host_names = [spaces.stand_ins.get(name, name) for name in spaces.space.blueprint]
+        growable_anywhere = pool.masks_on_cpu.blueprint[0].any(0).tolist()  # with several tasks each has its own mask
+        growable = [name for name, grows in zip(space.blueprint, growable_anywhere, strict=True) if grows]
+        check_blueprints(host_names, growable, spaces)
+        self.n_host_slots, self.n_policy_slots = len(space.slot), len(spaces.space.slot)
+        # Index of each of the policy's blueprints on these hosts, or 0; `is_growable` masks the missing ones.
+        host_indices = [space.blueprint.index(name) if name in space.blueprint else 0 for name in host_names]
+        self.host_blueprint_index = torch.tensor(host_indices, device=pool.device)
+        self.is_growable = torch.tensor([name in growable for name in host_names], device=pool.device)
+        # Id under which the policy observes each blueprint of these hosts, or 0 if it has none for it.
+        policy_ids = [0] + [1 + host_names.index(name) if name in host_names else 0 for name in space.blueprint]
+        self.policy_blueprint_id = torch.tensor(policy_ids, device=pool.device)
+        columns = self._find_columns(spaces, pool)
+        self.feature_columns = torch.tensor(columns, device=pool.device)
+        first = pool.observation.features[0, self.feature_columns]
+        padded = [split_feature_name(name, spaces.space.slot)[0] >= self.n_host_slots for name in spaces.features]
+        self.is_padded = torch.tensor(padded, device=pool.device)
+        self.padding_features = torch.where(self.is_padded, first, torch.zeros_like(first))
+        # The only feature of an empty slot that changes is the time for which it has been empty.
+        counting = [name.endswith(".ticks_in_stage") for name in spaces.features]
+        self.is_empty_duration = torch.tensor(counting, device=pool.device) & self.is_padded
+        # Shares of slots in a stage are relative to all slots of the policy.
+        shares = {f"{STAGE_SHARE_PREFIX}{stage.name}": float(stage is Stage.DORMANT) for stage in Stage}
+        self.is_stage_share = torch.tensor([name in shares for name in spaces.features], device=pool.device)
+        idle = torch.tensor([shares.get(name, 0.0) for name in spaces.features], device=pool.device)
+        self.padded_share = idle * (self.n_policy_slots - self.n_host_slots) / self.n_policy_slots
+
+    def _find_columns(self, spaces: TrainingSpaces, pool: HostPool) -> list[int]:
+        """Return the column of each of the policy's features on these hosts.
+
+        Features of slots that the hosts lack get the column of the first slot; its value is replaced later.
+        """
+        columns = []
+        for name in spaces.features:
+            slot, local_name = split_feature_name(name, spaces.space.slot)
+            host_name = name if slot < 0 else f"{pool.space.slot[slot if slot < self.n_host_slots else 0]}.{local_name}"
+            if host_name not in pool.feature_names:
+                raise ValueError(
+                    f"the policy observes {name!r}, but these hosts have no {host_name!r}; see data.env.sight"
+                )
+            columns.append(pool.feature_names.index(host_name))
+        return columns
+
+    @property
+    def episode_starts(self) -> Tensor:  # [N] bool
+        return self.pool.episode_starts
+
+    @property
+    def observation(self) -> Observation:
+        """Observation in the policy's spaces: features [N, D] and blueprint ids [N, K]."""
+        host_observation = self.pool.observation
+        features = torch.where(
+            self.is_padded, self.padding_features, host_observation.features[:, self.feature_columns]
+        )
+        if self.n_policy_slots > self.n_host_slots:
+            elapsed = torch.tensor([[env.tick / env.horizon] for env in self.pool.envs], device=self.pool.device)
+            features = torch.where(self.is_empty_duration, elapsed, features)
+            rescaled = features * (self.n_host_slots / self.n_policy_slots) + self.padded_share
+            features = torch.where(self.is_stage_share, rescaled, features)
+        return Observation(features, self._pad(self.policy_blueprint_id[host_observation.blueprints]))
+
+    @property
+    def masks(self) -> Masks:
+        """Masks in the policy's spaces; no action is possible in slots that the hosts lack."""
+        masks = self.pool.masks
+        blueprint = self._pad((masks.blueprint[..., self.host_blueprint_index] & self.is_growable).mT).mT
+        slot = self._pad(masks.slot)
+        slot[..., Op.WAIT, :] = True
+        slot[..., Op.GERMINATE, :] &= blueprint.any(-1)
+        return masks._replace(
+            slot=slot,
+            blueprint=blueprint,
+            target=self._pad(masks.target.mT).mT,
+            speed=self._pad(masks.speed.mT).mT,
+        )
+
+    def _pad(self, part: Tensor) -> Tensor:  # [..., slots] -> [..., K], a copy
+        return torch.nn.functional.pad(part, (0, self.n_policy_slots - self.n_host_slots))
+
+    def translate(self, action: Action) -> Action:
+        """Return the action with the hosts' own indices, or WAIT where it is impossible on them."""
+        germinates = action.op == Op.GERMINATE
+        is_possible = (action.slot < self.n_host_slots) & (~germinates | self.is_growable[action.blueprint])
+        blueprint = torch.where(germinates, self.host_blueprint_index[action.blueprint], 0)
+        return Action(*(part * is_possible for part in action._replace(blueprint=blueprint)))
+
+
+def split_feature_name(feature: str, slots: Sequence[str]) -> tuple[int, str]:
+    """Return the index of a feature's slot and its name within the slot.
+
+    For features of the whole host the index is -1 and the name is unchanged.
+    """
+    matching = [slot for slot in slots if feature.startswith(f"{slot}.")]
+    if not matching:
+        return -1, feature
+    slot = max(matching, key=len)  # `block1.pool.alpha` is no feature of `block1`
+    return slots.index(slot), feature.removeprefix(f"{slot}.")
+
+
+def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
+    """Raise ValueError unless the choices of all heads except slots and blueprints agree and the slots suffice."""
+    for head, policy_choices, host_choices in zip(HEADS, policy_space, host_space, strict=True):
+        if head not in MAPPED_HEADS and policy_choices != host_choices:
+            raise ValueError(
+                f"Tamiyo chooses among {policy_choices} with its {head} head, these hosts offer {host_choices}"
+            )
+    if len(host_space.slot) > len(policy_space.slot):
+        raise ValueError(
+            f"these hosts have {len(host_space.slot)} slots, Tamiyo knows {len(policy_space.slot)}; "
+            f"name fewer of {host_space.slot}"
+        )
+
+
+def check_blueprints(host_names: Sequence[str], growable: Sequence[str], spaces: TrainingSpaces) -> None:
+    """Raise ValueError if a stand-in is not growable or replaces two blueprints, or if no blueprint is growable."""
+    for name in spaces.stand_ins.values():
+        if name not in growable:
+            raise ValueError(f"stand_ins: {name!r} does not grow here; {suggest_name(name, growable)}")
+        if list(host_names).count(name) > 1:
+            raise ValueError(f"stand_ins: {name!r} would be two of the policy's blueprints; name each once")
+    if not set(host_names) & set(growable):
+        raise ValueError(
+            f"nothing that Tamiyo knows ({', '.join(spaces.space.blueprint)}) grows here; name stand_ins among "
+            f"{', '.join(growable)}"
+        )
+
+
+class TransferController:
+    """Lets a controller act on hosts of another kind than it was trained on.
+
+    Args:
+        controller: Controller that reads observation and masks only, such as `LearnedController`.
+        spaces: Spaces of its training hosts.
+    """
+
+    def __init__(self, controller: Controller, spaces: TrainingSpaces) -> None:
+        self.controller = controller
+        self.spaces = spaces
+
+    def reset(self, pool: HostPool) -> None:
+        """Start an episode. Raises ValueError if the hosts do not fit the policy's spaces."""
+        self.adapter = SpaceAdapter(self.spaces, pool)
+        self.controller.reset(self.adapter)
+
+    def act(self, pool: HostPool) -> Action:
+        return self.adapter.translate(self.controller.act(self.adapter))

@@ -1,0 +1,1 @@
+"""Lightning data modules, which own the environments of a run."""

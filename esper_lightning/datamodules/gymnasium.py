@@ -1,0 +1,66 @@
+"""Data module for vector environments of any kind, for example from Gymnasium."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning import LightningDataModule
+
+from esper_lightning.datamodules.hosts import TickLoader
+from esper_lightning.envs.vector_env import VectorEnv
+
+
+class VectorData(LightningDataModule):
+    """Data module for any VectorEnv. A Lightning batch is a whole rollout, because a step may take microseconds.
+
+    Checkpoints do not contain the state of the environments: a resumed run begins new episodes.
+
+    Args:
+        env: Function that returns a VectorEnv, for example `esper_lightning.envs.gymnasium.gym_vector`.
+        settings: Keyword arguments of this function.
+        seed: RNG seed of episodes and exploration.
+    """
+
+    def __init__(self, env: Callable[..., Any], settings: dict[str, Any] | None = None, seed: int = 0) -> None:
+        super().__init__()
+        if seed < 0:
+            raise ValueError(f"data.seed must not be negative, got {seed}")
+        self.pool: VectorEnv = env(**(settings or {}))
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        """Raise ValueError if policy and environments are on different devices."""
+        env_device, policy_device = self.pool.device, self.trainer.strategy.root_device
+        if env_device.type != policy_device.type:
+            raise ValueError(
+                f"the policy would be on {policy_device.type}, its environments on {env_device.type}; "
+                f"set trainer.accelerator, or the environments' device"
+            )
+
+    @property
+    def n_envs(self) -> int:
+        return self.pool.n_envs
+
+    @property
+    def horizon(self) -> int:
+        return self.pool.horizon
+
+    @property
+    def heads(self) -> Iterable[str]:
+        return self.pool.space.sizes
+
+    def identity(self) -> dict[str, Any]:
+        """Return the sizes of observations, actions and rollouts, which a resumed run must share."""
+        pool = self.pool
+        return {
+            "choices": dict(pool.space.sizes),
+            "features": pool.observation.features.shape[-1],
+            "privileged": 0 if pool.privileged is None else pool.privileged.shape[-1],
+            "steps of a rollout": pool.horizon,
+            "environments": pool.n_envs,
+        }
+
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Do nothing: checkpoints contain no state of the environments."""
+
+    def train_dataloader(self) -> TickLoader:
+        return TickLoader(1)

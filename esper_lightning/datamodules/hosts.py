@@ -1,0 +1,185 @@
+"""Data module that owns the environments; a Lightning batch is one tick."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from lightning import LightningDataModule
+
+from esper_lightning.checkpointing.resize import count_saved_envs, resize_environments
+from esper_lightning.checkpointing.validate import check_schema
+from esper_lightning.console import print_status
+from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool
+from esper_lightning.envs.spaces.action_discovery import union_of_slots
+from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.tasks import Task
+
+Result = TypeVar("Made")
+
+
+class TickLoader:
+    """Loader that yields the ticks 0 … horizon − 1 of a rollout.
+
+    It has a length, so Lightning prefetches nothing. A torch DataLoader would draw a random number for each iterator.
+    """
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+        self.position = 0
+        self._start = 0
+
+    def __len__(self) -> int:
+        return self.horizon
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        for tick in range(start, self.horizon):
+            self.position = tick + 1
+            yield tick
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position % self.horizon}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["position"]
+
+
+class PolicyData(Protocol):
+    """Interface of the data modules that `TamiyoModule` accepts: they own the environments the policy is trained in."""
+
+    n_envs: int
+    """Number of environments."""
+    horizon: int
+    """Environment steps in one rollout."""
+    seed: int
+    """RNG seed of the run."""
+    pool: VectorEnv | None
+    """The environments. None until they are built."""
+    heads: Iterable[str]
+    """Names of the components of an action."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties that a resumed run must share with the saved one, by setting name."""
+
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adapt a checkpoint to this run before it is restored. Raises ValueError if that is impossible."""
+
+
+class HostPoolData(LightningDataModule):
+    """The hosts on which the policy is trained.
+
+    Args:
+        task: The task that hosts learn: data and measures.
+        host: Class of the network that grows; it is given the shape of an input and the number of outputs.
+        env: Settings of the environment: host training, the lifecycle of seeds, rewards, and the cost of growth.
+        n_envs: Hosts trained side by side.
+        seed: RNG seed of initial weights, the order of data, and exploration. The command line sets it to
+            seed_everything.
+        also: Further tasks, by name, whose hosts are trained at the same time. All hosts then name their slots place1,
+            place2 …; hosts with fewer slots are padded with slots in which nothing can grow.
+    """
+
+    heads = HEADS
+
+    def __init__(
+        self,
+        task: Task,
+        host: HostFactory,
+        env: EnvConfig = EnvConfig(),
+        n_envs: int = 48,
+        seed: int = 0,
+        also: dict[str, TaskConfig] | None = None,
+    ) -> None:
+        super().__init__()
+        if seed < 0:
+            raise ValueError(f"data.seed must not be negative, got {seed}")
+        self.env = env
+        self.seed = seed
+        self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
+        self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
+        self.pool: HostPool | MixedPool | None = None
+
+    def setup(self, stage: str) -> None:
+        self.build(self.trainer.strategy.root_device)
+
+    def build(self, device: torch.device) -> None:
+        """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
+        if self.pool is not None:
+            return
+        self.loaded_tasks = self._for_each_task(lambda name: load_task(self.task_configs[name], self.env, device))
+        several = len(self.loaded_tasks) > 1
+        shared_space = (
+            union_of_slots(
+                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values())
+            )
+            if several
+            else None
+        )
+        self.pools = self._for_each_task(
+            lambda name: self.loaded_tasks[name].make_pool(self.task_configs[name].n_envs, shared_space=shared_space)
+        )
+        for pool in self.pools.values():
+            if pool.selection is not None:
+                print_status(*pool.selection.report())
+        (first, *others) = self.pools.values()
+        self.pool = MixedPool(self.pools) if others else first
+
+    def _for_each_task(self, make: Callable[[str], Result]) -> dict[str, Result]:
+        """Return the result of `make` for each task, by name. A ValueError names the task if there are several."""
+        results = {}
+        for name in self.task_configs:
+            try:
+                results[name] = make(name)
+            except ValueError as error:
+                raise ValueError(f"hosts of {name}: {error}" if len(self.task_configs) > 1 else str(error)) from error
+        return results
+
+    def make_pool(self, n_envs: int, held_out: bool = False, task: str | None = None) -> HostPool:
+        """Return another pool with the same task, hosts, rules and executor.
+
+        Args:
+            n_envs: Number of hosts.
+            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
+            task: Name of the task, where there are several. None: the first.
+        """
+        name = task or next(iter(self.pools))
+        return self.loaded_tasks[name].make_pool(n_envs, held_out, self.pools[name])
+
+    @property
+    def horizon(self) -> int:
+        return self.env.horizon
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties of hosts, data, observation and actions that a resumed run must share."""
+        pool = self.pool
+        return {
+            "data.env.horizon": pool.config.horizon,
+            "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
+            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            "observed features": pool.feature_names,
+            "host": pool.host_kind,
+            "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
+        }
+
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adapt a checkpoint to this run's number of hosts. Raises ValueError if it cannot be resumed."""
+        check_schema(checkpoint)
+        if (saved := count_saved_envs(checkpoint)) != self.n_envs:
+            resize_environments(checkpoint, self.n_envs)
+            print_status(
+                f"{self.n_envs} environments, the run so far had {saved}: it goes on with the next rollout, "
+                f"not bit for bit"
+            )
+
+    def train_dataloader(self) -> TickLoader:
+        return TickLoader(self.env.horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["pool"]["envs"]) != self.n_envs:
+            return  # another number of hosts: the next rollout begins with new ones
+        if (note := self.pool.load_state_dict(state["pool"])) is not None:
+            print_status(note)

@@ -1,0 +1,119 @@
+"""Configuration and loading of the tasks and hosts that the policy is trained on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool
+from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.execution import other_devices
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.spaces.action_discovery import SharedSpace
+from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Settings of one task and its hosts."""
+
+    task: Task
+    """The task that these hosts learn."""
+
+    host: HostFactory
+    """Class of the network that grows."""
+
+    n_envs: int = 16
+    """Number of hosts trained side by side."""
+
+    executor: Literal["loop", "threads", "streams", "fused", "auto"] | None = None
+    """Executor that trains these hosts. None: data.env.executor."""
+
+    training: HostTraining | None = None
+    """Optimizer and batch settings of these hosts. None: data.env.training."""
+
+    blueprints: list[str] | None = None
+    """Blueprints available on these hosts. None: all that can grow there."""
+
+    def env_config(self, env: EnvConfig) -> EnvConfig:
+        """Return the environment settings of these hosts: `env` with the changes of this task."""
+        changes = {"executor": self.executor, "training": self.training}
+        known = {name: value for name, value in changes.items() if value is not None}
+        return replace(env, actions=replace(env.actions, blueprints=self.blueprints), **known)
+
+
+def make_task_configs(first: TaskConfig, others: Mapping[str, TaskConfig], env: EnvConfig) -> dict[str, TaskConfig]:
+    """Return all task configs by name. Raises ValueError if they cannot be combined.
+
+    Args:
+        first: Config of data.task; its name is that of the task's class.
+        others: Configs of data.also, by name.
+        env: Environment settings of the run.
+    """
+    first_name = type(first.task).__name__
+    if first_name in others:
+        raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
+    if others and (env.family.train or env.family.held_out):
+        raise ValueError("data.also and data.env.family: hosts of several tasks cannot be a family; leave one out")
+    for name, config in {"": first, **others}.items():
+        where = f"data.also.{name}.n_envs" if name else "data.n_envs"
+        if config.n_envs < 1:
+            raise ValueError(f"{where} must be at least 1, got {config.n_envs}")
+    return {first_name: replace(first, blueprints=env.actions.blueprints), **others}
+
+
+class LoadedTask(NamedTuple):
+    """A task with its data loaded."""
+
+    config: TaskConfig
+    env_config: EnvConfig
+    """Environment settings of these hosts."""
+    data: TaskData
+    """The data set, with one copy per device that all pools share."""
+    devices: list[torch.device]
+    """Devices on which hosts train; the first is the main one."""
+    fingerprint: str
+    """Fingerprint of the data."""
+
+    def make_pool(
+        self,
+        n_envs: int,
+        held_out: bool = False,
+        template: HostPool | None = None,
+        shared_space: SharedSpace | None = None,
+    ) -> HostPool:
+        """Return a pool of these hosts.
+
+        Args:
+            n_envs: Number of hosts.
+            held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
+            like: An existing pool whose executor and shared action space the new one takes over.
+            common: Action space that is shared with the hosts of other tasks.
+        """
+        env_config = self.env_config
+        if template is not None:
+            executor, onednn = template.executor_choice
+            env_config = replace(env_config, executor=executor, training=replace(env_config.training, onednn=onednn))
+            shared_space = template.env_factory.shared_space
+        device, *others = self.devices
+        task, host = self.config.task, self.config.host
+        return HostPool(task, self.data, host, env_config, n_envs, device, others, held_out, shared_space)
+
+    def discover_action_space(self) -> tuple[ActionSpace, Tensor]:
+        """Return the action space of these hosts alone, and which blueprint can grow in which slot.
+
+        Raises ValueError if the action space contains useless choices.
+        """
+        bench = EnvFactory(self.config.task, self.data, self.config.host, self.env_config, self.devices)
+        return bench.space, bench.growable
+
+
+def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> LoadedTask:
+    """Load the data of a task config onto its devices. Raises ValueError if hosts cannot learn from them."""
+    env_config = config.env_config(env)
+    data = config.task.load()
+    check_data(data, type(config.task).__name__)
+    devices = [device, *other_devices(env_config.executor, device)]
+    return LoadedTask(config, env_config, data.copy_to(devices), devices, fingerprint(data))

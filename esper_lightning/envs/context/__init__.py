@@ -1,0 +1,1 @@
+"""Contexts of hosts, their distribution, and the factory of their environments."""

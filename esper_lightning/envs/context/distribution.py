@@ -1,0 +1,205 @@
+"""Distribution over contexts: episodes differ in hidden settings, as in a contextual Markov decision process.
+
+A *variable* (a "fact" in messages) is a setting that is drawn for every episode from its RNG seed alone. A *context*
+(a "member" of the family) has one value for each variable. Policies do not observe it.
+"""
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from esper_lightning.blueprints import check_blueprint_name, suggest_name
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.tasks import Variant
+
+VariableGrid = dict[str, list[Any]]
+"""Name of a variable -> its values. Every combination of values is a context."""
+
+HOST, DATA, FAIL, TRAINING, PRICE_VARIABLE = "host", "data", "fail", "training", "objective.price"
+
+TRAINING_VARIABLES = ("lr", "seed_lr_factor", "weight_decay")
+"""Settings of host training that may be variables: those that may differ between hosts trained together."""
+
+
+class Context(NamedTuple):
+    """Context of an episode: pairs of variable name and value, in a fixed order."""
+
+    variables: tuple[tuple[str, Any], ...] = ()
+
+    def variables_in(self, group: str) -> dict[str, Any]:
+        """Return the variables named `<group>.<rest>`, by `<rest>`."""
+        return {name.removeprefix(f"{group}."): value for name, value in self.variables if name.startswith(f"{group}.")}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Keyword arguments of the host factory."""
+        return self.variables_in(HOST)
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(**self.variables_in(DATA))
+
+    @property
+    def price(self) -> float | None:
+        return dict(self.variables).get(PRICE_VARIABLE)
+
+    @property
+    def seeds_may_fail(self) -> bool:
+        """True if seeds may fail, that is, receive no gradient."""
+        return FAIL in dict(self.variables) or bool(self.variables_in(FAIL))
+
+    def training(self, base: HostTraining) -> HostTraining:
+        """Return the training settings of this context's hosts; `usual` holds the configured ones."""
+        overrides = self.variables_in(TRAINING)
+        return replace(base, **overrides) if overrides else base
+
+    def failure_probability(self, blueprint: str) -> float:
+        """Return the probability that a slot gives seeds of this blueprint no gradient."""
+        return self.variables_in(FAIL).get(blueprint, dict(self.variables).get(FAIL, 0.0))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.variables) or "as configured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyConfig:
+    """Contexts of episodes: the variables that differ between episodes, and their values.
+
+    Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
+    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, and `fail` or
+    `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole episode.
+    """
+
+    train: list[VariableGrid] = field(default_factory=list)
+    """Contexts of training episodes: in each group of variables, all combinations of values. Empty: no variables."""
+
+    held_out: list[VariableGrid] = field(default_factory=list)
+    """Contexts that only evaluations use, in the same form."""
+
+    def __post_init__(self) -> None:
+        for name in ("train", "held_out"):
+            _check_variables(f"family.{name}", getattr(self, name))
+        if self.held_out and not self.train:
+            raise ValueError("family.held_out has members and family.train has none; name what training meets")
+        train_contexts = self.contexts()
+        for context in self.contexts(held_out=True) if self.held_out else ():
+            if context in train_contexts:
+                raise ValueError(f"family.held_out: {context} is a member of family.train; it would not be held out")
+
+    def contexts(self, held_out: bool = False) -> list[Context]:
+        """Return the distinct contexts of training or the held-out ones; a single empty context if there are none."""
+        groups = self.held_out if held_out else self.train
+        contexts = [
+            Context(tuple(sorted(zip(facts, values, strict=True))))
+            for facts in groups
+            for values in product(*facts.values())
+        ]
+        return list({repr(member): member for member in contexts}.values()) or [Context()]
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the training contexts, to compare families."""
+        return f"{zlib.crc32(chr(10).join(map(repr, self.contexts())).encode()):08x}"
+
+
+def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
+    for facts in groups:
+        for name, values in facts.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"{where}: {name} needs a list of values, got {values!r}")
+            group, _, variable = name.partition(".")
+            if group == DATA:
+                _check_name(where, name, [f"data.{option.name}" for option in fields(Variant)])
+                for value in values:
+                    _check_settings(where, name, Variant, {variable: value})
+            elif group == TRAINING:
+                _check_name(where, name, [f"training.{option}" for option in TRAINING_VARIABLES])
+                if not all(map(_is_number, values)):
+                    raise ValueError(f"{where}: {name} must be a number, got {values}")
+                for value in values:
+                    _check_settings(where, name, HostTraining, {variable: value})
+            elif group == FAIL:
+                if variable:
+                    _check_settings(where, name, check_blueprint_name, {"name": variable})
+                if not all(_is_number(value) and 0.0 <= value <= 1.0 for value in values):
+                    raise ValueError(f"{where}: {name} is a chance, from 0 to 1, got {values}")
+            elif name == PRICE_VARIABLE:
+                if not all(_is_number(value) and value >= 0.0 for value in values):
+                    raise ValueError(f"{where}: {name} must not be negative, got {values}")
+            elif group != HOST or not variable:
+                raise ValueError(
+                    f"{where}: unknown fact {name!r}; there are host.<argument>, data.<field>, training.lr, "
+                    f"{PRICE_VARIABLE}, fail and fail.<blueprint>"
+                )
+
+
+def _check_name(where: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{where}: unknown fact {name!r}; {suggest_name(name, known)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_settings(where: str, name: str, kind: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    try:
+        kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {name}: {error}") from error
+
+
+def distinct_values(contexts: Sequence[Context]) -> dict[str, list[Any]]:
+    """Return the distinct values of each variable, in order; None where a context leaves it as configured."""
+    names = sorted({name for member in contexts for name, _ in member.variables})
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for variables in (dict(member.variables) for member in contexts):
+        for name in names:
+            if variables.get(name) not in found[name]:
+                found[name].append(variables.get(name))
+    return found
+
+
+class ContextDistribution:
+    """Uniform distribution over contexts.
+
+    Args:
+        config: Variables and values.
+        held_out: True to draw held-out contexts instead of those of training.
+    """
+
+    def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
+        if held_out and not config.held_out:
+            raise ValueError("there are no held-out members; name some in data.env.family.held_out")
+        self.contexts = config.contexts(held_out)
+        # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
+        self.encoded_variables = {
+            name: values for name, values in distinct_values(config.contexts()).items() if len(values) > 1
+        }
+        self.seeds_may_fail = any(member.seeds_may_fail for member in config.contexts())
+
+    def draw(self, rng_seed: int) -> Context:
+        """Draw the context of the episode with this RNG seed, from it alone, so all controllers meet the same."""
+        return self.contexts[random.Random(f"member {rng_seed}").randrange(len(self.contexts))]
+
+    def encode(self, context: Context) -> list[float]:
+        """Encode a context as concatenated one-hot vectors, one per variable that differs between training contexts.
+
+        A vector is all zeros if the context leaves the variable as configured.
+        """
+        variables = dict(context.variables)
+        return [
+            float(variables.get(name) == value)
+            for name, values in self.encoded_variables.items()
+            for value in values
+            if value is not None
+        ]
+
+
+def seed_fails(rng_seed: int, slot: str, blueprint: str, probability: float) -> bool:
+    """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
+    return probability > 0.0 and random.Random(f"graft {rng_seed} {slot} {blueprint}").random() < probability

@@ -1,0 +1,186 @@
+"""Factory of environments, which creates one per host index and architecture when first needed and reuses it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from esper_lightning.blueprints import build_on
+from esper_lightning.envs.config import EnvConfig, HostFactory
+from esper_lightning.envs.context.context import HostContext
+from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails
+from esper_lightning.envs.flops import measure_flops
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.action_discovery import SharedSpace, describe_host, discover_action_space, pad_slots
+from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.profiling import HostTimer, make_timer
+from esper_lightning.tasks import Split, Task, TaskData, make_variants
+
+
+class EnvFactory:
+    """Creates environments, and returns the one for a host index and an episode.
+
+    Args:
+        task: Computes loss and accuracy of outputs on `data`.
+        data: Data of the task, on the hosts' devices.
+        host: Factory of host networks.
+        config: Settings of the environments, with the distribution over contexts.
+        devices: Devices of hosts, which are assigned to them in turn.
+        held_out: True to draw held-out contexts.
+        common: Slots and blueprints shared with the hosts of other tasks.
+
+    Attributes:
+        data: All data variants that the contexts need, on the devices.
+        space: Action space, the same for hosts of every architecture.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, the same for every architecture.
+
+    Raises ValueError if contexts do not fit the task, the host, or each other.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: TaskData,
+        host: HostFactory,
+        config: EnvConfig,
+        devices: Sequence[torch.device],
+        held_out: bool = False,
+        shared_space: SharedSpace | None = None,
+    ) -> None:
+        self.shared_space = shared_space
+        self.config = config
+        self.host = host
+        self.devices = devices
+        self.num_classes = data.classes
+        self.context_distribution = ContextDistribution(config.family, held_out)
+        self.variants = list(
+            dict.fromkeys(member.variant.without_subset for member in self.context_distribution.contexts)
+        )
+        unmodified = len(self.variants) == 1 and self.variants[0] == Context().variant
+        self.data = data if unmodified else make_variants(data, self.variants).copy_to(devices)
+        all_contexts = [
+            *config.family.contexts(),
+            *(config.family.contexts(held_out=True) if config.family.held_out else ()),
+        ]
+        for member in all_contexts:
+            member.variant.check(data)
+        self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
+        self.input_shape = data.input_shape
+        batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
+        # Held-out contexts are included even if they are not drawn here, because evaluation will use them.
+        architectures = {architecture_name(member): member for member in all_contexts}
+        if config.training.compile is not None and len(architectures) > 1:
+            raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
+        action_spaces = {
+            kind: discover_action_space(
+                self._build_host(member, devices[0]), task, batch, config.actions, config.lifecycle.birth, shared_space
+            )
+            for kind, member in architectures.items()
+        }
+        (_, (self.space, self.growable)), *others = action_spaces.items()
+        for kind, (space, growable) in others:
+            if space != self.space or not torch.equal(growable, self.growable):
+                raise ValueError(
+                    f"family: on hosts with {kind} other slots or seeds can grow than on the first; all members need "
+                    f"the same, name slots and blueprints that fit all"
+                )
+        self.host_flops = None
+        if config.objective.charges_compute:
+            self.host_flops = {
+                kind: measure_flops(self._build_host(member, devices[0]), batch.inputs[:1])
+                for kind, member in architectures.items()
+            }
+        self.host_kind = self._describe()
+        self.host_contexts = {
+            repr(member): self._make_host_context(member) for member in self.context_distribution.contexts
+        }
+        self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
+
+    def _describe(self) -> str:
+        """Describe the hosts of training, even if held-out contexts are drawn: policies are built for the former."""
+        family = self.config.family
+        kinds = {architecture_name(member): member for member in family.contexts()}
+        hosts = [describe_host(self._build_host(member, self.devices[0])) for member in kinds.values()]
+        return "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
+
+    def _build_host(self, context: Context, device: torch.device) -> nn.Module:
+        try:
+            built = build_on(
+                device,
+                lambda: self.host(self.input_shape, self.num_classes, **context.architecture),
+                torch.Generator(device).manual_seed(0),
+            )
+            return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
+        except TypeError as error:
+            if not context.architecture:
+                raise
+            raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+
+    def _make_host_context(self, context: Context) -> HostContext:
+        variant = context.variant
+        training = context.training(self.config.training)
+        return HostContext(
+            context, training, self.variants.index(variant.without_subset), variant.classes or self.num_classes
+        )
+
+    def make(self, index: int, rng_seed: int) -> HostEnv:
+        """Return the environment of a host index for the episode with this RNG seed; the caller must reset it."""
+        return self._get_or_create(index, self.host_contexts[repr(self.context_distribution.draw(rng_seed))])
+
+    def one_per_architecture(self) -> list[HostEnv]:
+        """Return one environment of each architecture that may be drawn."""
+        kinds = {architecture_name(habitat.context): habitat for habitat in self.host_contexts.values()}
+        return [self._get_or_create(0, habitat) for habitat in kinds.values()]
+
+    def _get_or_create(self, index: int, context: HostContext) -> HostEnv:
+        architecture = architecture_name(context.context)
+        if (index, architecture) not in self.envs:
+            self.envs[index, architecture] = self._create(
+                context, architecture, self.devices[index % len(self.devices)]
+            )
+        env = self.envs[index, architecture]
+        env.set_context(context)
+        return env
+
+    def _create(self, context: HostContext, architecture: str, device: torch.device) -> HostEnv:
+        config = self.config
+        monitor = HostMonitor(config.governor, 0.0, self.steps_per_epoch, device) if config.governor.enabled else None
+        return HostEnv(
+            self._build_host(context.context, device),
+            self.space,
+            context,
+            config.lifecycle,
+            config.actions,
+            config.objective,
+            config.horizon,
+            device,
+            HostTimer(make_timer(device)),
+            monitor,
+            config.reward.needs_host_only,
+            self.host_flops[architecture] if self.host_flops is not None else None,
+            architecture,
+        )
+
+    @property
+    def num_privileged(self) -> int:
+        """Number of privileged features P; 0: nothing is hidden."""
+        return (
+            len(self.context_distribution.encode(self.context_distribution.contexts[0]))
+            + self.context_distribution.seeds_may_fail * self.growable.numel()
+        )
+
+    def privileged_features(self, env: HostEnv) -> list[float]:
+        """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""
+        values = self.context_distribution.encode(env.context.context)
+        if self.context_distribution.seeds_may_fail:
+            values += [
+                float(seed_fails(env.rng_seed, slot, blueprint, env.context.context.failure_probability(blueprint)))
+                for slot in self.space.slot
+                for blueprint in self.space.blueprint
+            ]
+        return values
+
+
+def architecture_name(context: Context) -> str:
+    """Return the name of a context's host architecture."""
+    return ", ".join(f"{name} {value}" for name, value in context.architecture.items())

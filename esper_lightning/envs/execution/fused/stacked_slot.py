@@ -1,0 +1,263 @@
+"""Stacked seeds of one kind in one slot of many hosts, and the stacked slot that distributes features to them."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.execution.fused.layers import stack_layers
+from esper_lightning.envs.execution.fused.stacking import (
+    Partition,
+    StackIndex,
+    broadcast_per_entry,
+    columns_to_rows,
+    merge,
+    rows_to_columns,
+    select_entries,
+    split,
+)
+from esper_lightning.envs.execution.fused.variant_batch import StackEntries
+from esper_lightning.growth.blend import BlendStyle, add, mix, straight_through
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import STRAIGHT_THROUGH
+
+SeedKind = tuple[str, BlendStyle]
+"""Blueprint and style of seeds that one stacked module computes."""
+
+Flags = Tensor | bool
+"""One bool per stack entry, [V]; a Python bool where all are equal."""
+
+
+def _compact_flags(values: Sequence[bool], device: torch.device) -> Flags:
+    return values[0] if len(set(values)) == 1 else upload(values, device)
+
+
+def _detach(x: Tensor, flags: Flags) -> Tensor:
+    """Return x with the flagged entries detached."""
+    if isinstance(flags, bool):
+        return x.detach() if flags else x
+    # No autograd.Function: a backward pass without Python runs in parallel to other forward passes.
+    return torch.where(broadcast_per_entry(flags, x), x.detach(), x)
+
+
+class _SelectStraightThrough(torch.autograd.Function):
+    """y = x where straight-through, else y = mixed.
+
+    The gradient of y goes to `mixed` everywhere, and to x where straight-through.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mixed: Tensor, flags: Tensor) -> Tensor:
+        ctx.save_for_backward(flags)
+        return torch.where(flags, x, mixed)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (flags,) = ctx.saved_tensors
+        return torch.where(flags, grad, 0.0), grad, None
+
+
+class StackedSeeds:
+    """Seeds of one kind in one slot of several hosts, computed by one module.
+
+    Args:
+        seed: A seed of this kind, of which a copy is stacked.
+        style: How the seeds' outputs are blended into the hosts' features.
+
+    Attributes:
+        row_of_host: Row of the stacked weights for each host index that has such a seed.
+        blended_hosts: Indices of the hosts whose seed is blended.
+    """
+
+    def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
+        self.style = style
+        self.stack_index = StackIndex()
+        with torch.inference_mode(False):  # tensors of the seed are used in training too
+            self.module = stack_layers(deepcopy(seed), self.stack_index).eval()
+
+    def assign(self, slots: Mapping[int, SeedSlot]) -> None:
+        """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
+        self.row_of_host = {host: i for i, host in enumerate(slots)}
+        self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
+        alpha = next(iter(slots.values())).alpha
+        is_straight_through = [_is_straight_through(slot) for slot in slots.values()]
+        is_detached = [
+            one or (slot.live and slot.detach_input)
+            for one, slot in zip(is_straight_through, slots.values(), strict=True)
+        ]
+        self.straight_through_flags, self.detach_flags = (
+            _compact_flags(is_straight_through, alpha.device),
+            _compact_flags(is_detached, alpha.device),
+        )
+        if self.style != "add":
+            self.alphas = upload([_effective_alpha(slot) for slot in slots.values()], alpha.device, alpha.dtype)
+
+    def release(self) -> None:
+        """Drop the assignment: no host has such a seed."""
+        self.stack_index.select_all(0)
+        self.straight_through_flags = self.detach_flags = False
+        self.alphas = None
+
+    def train(self, x: Tensor) -> Tensor:
+        """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply_seeds`."""
+        self.stack_index.select_all(len(self.row_of_host))
+        return self._apply_seeds(_detach(x, self.straight_through_flags), _detach(x, self.detach_flags))
+
+    def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
+        """Apply the seeds to the features of these hosts, which may occur several times; see `_apply_seeds`."""
+        self.stack_index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
+        return self._apply_seeds(x, x)
+
+    def _apply_seeds(self, x: Tensor, seed_inputs: Tensor) -> Tensor:
+        """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
+        if self.style == "add":
+            return self.module(seed_inputs)
+        return mix(
+            self.style, x, self.module, seed_inputs, broadcast_per_entry(self.stack_index.gather(self.alphas), x)
+        )
+
+
+def _is_straight_through(slot: SeedSlot) -> bool:
+    """Return whether the slot's seed trains straight-through: the output stays x, the gradient reaches the seed."""
+    return slot.stage in STRAIGHT_THROUGH
+
+
+def _effective_alpha(slot: SeedSlot) -> float:
+    """Return the slot's alpha; 1 in straight-through stages, so that the seed learns for full alpha."""
+    return 1.0 if _is_straight_through(slot) else slot.alpha_now
+
+
+class StackedSlot:
+    """One slot of many hosts, each with its own seed or none. Replaces the forward pass of a `SeedSlot`.
+
+    Args:
+        stack_index: The stack's selection of weight rows.
+        entries: Combinations of seeds that the stack entries stand for in evaluation.
+
+    Attributes:
+        seed_modules: Stacked seeds of every kind, so that a search for buffers finds theirs.
+    """
+
+    def __init__(self, stack_index: StackIndex, entries: StackEntries) -> None:
+        self.stack_index = stack_index
+        self.entries = entries
+        self.seed_modules = nn.ModuleList()
+        self.seeds_by_kind: dict[SeedKind, StackedSeeds] = {}  # of every kind so far
+        self.active_seeds: list[StackedSeeds] = []  # in the coming epoch
+
+    def assign(self, slots: Sequence[SeedSlot]) -> None:
+        """Assign the seeds of all hosts to stacked seeds by kind. Raises ValueError for a folded seed.
+
+        Germination of a known kind changes the assignment only, and not the modules.
+        """
+        slots_by_kind: dict[SeedKind, dict[int, SeedSlot]] = {}
+        for host, slot in enumerate(slots):
+            if slot.folded is not None:
+                raise ValueError(f"slot {slot.name!r}: executor fused cannot run a folded seed; use env.executor loop")
+            if slot.occupied:
+                slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
+        self.active_seeds = [self._seeds_of_kind(kind, slots_of_kind) for kind, slots_of_kind in slots_by_kind.items()]
+        if slots_by_kind:
+            self._plan_routing(slots)
+
+    def _seeds_of_kind(self, kind: SeedKind, slots: Mapping[int, SeedSlot]) -> StackedSeeds:
+        """Return the stacked seeds of one kind, assigned to these slots by host index."""
+        if kind not in self.seeds_by_kind:
+            self.seeds_by_kind[kind] = StackedSeeds(next(iter(slots.values())).seed, kind[1])
+            self.seed_modules.append(self.seeds_by_kind[kind].module)
+        self.seeds_by_kind[kind].assign(slots)
+        return self.seeds_by_kind[kind]
+
+    def _plan_routing(self, slots: Sequence[SeedSlot]) -> None:
+        """Plan how features are partitioned by kind of seed, and the weight of each host's seed output."""
+        device, dtype = slots[0].alpha.device, slots[0].alpha.dtype
+        parts = [list(bank.row_of_host) for bank in self.active_seeds]
+        without_seed = [host for host, slot in enumerate(slots) if not slot.occupied]
+        self.partition = (
+            Partition(parts + ([without_seed] if without_seed else []), device)
+            if len(parts) > 1 or without_seed
+            else None
+        )
+        self.straight_through_flags = _compact_flags([_is_straight_through(slot) for slot in slots], device)
+        # By host index; 1 for styles other than "add", whose outputs are blended already.
+        self.output_weights = {
+            host: _effective_alpha(slots[host]) if bank.style == "add" else 1.0
+            for bank in self.active_seeds
+            for host in bank.row_of_host
+        }
+        # None if all weights are 1: entries without a seed pass through unchanged anyway.
+        weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
+        self.blend_weights = None if set(self.output_weights.values()) == {1.0} else upload(weights, device, dtype)
+
+    def release(self) -> None:
+        """Drop all assignments: no host has a seed in this slot."""
+        for bank in self.active_seeds:
+            bank.release()
+        self.active_seeds, self.partition, self.straight_through_flags, self.blend_weights = [], None, False, None
+
+    @property
+    def blended_hosts(self) -> list[int]:
+        """Indices of the hosts whose seed is blended."""
+        return [host for bank in self.active_seeds for host in bank.blended_hosts]
+
+    def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
+        if not self.active_seeds:
+            return x
+        side_by_side = slot.layout == "vector" and x.shape[1] != slot.width  # [B, V·C], flattened from an image
+        x = columns_to_rows(x, self.stack_index.count) if side_by_side else x
+        x = self._train(x) if slot.training else self._evaluate(slot, x)
+        return rows_to_columns(x, self.stack_index.count) if side_by_side else x
+
+    def _train(self, x: Tensor) -> Tensor:
+        """Apply every host's seed in training mode, according to its stage and alpha."""
+        parts = [x] if self.partition is None else self.partition.split(x)
+        outputs = [bank.train(part) for bank, part in zip(self.active_seeds, parts, strict=False)]
+        output = outputs[0] if self.partition is None else self.partition.merge([*outputs, *parts[len(outputs) :]])
+        mixed = (
+            output.to(x.dtype)
+            if self.blend_weights is None
+            else add(x, output, broadcast_per_entry(self.blend_weights, x))
+        )
+        if isinstance(self.straight_through_flags, bool):
+            return straight_through(x, mixed) if self.straight_through_flags else mixed
+        return _SelectStraightThrough.apply(x, mixed, broadcast_per_entry(self.straight_through_flags, x))
+
+    def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
+        """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
+        entry_hosts = self.entries.hosts
+        regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
+        sources, sizes = regroup(slot.name, [bank.blended_hosts for bank in self.active_seeds])
+        if not any(sizes[:-1]):
+            return x
+        hosts = [entry_hosts[source] for source in sources]
+        x = select_entries(x, len(entry_hosts), upload(sources, x.device))
+        output = self._apply_seeds(x, hosts, sizes)
+        if slot.on_single_path:
+            self.stack_index.select_rows(upload(hosts, x.device))
+            return output
+        inverse_order = sorted(range(len(sources)), key=sources.__getitem__)
+        return select_entries(output, len(sources), upload(inverse_order, x.device))
+
+    def _apply_seeds(self, x: Tensor, hosts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Apply seeds to entries ordered by kind of seed.
+
+        Args:
+            hosts: Host index of each entry.
+            sizes: Number of entries for each of the active seeds, then of entries without a seed.
+        """
+        parts = [(bank, size) for bank, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
+        part_sizes = [size for _, size in parts]
+        remaining_hosts = iter(hosts)
+        outputs = [
+            piece if bank is None else bank.evaluate(piece, list(islice(remaining_hosts, size)))
+            for (bank, size), piece in zip(parts, split(x, part_sizes), strict=True)
+        ]
+        output = merge(outputs, part_sizes)
+        if self.blend_weights is None:
+            return output.to(x.dtype)
+        weights = [self.output_weights[host] for host in hosts[: len(hosts) - sizes[-1]]] + [0.0] * sizes[-1]
+        return add(x, output, broadcast_per_entry(upload(weights, x.device, self.blend_weights.dtype), x))

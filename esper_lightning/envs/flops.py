@@ -1,0 +1,56 @@
+"""FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper_lightning.blueprints import get_blueprint
+from esper_lightning.growth.blend import GatedSeed
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.slot import SeedSlot
+
+
+class HostFlops(NamedTuple):
+    """FLOPs of the forward pass for one sample."""
+
+    host: int
+    """FLOPs of the host with empty slots, for one sample."""
+    positions: dict[str, list[int]]
+    """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
+
+    def seed_flops(self, slot: SeedSlot) -> int:
+        """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
+        if not slot.occupied:
+            return 0
+        passes = self.positions[slot.name]
+        flops = get_blueprint(slot.blueprint, slot.layout).flops
+        gate_flops = 0
+        if isinstance(slot.seed, GatedSeed):
+            gate_flops = 2 * sum(weight.numel() for weight in slot.seed.gate.parameters() if weight.ndim == 2)
+        return sum(flops(slot.width, positions) + gate_flops for positions in passes)
+
+
+@torch.no_grad()
+def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
+    """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
+    slots = slots_of(host).values()
+    positions: dict[str, list[int]] = {slot.name: [] for slot in slots}
+
+    def record_positions(slot: SeedSlot, x: Tensor) -> Tensor:
+        positions[slot.name].append(x[0].numel() // slot.width)
+        return x
+
+    host.eval()
+    for slot in slots:
+        slot.override = record_positions
+    try:
+        # Attention as plain matrix products: some PyTorch versions do not count the fused CPU kernel.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            host(inputs)
+    finally:
+        for slot in slots:
+            slot.override = None
+    return HostFlops(counter.get_total_flops(), positions)

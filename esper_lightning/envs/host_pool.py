@@ -1,0 +1,399 @@
+"""A vector environment of N host networks, which are trained, grown and validated together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
+from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.device_transfer import (
+    copy_to_device,
+    download,
+    pack_epochs,
+    unpack_epochs,
+    unpack_validations,
+)
+from esper_lightning.envs.execution import LoopExecutor
+from esper_lightning.envs.execution.autotune import (
+    ExecutorChoice,
+    Selection,
+    available_choices,
+    resume_choice,
+    select_executor,
+)
+from esper_lightning.envs.execution.compile import compile_hosts
+from esper_lightning.envs.execution.out_of_memory import isolate_oom
+from esper_lightning.envs.governing import find_veto, finish_epoch
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
+from esper_lightning.envs.spaces.action_discovery import SharedSpace
+from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
+from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
+from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult, Transition
+from esper_lightning.growth.counterfactual import SeedVariant
+from esper_lightning.growth.stages import Stage
+from esper_lightning.profiling import PhaseClock, make_timer
+from esper_lightning.rewards import account_after
+from esper_lightning.serialization.checks import check_count, check_keys
+from esper_lightning.tasks import Split, Task, TaskData
+
+WAIT_ACTION = (0,) * len(HEADS)
+"""Action that changes nothing: choice 0 of every head."""
+
+
+class HostPool:
+    """A vector environment of N hosts, built once and reset in place.
+
+    Args:
+        task: Computes loss and accuracy of outputs on `data`.
+        data: The data set; all hosts on one device share one copy.
+        host: Factory of host networks.
+        config: Settings of the environments.
+        n_envs: Number of environments N.
+        device: Device of observations, rewards and masks, and the first device of hosts.
+        others: Further devices for hosts, which are assigned to `device` and these in turn.
+        held_out: True to draw the held-out contexts of the family, which training never draws.
+        common: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
+
+    Attributes:
+        privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
+            hidden.
+    """
+
+    autoreset = False  # a rollout is exactly one episode of every host
+    task_slices: Mapping[str, slice] = {}  # host indices of each task; empty for a pool of one task
+
+    def __init__(
+        self,
+        task: Task,
+        data: TaskData,
+        host: HostFactory,
+        config: EnvConfig,
+        n_envs: int,
+        device: torch.device,
+        extra_devices: Sequence[torch.device] = (),
+        held_out: bool = False,
+        shared_space: SharedSpace | None = None,
+    ) -> None:
+        check_compatible(config, data, n_envs, device)
+        self.config = config
+        self.device = device
+        devices = [device, *extra_devices]
+        self.task = task
+        self.clock = PhaseClock(make_timer(device))
+        self.env_factory = EnvFactory(task, data.copy_to(devices), host, config, devices, held_out, shared_space)
+        self.data, self.space, growable = self.env_factory.data, self.env_factory.space, self.env_factory.growable
+        self.envs = [self.env_factory.make(i, i) for i in range(n_envs)]
+        if config.training.compile is not None:
+            trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
+            batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
+            compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
+        self._choose_executor(growable)
+        # Losses and accuracies have the precision of the hosts, at least float32.
+        self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
+        self.observation_builder = ObservationBuilder(self.envs, self.env_factory, device)
+        self.masks, self.masks_on_cpu = self.observation_builder.masks, self.observation_builder.masks_on_cpu
+        self.observation, self.feature_names = self.observation_builder.observation, self.observation_builder.names
+        self.privileged = self.observation_builder.privileged
+        self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
+        self.reset(range(n_envs))
+
+    def _choose_executor(self, growable: Tensor) -> None:
+        """Choose the executor that trains and validates the hosts."""
+        self.selection: Selection | None = None  # measurements behind the choice of executor `auto`
+        choice = ExecutorChoice(self.config.executor, self.config.training.onednn is not False)
+        self.executor_candidates = [choice]
+        if self.config.executor == "auto":
+            self.executor_candidates = available_choices(self.device, self.config.training)
+            self.selection = select_executor(self.envs, growable, self.task, self.data, self.executor_candidates)
+            choice = self.selection.choice
+        self._use_executor(choice)
+
+    @property
+    def host_kind(self) -> str:
+        """Description of the hosts that differs between pools of different hosts."""
+        return self.env_factory.host_kind
+
+    def _use_executor(self, choice: ExecutorChoice) -> None:
+        """Switch to the executor that `choice` describes."""
+        self.executor_choice = choice
+        self.executor = choice.make(self.task, self.config.training)
+        self.executor.prepare(self.env_factory.one_per_architecture(), self.data.train)
+
+    @property
+    def n_envs(self) -> int:
+        return len(self.envs)
+
+    @property
+    def horizon(self) -> int:
+        return self.config.horizon
+
+    @property
+    def num_categories(self) -> int:
+        """Number of blueprint ids in an observation; id 0 is an empty slot."""
+        return len(self.space.blueprint) + 1
+
+    def reset(self, rng_seeds: Sequence[int]) -> Observation:
+        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
+        with self.clock.measure("bookkeeping"):
+            for i, rng_seed in enumerate(rng_seeds):
+                self.envs[i] = self.env_factory.make(i, rng_seed)
+                self.envs[i].reset(rng_seed)
+            self.observation_builder.update_privileged()
+            self.episode_starts.zero_()
+        with self.clock.measure("validate", [env.timer for env in self.envs]):
+            validated = self.executor.validate(self.envs, self.data.validation)
+        self._raise_failures()  # there is no snapshot yet to roll back to
+        with self.clock.measure("bookkeeping"):
+            self._record_validations(self.envs, validated)
+            for env in self.envs:
+                env.update_objective()
+            self.observation_builder.update()
+        self._take_snapshots(self.envs)
+        return self.observation
+
+    def load_host(self, index: int, state: dict[str, Any]) -> None:
+        """Restore the host of index `place` from a state of `HostEnv.state_dict`."""
+        check_keys("a host", state, ("rng_seed",))
+        self.envs[index] = self.env_factory.make(index, check_count("an RNG seed", state["rng_seed"], 2**64))
+        self.envs[index].load_state_dict(state)
+
+    def _record_validations(self, envs: Sequence[HostEnv], validated: Tensor) -> None:
+        """Record a validation of hosts that have not trained since their last one; `validated` is [N, 2, V]."""
+        validations = unpack_validations(download(validated), len(self.space.slot))
+        for env, validation in zip(envs, validations, strict=True):
+            if env.failure is None:
+                env.record_validation(validation)
+            elif env.ended:  # its measurements no longer change, so the failure has no consequence
+                env.failure = None
+
+    def _raise_failures(self) -> None:
+        """Raise MemoryError if a host ran out of memory in the measurement just made."""
+        for i, env in enumerate(self.envs):
+            if env.failure is not None:
+                raise MemoryError(
+                    f"host {i} (seed {env.rng_seed}): {env.failure}; make hosts smaller, or lower data.n_envs"
+                )
+
+    def step(self, action: Action) -> StepResult:
+        """Apply the actions, train every host for one epoch, validate it, and return the result.
+
+        One step makes two device-to-host transfers: the actions, because they decide which modules exist, and all
+        measurements together, because the next action depends on them. A rollback adds a third one, since the restored
+        host is validated again.
+
+        Raises ValueError if the masks forbid an action.
+        """
+        with self.clock.measure("bookkeeping"):
+            action, transitions = self._decode_actions(action)
+            for transition in transitions:
+                self._apply_action(transition)
+        # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
+        self._take_snapshots(each.env for each in transitions if has_fossilized(each))
+        self._train_epoch(transitions)
+        self._finish_epochs(transitions, governed=self.config.governor.enabled)
+        with self.clock.measure("bookkeeping"):
+            result = self._make_result(action, transitions)
+        self._take_snapshots(
+            env for env in self.envs if env.monitor is not None and env.monitor.snapshot_due and not env.ended
+        )
+        return result
+
+    def _decode_actions(self, action: Action) -> tuple[Action, list[Transition]]:
+        """Read and check the actions; a vetoed one, or an impossible one under `masks: false`, is executed as WAIT.
+
+        Returns the actions that the policy learns from, in which only vetoed ones are replaced, and one transition per
+        host with the executed action. Raises ValueError if an action is not allowed; then no host has changed.
+        """
+        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
+        for i, row in enumerate(executable):
+            self._check_action(i, row)
+        vetoes = [find_veto(i, env, row) for i, (env, row) in enumerate(zip(self.envs, executable, strict=True))]
+        if any(vetoes):
+            action = to_action(
+                [WAIT_ACTION if veto else row for row, veto in zip(chosen, vetoes, strict=True)], self.device
+            )
+        rows = zip(self.envs, executable, vetoes, strict=True)
+        return action, [
+            Transition(i, env, WAIT_ACTION if veto else row, veto) for i, (env, row, veto) in enumerate(rows)
+        ]
+
+    def _check_action(self, host: int, action: tuple[int, ...]) -> None:
+        env, sizes = self.envs[host], tuple(self.space.sizes.values())
+        if env.tick >= self.config.horizon:
+            raise ValueError(f"host {host}: the episode is over after {env.tick} ticks; reset the pool")
+        if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
+            raise ValueError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
+        if not self.masks_on_cpu.allows(host, action):
+            raise ValueError(f"host {host}: {self.space.describe(action)} is masked; choose within the masks")
+
+    def _apply_action(self, transition: Transition) -> None:
+        """Execute the action of one host and record its status before and after it."""
+        env, with_seeds = transition.env, self.config.reward.depends_on_seeds
+        transition.before = host_status(env, with_seeds)
+        with isolate_oom(env):
+            changes = env.apply(transition.action)
+            transition.events_of_action = [HostEvent(transition.host, env.tick + 1, change) for change in changes]
+        transition.after_action = status_after_action(env) if with_seeds else None
+
+    def _train_epoch(self, transitions: Sequence[Transition]) -> None:
+        """Train every active host for one epoch and validate it. Ended and failed hosts are skipped."""
+        active = [each for each in transitions if not each.env.ended and each.env.failure is None]
+        if not active:
+            return
+        envs = [each.env for each in active]
+        trained, validated = self.executor.train_and_validate(envs, self.data.train, self.data.validation, self.clock)
+        with self.clock.measure("bookkeeping"):
+            # A single transfer for all measurements; after it, everything is Python numbers.
+            results = unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
+            for transition, result in zip(active, results, strict=True):
+                transition.result = result
+
+    def _finish_epochs(self, transitions: Sequence[Transition], governed: bool) -> None:
+        """Call `finish_epoch` for every host, and validate again those that were rolled back."""
+        with self.clock.measure("bookkeeping"):
+            for transition in transitions:
+                finish_epoch(transition, governed)
+        restored = [each.env for each in transitions if each.diverged]
+        if restored:
+            with self.clock.measure("validate"):
+                validated = self.executor.validate(restored, self.data.validation)
+            self._record_validations(restored, validated)
+
+    def _make_result(self, action: Action, transitions: Sequence[Transition]) -> StepResult:
+        """Compute rewards and metrics of the step and the observation after it."""
+        scores = [env.update_objective() for env in self.envs]
+        terms = self._compute_rewards(transitions)
+        loss, accuracy = torch.tensor(scores, dtype=self._score_dtype).unbind(1)
+        metrics = PoolMetrics(
+            accuracy=accuracy,
+            loss=loss,
+            objective=torch.tensor([env.objective for env in self.envs], dtype=self._score_dtype),
+            parameters=self.parameter_counts,
+            reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
+        )
+        self.observation_builder.update()
+        diverged = torch.tensor([each.diverged for each in transitions])
+        self.episode_starts.copy_(copy_to_device(diverged, self.device))
+        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        return StepResult(
+            action=action,
+            observation=self.observation,
+            reward=copy_to_device(metrics.reward, self.device),
+            terminated=copy_to_device(diverged, self.device),
+            truncated=copy_to_device(truncated, self.device),
+            masks=self.masks,
+            events=[
+                *(event for each in transitions for event in each.events_of_action),
+                *(event for each in transitions for event in each.events_of_epoch),
+            ],
+            verdicts=[each.verdict for each in transitions if each.verdict is not None],
+            vetoes=[each.veto for each in transitions if each.veto is not None],
+            metrics=metrics,
+            terms=terms,
+            refusals=self.observation_builder.refusals,
+        )
+
+    def _compute_rewards(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
+        """Compute the reward terms of every host by name, and update the reward accounts of its seeds."""
+        rewards = []
+        for each in transitions:
+            after = host_status(each.env, self.config.reward.depends_on_seeds)
+            record = make_step_record(each.op, each.before, each.after_action, after, each.diverged)
+            rewards.append(reward_terms(record, self.config))
+            if record.slots and not record.already_ended:
+                each.env.accounts = [account_after(slot, record) for slot in record.slots]
+        return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
+
+    def train_without_actions(self, ticks: int) -> None:
+        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
+
+        Seeds still advance and are culled automatically.
+        """
+        for _ in range(ticks):
+            transitions = [Transition(i, env, WAIT_ACTION) for i, env in enumerate(self.envs)]
+            self._train_epoch(transitions)
+            self._finish_epochs(transitions, governed=False)
+        self.observation_builder.update()
+
+    def _take_snapshots(self, envs: Iterable[HostEnv]) -> None:
+        """Take snapshots of these hosts if the Governor is enabled."""
+        if self.config.governor.enabled:
+            with self.clock.measure("governor"):
+                for env in envs:
+                    env.take_snapshot()
+
+    def test_accuracy(self, fossilized_only: bool = True) -> Tensor:
+        """Return the test accuracy [N] of each host, with its fossilized seeds only or with all its seeds."""
+        return self.test_scores(fossilized_only)[1]
+
+    def test_scores(self, fossilized_only: bool = True) -> tuple[Tensor, Tensor]:
+        """Return test loss and accuracy [N] of each host, with its fossilized seeds only or with all its seeds.
+
+        Raises MemoryError if a host runs out of memory.
+        """
+        validated = self.executor.validate(self.envs, self.data.test)
+        self._raise_failures()
+        validations = unpack_validations(download(validated), len(self.space.slot))
+        scores = [each.fossilized if fossilized_only else each.all_seeds for each in validations]
+        loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
+        return loss, accuracy
+
+    def variant_accuracies(self, host: int, variants: Sequence[SeedVariant], data: Split) -> Tensor:
+        """Return the accuracy [V] of one host on `data`, a split of this pool, with each combination of seeds."""
+        _, accuracy = self.executor.measure(self.envs[host], data, variants)
+        self._raise_failures()
+        return accuracy.cpu()
+
+    def locate_host(self, host: int) -> "tuple[HostPool, int]":
+        """Return the single-task pool that holds a host, and the host's index in it."""
+        return self, host
+
+    @property
+    def samples_per_epoch(self) -> tuple[float, float]:
+        """Training and validation samples of one host epoch; with several tasks, averaged over hosts."""
+        training = self.config.training
+        return training.steps_per_epoch(self.data.train.samples) * training.batch_size, self.data.validation.samples
+
+    @property
+    def parameter_counts(self) -> Tensor:
+        """Parameters of each host with its fossilized seeds, [N]."""
+        return torch.tensor([env.fossilized_parameters for env in self.envs])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"executor": list(self.executor_choice), "envs": [env.state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Restore a state of `state_dict`, with its executor if the setting of this pool is `auto`.
+
+        Returns a note for the user if the executor differs from that of the state, else None. Raises ValueError if the
+        state has another number of environments.
+        """
+        if len(state["envs"]) != self.n_envs:
+            raise ValueError(
+                f"the checkpoint holds {len(state['envs'])} environments, this run has {self.n_envs}; "
+                f"set data.n_envs to {len(state['envs'])}"
+            )
+        # Older checkpoints do not name the executor.
+        choice, note = resume_choice(
+            ExecutorChoice(*state.get("executor", self.executor_choice)), self.executor_choice, self.executor_candidates
+        )
+        if choice != self.executor_choice:
+            self._use_executor(choice)
+            self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
+        for i, saved in enumerate(state["envs"]):
+            self.load_host(i, saved)
+        self.observation_builder.update_privileged()
+        self.episode_starts.zero_()
+        self.observation_builder.update()
+        return note
+
+
+def has_fossilized(transition: Transition) -> bool:
+    """Return True if the action of this step fossilized a seed."""
+    return any(event.seed_event.after is Stage.FOSSILIZED for event in transition.events_of_action)

@@ -1,0 +1,143 @@
+"""Settings of host training: optimizer, batches, precision and compilation."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from esper_lightning.growth.param_groups import HOST_GROUP
+from esper_lightning.tasks import AugmentConfig
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types of matrix products and convolutions by name of the precision."""
+
+INITIAL_LOSS_SCALE = 2.0**12
+"""Initial loss scale of fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Compilation of hosts by torch.compile, applied to each part that holds no slot."""
+
+    backend: str = "inductor"
+    """Backend of torch.compile. On the CPU, inductor needs a C++ compiler."""
+
+    dynamic: bool = True
+    """Compile once for all batch sizes. False: once per size, of which validation has one per combination of seeds; the
+    ninth size is an error."""
+
+    fallback: bool = False
+    """Warn once and run uncompiled if a host cannot be compiled. False: raise an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTraining:
+    """Settings of host training in one epoch (one environment step)."""
+
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """Update rule of the host and its seeds."""
+
+    lr: float = 0.02
+    """Learning rate of the host."""
+
+    seed_lr_factor: float = 1.0
+    """Ratio of the learning rate of seeds to that of the host."""
+
+    weight_decay: float = 0.0
+    """Weight decay of host and seeds."""
+
+    momentum: float = 0.9
+    """Momentum of sgd; other optimizers ignore it."""
+
+    batch_size: int = 32
+    """Samples B in a host minibatch."""
+
+    batches: int | None = None
+    """Minibatches in a host epoch. None: one pass over the training data, without an incomplete last batch."""
+
+    micro_batches: int = 1
+    """Number of parts into which a minibatch is split to save memory; gradients add up. BatchNorm then normalises
+    each part separately."""
+
+    max_grad_norm: float | None = 5.0
+    """Norm to which the gradients of the host and of each seed are clipped. None: no clipping."""
+
+    carry_over: bool = True
+    """Keep the optimizer state when the host changes. False resets it at each germination, advance, fossilization and
+    cull, as an ablation."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
+    scaled, and steps whose gradients overflow are skipped."""
+
+    onednn: bool | None = None
+    """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
+    for hosts of a few channels (measured on digits) and more for wide ones. None: the faster choice with executor auto,
+    True with any other."""
+
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """Augmentation of training images."""
+
+    compile: CompileConfig | None = None
+    """Compile the hosts with torch.compile; seeds run uncompiled. The start takes 10 to 30 s longer. On one CPU core, a
+    training step took 0.97 to 1.03 times the processor time with a CNN of base 32 and a GPT of width 128, and 1.6 to
+    1.8 times with the digits host, whose parts are single tiny layers. None: no compilation."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
+        if self.batch_size % self.micro_batches != 0:
+            raise ValueError(
+                f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"
+            )
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"training: weight_decay must not be negative and momentum must lie in [0, 1), "
+                f"got {self.weight_decay} and {self.momentum}"
+            )
+
+    def steps_per_epoch(self, samples: int) -> int:
+        """Return the number of minibatches in a host epoch on `samples` training samples."""
+        return self.batches or samples // self.batch_size
+
+    def group_options(self, group: str) -> dict[str, float]:
+        """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""
+        lr = self.lr if group == HOST_GROUP else self.lr * self.seed_lr_factor
+        options = {"lr": float(lr), "weight_decay": float(self.weight_decay)}
+        return options | ({"momentum": float(self.momentum)} if self.optimizer == "sgd" else {})
+
+    def make_optimizer(self, network: nn.Module) -> torch.optim.Optimizer:
+        """Create an optimizer with the parameter group of the host only."""
+        group = {"params": list(network.parameters()), "name": HOST_GROUP}
+        # Fused: one kernel for all tensors, and on CUDA no synchronization to learn if the scaler skips the step.
+        return OPTIMIZERS[self.optimizer]([group], fused=True, **self.group_options(HOST_GROUP))
+
+    def init_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Initialise missing momentum buffers of sgd with zeros."""
+        # If the scaler skips the first step, fused sgd leaves its momentum buffer uninitialised.
+        if self.optimizer == "sgd" and self.momentum > 0.0:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if "momentum_buffer" not in optimizer.state[parameter]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager:
+        """Return the autocast context of the configured precision."""
+        if self.precision == "fp32":
+            return nullcontext()
+        # Streams and threads share autocast's cache of converted weights, so it is off to keep hosts apart.
+        return torch.autocast(device.type, PRECISIONS[self.precision], cache_enabled=False)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """Create the loss scaler of one host, which is disabled unless the precision is fp16."""
+        return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")

@@ -1,0 +1,64 @@
+"""Measurements of a host in one training epoch and one validation pass, as Python numbers. K slots."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from esper_lightning.growth.gradient_stats import GradientStats
+
+POINTS_PER_UNIT = 100.0
+"""Accuracy points in an accuracy of 1."""
+
+
+class Score(NamedTuple):
+    """Mean loss, and accuracy in 0 … 1, over one split of the data."""
+
+    loss: float
+    accuracy: float
+
+
+class Validation(NamedTuple):
+    """Scores of one host in one validation pass, by the active seeds. Seeds that are not blended are never active."""
+
+    all_seeds: Score
+    without: list[Score]
+    """Leave-one-out scores, [K]: all seeds except the one in this slot."""
+    fossilized: Score
+    """Score with fossilized seeds only, which are the ones that remain at the horizon."""
+    host_only: Score | None = None
+    """Score with every seed switched off. None: not measured."""
+
+    @property
+    def contributions(self) -> list[float]:
+        """Accuracy points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
+        return [POINTS_PER_UNIT * (self.all_seeds.accuracy - rest.accuracy) for rest in self.without]
+
+
+class TrainingStats(NamedTuple):
+    """Statistics of one epoch of host training. Gradients are those of the last minibatch, before clipping."""
+
+    loss: float
+    """Mean loss over minibatches."""
+    accuracy: float
+    """Mean accuracy over minibatches, 0 … 1."""
+    skipped_steps: int
+    """Optimizer steps skipped because gradients overflowed fp16."""
+    host_gradient: GradientStats
+    seed_gradients: list[GradientStats]
+    """Gradient statistics of the seed in each slot, [K]."""
+
+
+class EpochResult(NamedTuple):
+    """Results of one host epoch: training, then validation."""
+
+    training: TrainingStats
+    validation: Validation
+
+
+@dataclass
+class History:
+    """Metrics of each epoch of the episode; validation loss and accuracy also have an entry before the first epoch."""
+
+    train_loss: list[float] = field(default_factory=list)
+    train_accuracy: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)

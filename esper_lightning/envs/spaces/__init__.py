@@ -1,0 +1,1 @@
+"""Action spaces, action masks and observations of hosts."""

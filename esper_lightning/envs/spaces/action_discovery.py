@@ -1,0 +1,105 @@
+"""Description of a host architecture and discovery of its action space, on a throw-away host."""
+
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.blueprints import Birth, blueprint_names
+from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
+from esper_lightning.growth.lifecycle import count_parameters, slots_of
+from esper_lightning.growth.probe import probe_seeds
+from esper_lightning.growth.slot import ABSENT, SeedSlot
+from esper_lightning.tasks import Split, Task
+
+
+class SharedSpace(NamedTuple):
+    """Slots and blueprints in the common action space of several tasks."""
+
+    slots: list[str]
+    """Names of the slots; every host gets this many, under these names."""
+    blueprints: list[str]
+    """Names of the blueprints that can grow on the hosts of at least one task."""
+
+
+def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
+    """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint."""
+    num_slots = max(len(space.slot) for space, _ in spaces)
+    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint)
+    return SharedSpace([f"place{i + 1}" for i in range(num_slots)], list(blueprints))
+
+
+def pad_slots(network: nn.Module, names: Sequence[str], device: torch.device) -> nn.Module:
+    """Rename the slots of a host to `places`, in order; missing ones are added as slots in which nothing can grow."""
+    slots = list(slots_of(network).values())
+    assert len(slots) <= len(names), "as many places as the host with the most slots has"
+    for slot, name in zip(slots, names, strict=False):
+        slot.name = name
+    missing = names[len(slots) :]
+    with device:
+        network.absent_places = PaddedSlots(SeedSlot(name, ABSENT, 1, detach_input=False) for name in missing)
+    return network
+
+
+class PaddedSlots(nn.ModuleList):
+    """Padding slots, through which no feature passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x unchanged, because an `nn.Sequential` host runs this module as its last layer."""
+        return x
+
+
+def describe_host(network: nn.Module) -> str:
+    """Return a short description that differs between host architectures."""
+    shapes = repr([(name, tuple(p.shape)) for name, p in network.named_parameters()])
+    return f"{count_parameters(network)} parameters, layout {zlib.crc32(shapes.encode()):08x}"
+
+
+def discover_action_space(
+    host: nn.Module,
+    task: Task,
+    batch: Split,
+    actions: ActionConfig,
+    birth: Birth,
+    shared_space: SharedSpace | None = None,
+) -> tuple[ActionSpace, Tensor]:
+    """Find the action space of a host, and which of P blueprints can grow in which slot, [K, P] bool.
+
+    Args:
+        host: Host with empty slots; it cannot be used afterwards.
+        task: Computes the loss of outputs.
+        batch: Training data on which seeds are tried.
+        actions: Configured choices.
+        birth: Initialisation of seeds.
+        common: Slots and blueprints shared with hosts of other tasks, whether they can grow here or not; `host` must
+            already have these slots.
+
+    Raises ValueError if the host has no slots, or a slot or a blueprint cannot be used at all.
+    """
+    slots = slots_of(host)
+    if not slots:
+        raise ValueError("the host has no slots; name at least one place where seeds may grow")
+    layouts = {slot.layout: None for slot in slots.values()}
+    available = dict.fromkeys(name for layout in layouts for name in blueprint_names(layout, batch.inputs.device))
+    blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        return task.measure(network(batch.inputs), batch.targets).loss.mean()
+
+    reasons = probe_seeds(host, blueprints, loss_of, birth)
+    growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])
+    if shared_space is not None:
+        allowed = [name in (actions.blueprints or blueprints) for name in blueprints]
+        return actions.make_space(list(slots), blueprints), growable & torch.tensor(allowed)
+    for k, slot in enumerate(slots):
+        if not growable[k].any():
+            raise ValueError(
+                f"slot {slot!r}: nothing can grow there; {blueprints[0]}: {reasons[slot, blueprints[0]][0]}"
+            )
+    for p, blueprint in enumerate(blueprints):
+        if not growable[:, p].any():
+            slot = next(iter(slots))
+            raise ValueError(f"blueprint {blueprint!r} can grow in no slot; {slot}: {reasons[slot, blueprint][0]}")
+    return actions.make_space(list(slots), blueprints), growable

@@ -1,0 +1,184 @@
+"""Observation of an environment: named features, each approximately within [-1, 1].
+
+`compute_features` returns names and values in a fixed order, which is the layout of the feature vector.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor
+
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.actions import STYLES
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.growth.stages import LIVE, Stage
+
+HISTORY_WINDOW = 5
+"""Host epochs of history in an observation: enough for a trend; longer plateaus are the feature `plateau`."""
+
+MISSING = -1.0
+"""Value of a feature that has not been measured; measured values of those features are never negative."""
+
+PLATEAU_MIN_RISE = 0.005
+"""Minimum rise of the best accuracy that ends a plateau: one image of 200."""
+
+CONTRIBUTION_SCALE = 10.0
+"""Contribution in accuracy points that maps to 1; larger ones are clipped."""
+
+LOG_LOSS_SCALE = 7.0
+"""Divisor of a loss after symlog; a loss of 1,096 maps to 1 and larger ones are clipped."""
+
+LOG_SIZE_SCALE = 5.0
+"""Divisor of log growth; growth to 148 times the host maps to 1 and more is clipped."""
+
+LOG_NORM_SCALE = 5.0
+"""Divisor of log(1 + gradient norm); a norm of 147 maps to 1 and larger ones are clipped."""
+
+
+STAGE_SHARE_PREFIX = "share."
+"""Prefix of the names of features that give the share of slots in a stage."""
+
+BLUEPRINTS = "blueprints"
+"""Name that selects the blueprint ids of slots, a separate field of the observation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservationConfig:
+    """Features that a policy observes, for ablations. Rule-based controllers are not affected."""
+
+    shown: list[str] = field(default_factory=lambda: ["*"])
+    """Names or patterns of observed features (`loss.*`); `blueprints`: blueprint ids. [progress]: time only."""
+
+    hidden: list[str] = field(default_factory=list)
+    """Names or patterns of features to remove from `shown`. ["*.contribution*"]: no counterfactuals."""
+
+    masks: bool = True
+    """Mask impossible actions. False: all are offered, impossible ones are executed as WAIT, and the policy learns from
+    the action that it chose."""
+
+    def select(self, names: Sequence[str]) -> list[bool]:
+        """Return True for each observed name. Raises ValueError if a pattern matches no name or no feature remains."""
+        for pattern in (*self.shown, *self.hidden):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(f"env.sight: no feature is called {pattern!r}; {suggest_name(pattern, names)}")
+        selected = [
+            any(fnmatchcase(name, pattern) for pattern in self.shown)
+            and not any(fnmatchcase(name, pattern) for pattern in self.hidden)
+            for name in names
+        ]
+        if not any(shown for name, shown in zip(names, selected, strict=True) if name != BLUEPRINTS):
+            raise ValueError("env.sight shows no feature; show one at least, as `progress`")
+        return selected
+
+
+class Observation(NamedTuple):
+    """Observation of N environments with K slots each."""
+
+    features: Tensor  # [..., N, D] float
+    blueprints: Tensor  # [..., N, K] int64: 0 for an empty slot, else 1 + index of the seed's blueprint
+
+
+def symlog(x: float, scale: float) -> float:
+    """Return sign(x) · log(1 + |x|) / `scale`, clipped to [-1, 1]; NaN gives 1, as infinity does."""
+    if math.isnan(x):
+        return 1.0
+    return math.copysign(min(1.0, math.log1p(abs(x)) / scale), x)
+
+
+def clip(x: float, bound: float = 1.0) -> float:
+    return max(-bound, min(bound, x))
+
+
+def last_values(values: list[float], name: str) -> dict[str, float]:
+    """Return the last HISTORY_WINDOW values, newest first, named by their age in ticks."""
+    newest_first = values[: -HISTORY_WINDOW - 1 : -1]
+    padded = newest_first + [MISSING] * (HISTORY_WINDOW - len(newest_first))
+    return {f"{name}.{age}": value for age, value in enumerate(padded)}
+
+
+def plateau_length(accuracy: list[float]) -> int:
+    """Return the ticks since accuracy last exceeded its best by more than PLATEAU_MIN_RISE."""
+    best, since = 0.0, -1
+    for value in accuracy:
+        since += 1
+        if value > best + PLATEAU_MIN_RISE:
+            best, since = value, 0
+    return max(since, 0)
+
+
+def compute_features(env: HostEnv) -> dict[str, float]:
+    """Return all features of one environment by name."""
+    history = env.history
+    values = {"progress": env.tick / env.horizon}
+    values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
+    values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.loss], "loss")
+    values |= last_values(history.accuracy, "accuracy")
+    values["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
+    values["plateau"] = plateau_length(history.accuracy) / env.horizon
+    prices = env.prices
+    values["price"] = min(1.0, prices.parameters)
+    if env.objective_config.charges_compute:
+        values["price.compute"] = min(1.0, prices.compute)
+        values["compute.committed"] = clip(math.log(env.fossilized_flops / env.flops.host) / LOG_SIZE_SCALE)
+    values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)
+    values["parameters.live"] = log_size(env.seed_parameters(LIVE), env)
+    values["host.gradient_norm"] = log_norm(env.host_gradient)
+    for stage in Stage:
+        values[f"{STAGE_SHARE_PREFIX}{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
+    for op in env.space.op:
+        values[f"last_op.{op}"] = float(env.last_op.name == op)
+    for k in range(len(env.slots)):
+        values |= slot_features(env, k)
+    return values
+
+
+def log_size(added_parameters: int, env: HostEnv) -> float:
+    """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
+    return clip(math.log1p(added_parameters / env.host_parameters) / LOG_SIZE_SCALE)
+
+
+def log_norm(gradient: GradientStats | None) -> float:
+    """Return log(1 + gradient norm), scaled and clipped; MISSING without a gradient."""
+    return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
+
+
+def slot_features(env: HostEnv, k: int) -> dict[str, float]:
+    """Return the features of slot `k`, with names that begin with the slot's name."""
+    slot, record = env.slots[k], env.records[k]
+    gradient, contribution, previous = record.gradient, record.contribution, record.previous_contribution
+    values = {stage.name: float(slot.stage is stage) for stage in Stage}
+    values["alpha"] = slot.alpha_now
+    values["alpha.velocity"] = slot.alpha_velocity
+    values["alpha.target"] = slot.ramp.target if slot.occupied else 0.0
+    values["age"] = slot.age / env.horizon
+    values["ticks_in_stage"] = min(1.0, slot.ticks_in_stage / env.horizon)
+    values["contribution.known"] = float(contribution is not None)
+    values["contribution"] = clip((contribution or 0.0) / CONTRIBUTION_SCALE)
+    rise = contribution - previous if contribution is not None and previous is not None else 0.0
+    values["contribution.velocity"] = clip(rise / CONTRIBUTION_SCALE)
+    values["gradient.norm"] = log_norm(gradient)
+    values["gradient.health"] = gradient.health if gradient else MISSING
+    values["gradient.ratio"] = log_ratio(gradient, env.host_gradient)
+    curves = dict.fromkeys([*(curve for curve, _ in map(STYLES.__getitem__, env.space.style)), *env.space.curve])
+    blends = dict.fromkeys(blend for _, blend in map(STYLES.__getitem__, env.space.style))
+    if len(curves) > 1:
+        values |= {f"curve.{curve}": float(slot.occupied and slot.ramp.curve == curve) for curve in curves}
+    if len(blends) > 1:
+        values |= {f"blend.{blend}": float(slot.occupied and slot.style == blend) for blend in blends}
+    values["parameters"] = log_size(count_parameters(slot.seed), env)
+    return {f"{slot.name}.{name}": value for name, value in values.items()}
+
+
+def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
+    """Return log(seed norm / host norm), scaled and clipped; 0 if either norm is unknown, zero or infinite."""
+    ratio = seed.ratio(host) if seed is not None and host is not None else None
+    return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
+
+
+def blueprint_id(env: HostEnv, blueprint: str | None) -> int:
+    return 0 if blueprint is None else 1 + env.space.blueprint.index(blueprint)

@@ -1,0 +1,86 @@
+"""Observations and action masks of a pool's environments. N environments, D features, K slots."""
+
+from collections.abc import Sequence
+
+import torch
+
+from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.masks import HostMasks, Masks, compute_masks, make_masks
+from esper_lightning.envs.spaces.observation import BLUEPRINTS, Observation, blueprint_id, compute_features
+
+
+class ObservationBuilder:
+    """Builds observation, masks and privileged features of N environments, in tensors that are updated in place.
+
+    Args:
+        envs: Environments; the entries of the list may be replaced.
+        bench: Factory of these environments.
+        device: Device of observation and masks.
+
+    Attributes:
+        names: Names of the D observed features.
+        observation: Observation of all environments.
+        masks: Masks that a policy receives; all True under `masks: false`, except `ended`.
+        masks_on_cpu: Masks of the possible actions, on the CPU.
+        privileged: Hidden context variables of each episode, [N, P] float. None: nothing is hidden.
+        refusals: Reasons of the lifecycle gates against stage changes of each seed, [N][K].
+    """
+
+    def __init__(self, envs: Sequence[HostEnv], env_factory: EnvFactory, device: torch.device) -> None:
+        self.envs = envs
+        self.env_factory = env_factory
+        self.device = device
+        self.config = env_factory.config.sight
+        names = list(compute_features(envs[0]))
+        *selected, self.shows_blueprints = self.config.select([*names, BLUEPRINTS])
+        self.columns = [i for i, shown in enumerate(selected) if shown]
+        self.names = [names[i] for i in self.columns]
+        space, n_envs = env_factory.space, len(envs)
+        self.masks_on_cpu = make_masks(n_envs, space, env_factory.growable)
+        self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
+        if not self.config.masks:
+            self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
+        self.observation = Observation(
+            features=torch.zeros(n_envs, len(self.names), device=device),
+            blueprints=torch.zeros(n_envs, len(space.slot), dtype=torch.int64, device=device),
+        )
+        self.privileged = (
+            torch.zeros(n_envs, env_factory.num_privileged, device=device) if env_factory.num_privileged else None
+        )
+
+    def update(self) -> None:
+        """Update observation, masks and refusals from the environments."""
+        envs, config = self.envs, self.env_factory.config
+        self.refusals = [env.growing.refusal_reasons() for env in envs]
+        rows = zip(
+            *(
+                compute_masks(env.growing, refusals, self.env_factory.space, config.actions, env.ended)
+                for env, refusals in zip(envs, self.refusals, strict=True)
+            ),
+            strict=True,
+        )
+        for name, row in zip(HostMasks._fields, rows, strict=True):
+            mask = getattr(self.masks_on_cpu, name)
+            mask.copy_(torch.tensor(row))
+            if self.config.masks or name == "ended":
+                getattr(self.masks, name).copy_(copy_to_device(mask, self.device))
+        values = [list(compute_features(env).values()) for env in envs]
+        table = torch.tensor([[row[i] for i in self.columns] for row in values])
+        self.observation.features.copy_(copy_to_device(table, self.device))
+        if self.shows_blueprints:
+            blueprint_ids = torch.tensor([[blueprint_id(env, slot.blueprint) for slot in env.slots] for env in envs])
+            self.observation.blueprints.copy_(copy_to_device(blueprint_ids, self.device))
+
+    def update_privileged(self) -> None:
+        """Update the privileged features, at the start of episodes."""
+        if self.privileged is not None:
+            values = torch.tensor([self.env_factory.privileged_features(env) for env in self.envs])
+            self.privileged.copy_(copy_to_device(values, self.device))
+
+    def mask_invalid(self, actions: Sequence[tuple[int, ...]], fallback: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the actions with impossible ones replaced by `nothing`; all unchanged if the policy's masks are on."""
+        if self.config.masks:
+            return list(actions)
+        return [row if self.masks_on_cpu.allows(i, row) else fallback for i, row in enumerate(actions)]

@@ -1,0 +1,83 @@
+"""Interface between PPO and vector environments: N environments that are stepped together, with tensors in and out.
+
+`HostPool` implements it for hosts, `GymVector` for any gymnasium environment. T steps in a rollout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from esper_lightning.profiling import PhaseClock
+
+
+class ActionSpaceProtocol(Protocol):
+    """Action space."""
+
+    sizes: Mapping[str, int]
+    """Number of choices of each head."""
+
+    def zeros(self, n_envs: int, device: torch.device) -> Any:
+        """Return an action of zeros, a record of tensors [N, …], as storage."""
+
+    def iter_heads(self, action: Any) -> Iterator[tuple[Tensor, int]]:
+        """Iterate over the heads: chosen indices [..., N] and number of choices."""
+
+
+class VectorObservation(NamedTuple):
+    """Observation of environments that have numeric features only. Hosts use `Observation`."""
+
+    features: Tensor  # [..., N, D] float
+
+
+class FinalObservation(NamedTuple):
+    """Observation and privileged features at the end of an episode, before the automatic reset.
+
+    Rows of environments whose episode did not end are undefined.
+    """
+
+    observation: Any
+    privileged: Tensor | None
+
+
+class VectorStep(NamedTuple):
+    """Result of a step of N environments."""
+
+    action: Any  # the executed action
+    reward: Tensor  # [N]
+    terminated: Tensor  # [N] bool: the episode reached a terminal state
+    truncated: Tensor  # [N] bool: a time limit cut the episode; its last state keeps its value
+    final: FinalObservation | None  # required if an environment was truncated and has reset itself
+    log: dict[str, float]  # scalars to log
+
+
+class VectorEnv(Protocol):
+    """N environments stepped together. Each step overwrites observation, masks and privileged features in place."""
+
+    n_envs: int
+    device: torch.device
+    horizon: int
+    """Number of steps T in a rollout."""
+    autoreset: bool
+    """True if environments reset themselves, so episodes begin and end anywhere in a rollout. False: a rollout is one
+    episode, before which the environments are reset."""
+    space: ActionSpaceProtocol
+    num_categories: int
+    """Number of values of the categorical (second) field of the observation; 0: there is no such field."""
+    observation: Any
+    """Record of tensors [N, …], of which `features` is the first."""
+    privileged: Tensor | None
+    """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
+    masks: Any
+    """Record of tensors [N, …] with `forced` [N] bool, only one action is possible, and `ended` [N] bool, the episode
+    has ended and actions have no effect."""
+    episode_starts: Tensor
+    """True where the last step ended a trajectory and the present observation starts another one, [N] bool."""
+    clock: PhaseClock
+
+    def reset(self, rng_seeds: Sequence[int]) -> Any:
+        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+
+    def step(self, action: Any) -> Any:
+        """Step every environment and return a `VectorStep`, or a record that has its fields."""

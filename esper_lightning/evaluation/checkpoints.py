@@ -1,0 +1,158 @@
+"""Trained policies loaded from checkpoints, one per training seed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from esper_lightning.checkpointing.validate import (
+    IDENTITY_KEY,
+    SETTINGS_KEY,
+    check_checkpoint,
+    check_identity,
+    differences,
+)
+from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
+from esper_lightning.controllers.transfer import TrainingSpaces, TransferController
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.module import NormalizeConfig, TamiyoModule, module_from_identity, run_identity
+from esper_lightning.tamiyo.policy import Policy, PolicyShape
+
+SEED_SETTING = "seed_everything"
+
+CLIP_SETTING = "model.normalize.clip"
+
+IGNORED_SETTINGS = (SEED_SETTING, "data.seed", "evaluation.")
+"""Prefixes of settings in which runs may differ: RNG seeds, and settings unrelated to training."""
+
+
+class TrainedPolicy(NamedTuple):
+    """Trained policy with its observation normalisation."""
+
+    training_seed: int | None  # None: unknown
+    source: str
+    """Path of the checkpoint, or a name for the run that has just ended."""
+    policy: Policy
+    normalise: nn.Module
+    training_spaces: TrainingSpaces | None = None
+    """Spaces of the training hosts, if the policy is evaluated on hosts of another kind."""
+
+    def greedy(self) -> Controller:
+        """Return a controller that takes the most likely actions."""
+        return self._adapt(LearnedController(self.policy, self.normalise))
+
+    def sampled(self, rng_seed: int) -> Controller:
+        """Return a controller that samples actions, as in training."""
+        return self._adapt(SampledController(self.policy, self.normalise, rng_seed))
+
+    def _adapt(self, controller: Controller) -> Controller:
+        return controller if self.training_spaces is None else TransferController(controller, self.training_spaces)
+
+
+def check_distinct(paths: Sequence[str]) -> None:
+    """Raise ValueError if a checkpoint is named twice."""
+    known: dict[Path, str] = {}
+    for path in paths:
+        same = known.setdefault(Path(path).resolve(), path)
+        if same is not path:
+            raise ValueError(f"checkpoint {path!r} is named twice; name each training seed's once")
+
+
+def load_policies(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) -> list[TrainedPolicy]:
+    """Load policies from checkpoints of the same kind of run with different training seeds.
+
+    Args:
+        model: Module that is built for `data` here; its weights are overwritten.
+        data: Hosts to evaluate on; the pool must be built.
+        paths: Paths of the checkpoints.
+
+    Raises ValueError, naming the checkpoint, if it is damaged, foreign or from another kind of run.
+    """
+
+    model.build_for(data)
+    model.to(data.pool.device)
+
+    def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
+        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data))
+        model.load_state_dict(checkpoint["state_dict"])
+        return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
+
+    return _load_each(paths, load)
+
+
+def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: HostPoolData) -> list[TrainedPolicy]:
+    """Load policies from checkpoints with different training seeds, for evaluation on hosts of any kind.
+
+    Args:
+        paths: Paths of the checkpoints.
+        stand_ins: Blueprints that replace those of training; see `TrainingSpaces`.
+        data: Hosts to evaluate on; the pool must be built and not yet stepped.
+
+    Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit the policy.
+    """
+
+    def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
+        known, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
+        home = TrainingSpaces.from_identity(known, stand_ins)
+        model = module_from_identity(
+            known, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_SETTING, NormalizeConfig.clip))
+        )
+        privileged = weights["privileged_norm.mean"].numel() if "privileged_norm.mean" in weights else 0
+        if model.policy_config.asymmetric and not privileged:  # they were not normalised
+            privileged = weights["policy.value.0.weight"].shape[1] - model.policy_config.width
+        places, categories = len(home.space.slot), len(home.space.blueprint) + 1
+        model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
+        model.load_state_dict(weights)
+        model.to(data.pool.device)
+        return TrainedPolicy(seed, path, model.policy, model.observation_norm, home)
+
+    policies = _load_each(paths, load)
+    for policy in policies:
+        for pool in data.pools.values():
+            policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
+    return policies
+
+
+def _load_each(
+    paths: Sequence[str], load: Callable[[int | None, str, dict[str, Any]], TrainedPolicy]
+) -> list[TrainedPolicy]:
+    """Load a policy from each path with `load(training seed, path, checkpoint)`.
+
+    Raises ValueError, naming the checkpoint, if one cannot be loaded.
+    """
+    path_by_seed: dict[int, str] = {}
+    policies = []
+    for path in paths:
+        checkpoint = check_checkpoint(path)
+        seed = training_seed(checkpoint)
+        if seed is not None and (same := path_by_seed.setdefault(seed, path)) is not path:
+            raise ValueError(
+                f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
+            )
+        try:
+            policies.append(load(seed, path, checkpoint))
+        # For a damaged checkpoint torch raises many kinds of errors: other names, other shapes, missing keys.
+        except (ValueError, RuntimeError, LookupError, TypeError) as error:
+            raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
+    return policies
+
+
+def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
+    """Return the RNG seed of the run that wrote the checkpoint, or None if it is not recorded."""
+    text = checkpoint.get(SETTINGS_KEY, {}).get(SEED_SETTING, "")
+    return int(text) if text.isdecimal() else None
+
+
+def setting_differences(paths: Sequence[str]) -> list[str]:
+    """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
+    first, *others = (check_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
+    lines = []
+    for path, other in zip(paths[1:], others, strict=True):
+        compared = [{k: v for k, v in one.items() if not k.startswith(IGNORED_SETTINGS)} for one in (first, other)]
+        lines += [
+            f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
+            for line in differences(*compared)
+        ]
+    return lines

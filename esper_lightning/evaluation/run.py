@@ -1,0 +1,63 @@
+"""Output of a comparison: tables on the terminal, files and figures in a folder."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from esper_lightning.console import print_status, wide_console
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
+from esper_lightning.evaluation.figures import write_figures
+from esper_lightning.evaluation.report import credit_table, make_tables, write_credits, write_report
+
+
+def run_comparison(
+    comparison: Comparison,
+    data: HostPoolData,
+    policies: Sequence[TrainedPolicy],
+    folder: Path,
+    record: Mapping[str, Any],
+) -> None:
+    """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
+
+    Args:
+        comparison: Settings of the comparison.
+        data: Hosts; the pool must be built and is not modified.
+        policies: Trained policies, one per training seed.
+        folder: Output folder.
+        record: Description of this process, saved in `evaluation.json`.
+    """
+    for task, pool in data.pools.items():
+        several = len(data.pools) > 1
+        if several:
+            print_status(f"hosts of {task}")
+        result = comparison.run(data, policies, task)
+        publish(comparison, result, pool.space.slot, folder / task if several else folder, record)
+
+
+def publish(
+    comparison: Comparison, result: ComparisonResult, slots: list[str], folder: Path, record: Mapping[str, Any]
+) -> None:
+    """Write all files and print all tables.
+
+    Args:
+        comparison: Settings of the comparison.
+        result: Result of the comparison.
+        slots: Names of the hosts' slots.
+        folder: Output folder; results of an earlier comparison are replaced.
+        record: Description of this process, saved in `evaluation.json`.
+    """
+    write_report(result, folder, record)
+    figures = write_figures(result, slots, folder)
+    console = wide_console()
+    for note in result.notes:
+        console.print(note, soft_wrap=True)
+    for table in make_tables(result):
+        console.print(table)
+    if comparison.credit.hosts:
+        write_credits(result.credits, folder)
+        no_seeds = "tamiyo fossilized no seed on the analysed hosts"
+        console.print(credit_table(result.credits, comparison.credit) if result.credits else no_seeds)
+    names = ", ".join(["evaluation.csv", "evaluation.json", *(path.name for path in figures)])
+    console.print(f"written to {folder}: {names}", soft_wrap=True)

@@ -1,0 +1,267 @@
+"""Search for the best fixed schedule by successive halving on shared hosts, under a budget of environment steps.
+
+Random plans are ranked first; then, repeatedly, the best ones together with their crossovers. In the end the winners of
+all races and the schedules known beforehand are ranked together.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from esper_lightning.controllers.fixed_schedule import FixedSchedule
+from esper_lightning.controllers.schedule import Schedule, read_schedule
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.play import paired_difference, play_episode
+from esper_lightning.evaluation.search.plans import Plan, PlanSampler
+from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
+from esper_lightning.evaluation.statistics import Interval, mean_interval
+
+BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
+"""File name of the best schedule, and prefix of the file names of the best schedule for each price."""
+
+FINAL_EPISODES = 2
+"""Episodes of the pool, per context, reserved for the last race: one for all winners, one for the best."""
+
+WINNERS_PER_RACE = 3
+"""Number of candidates of each race that enter the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Budget and parameters of the search for the best fixed schedule."""
+
+    steps: int = 17_280
+    """Budget in environment steps (host epochs): for fairness as many as the learned controller had."""
+
+    seed: int = 0
+    """RNG seed of the candidates and of the hosts on which they are played."""
+
+    max_seeds: int | None = None
+    """Maximum number of seeds in a schedule, including culled ones. None: two per slot."""
+
+    per_price: bool = False
+    """Also search a schedule for each price in the family, with the same number of steps again, divided among prices.
+    The price is the only variable that is known before the episode begins."""
+
+    found: str | None = None
+    """Folder with schedules found by an earlier comparison. They are played, and nothing is searched, whatever the
+    other settings are."""
+
+    explore: float = 0.13
+    """Fraction of the budget for the first evaluation of random candidates, on one host per context."""
+
+    one_in: int = 4
+    """Reduction factor of each stage of a race: one of this many candidates survives."""
+
+    decisive: int = 8
+    """Hosts per context that decide a race: the stage in which every candidate plays as many is the last."""
+
+    elites: int = 6
+    """Best candidates of a race that enter the next one, together with their crossovers."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"search.steps must be at least 1, got {self.steps}")
+        if self.seed < 0:
+            raise ValueError(f"search.seed must not be negative, got {self.seed}")
+        if self.max_seeds is not None and self.max_seeds < 1:
+            raise ValueError(f"search.max_seeds must be at least 1, got {self.max_seeds}")
+        if not 0.0 < self.explore <= 1.0:
+            raise ValueError(f"search.explore must lie in (0, 1], got {self.explore}")
+        for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"search.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class BestSchedules(NamedTuple):
+    """Best fixed schedules, as far as they were searched."""
+
+    fixed: Schedule | None
+    """Best schedule for all hosts, or None if it was not searched."""
+    per_price: dict[float, Schedule]
+    """Best schedule for each price; empty if it was not searched."""
+
+    def by_file(self) -> dict[str, Schedule]:
+        """Return the schedules by file name without suffix."""
+        named = {f"{BEST_PRICE_PREFIX}{price:g}": schedule for price, schedule in self.per_price.items()}
+        return named if self.fixed is None else {BEST_FILE: self.fixed} | named
+
+
+def read_best_schedules(folder: str | Path) -> BestSchedules:
+    """Read schedules that an earlier comparison wrote. Raises ValueError, naming the file, if one cannot be read."""
+    folder = Path(folder)
+    files = sorted(folder.glob(f"{BEST_PRICE_PREFIX}*.json"))
+    prices = {}
+    for file in files:
+        try:
+            prices[float(file.stem.removeprefix(BEST_PRICE_PREFIX))] = read_schedule(file)
+        except ValueError as error:
+            raise ValueError(f"search.found: {error}") from error
+    return BestSchedules(read_schedule(folder / f"{BEST_FILE}.json"), prices)
+
+
+class SearchResult(NamedTuple):
+    """Result of a search."""
+
+    schedule: Schedule
+    steps: int
+    """Environment steps used by the search."""
+    candidates: int
+    """Number of distinct schedules that were played."""
+    estimate: Interval
+    """Objective on the test samples of fresh hosts, measured after the search and therefore free of selection bias."""
+    lead: Interval | None
+    """Lead over the runner-up, paired on the same hosts. None: there was no other candidate."""
+    confirmation_steps: int
+    """Environment steps of `estimate` and `lead`, which are not part of the search."""
+
+
+def search(
+    pool: HostPool,
+    config: SearchConfig = SearchConfig(),
+    known: Sequence[Schedule] = (),
+    contexts: Sequence[Context] | None = None,
+) -> SearchResult:
+    """Search for the best fixed schedule on training hosts and their validation samples.
+
+    The state of the pool is overwritten. Raises ValueError if the budget is too small for one host per context.
+
+    Args:
+        pool: The hosts.
+        config: Budget and parameters.
+        known: Schedules that enter the last race, whatever their origin, if the budget allows one.
+        contexts: Contexts of the pool's distribution to search for. None: all.
+    """
+    searched_contexts = pool.env_factory.context_distribution.contexts if contexts is None else contexts
+    check_steps(required_steps(len(searched_contexts), pool, pool.n_envs), config, pool.n_envs)
+    episode = pool.n_envs * pool.config.horizon
+    sampler = PlanSampler(pool, config.seed, config.max_seeds)
+    halving = SuccessiveHalving(pool, config.seed, config.steps // episode, config.one_in, contexts)
+    winner, *others = (sampler.to_schedule(plan) for plan in find_winners(halving, sampler, config))
+    # Ordered by priority: the last ones are dropped if the budget does not suffice to evaluate all.
+    finalists = list(dict.fromkeys([winner, *known, *others]))
+    if len(finalists) > 1 and halving.max_candidates(halving.episodes_left) > 1:
+        finalists = [finalists[i] for i in halving.rank(finalists)]
+    fresh_seeds = fresh_host_seeds(pool, config.seed, contexts)
+    best, *runner_up = (
+        play_episode(pool, str(i), FixedSchedule(schedule), fresh_seeds) for i, schedule in enumerate(finalists[:2])
+    )
+    return SearchResult(
+        schedule=finalists[0],
+        steps=halving.steps,
+        candidates=len(halving.played_schedules),
+        estimate=mean_interval(best.objective),
+        lead=paired_difference(best, runner_up[0]) if runner_up else None,
+        confirmation_steps=(1 + len(runner_up)) * episode,
+    )
+
+
+def find_winners(halving: SuccessiveHalving, sampler: PlanSampler, config: SearchConfig) -> list[Plan]:
+    """Race random plans, then repeatedly the best ones with their crossovers; return all winners, last race first.
+
+    Enough budget remains for a race among all winners, if there is room for it.
+    """
+    episodes, n_envs = halving.episodes_left, halving.pool.n_envs
+    reserved_episodes = min(FINAL_EPISODES * halving.n_contexts, max(FINAL_EPISODES, episodes // 4))
+    reserved_episodes = reserved_episodes if halving.max_candidates(episodes - reserved_episodes) else 0
+    tried: set[Plan] = set()
+
+    def race(plans: list[Plan]) -> list[Plan]:
+        tried.update(plans)
+        schedules = [sampler.to_schedule(plan) for plan in plans]
+        return [plans[i] for i in halving.rank(schedules, config.decisive, reserved_episodes)]
+
+    n_random = max(1, halving.max_candidates(max(1, round(config.explore * episodes))))
+    best = race(sampler.sample_distinct(n_random, tried))
+    size = max(2, n_envs // 2)
+    winners: list[Plan] = []
+    while (n_candidates := min(size, halving.max_candidates(halving.episodes_left - reserved_episodes))) > 1:
+        parents = best[: min(config.elites, n_candidates // 2)]
+        winners = [*parents[:WINNERS_PER_RACE], *winners]
+        children = sampler.sample_distinct(n_candidates - len(parents), tried, parents)
+        best = race([*parents, *children])
+    return list(dict.fromkeys([*best[:WINNERS_PER_RACE], *winners]))[: max(2, n_envs // config.decisive)]
+
+
+def fresh_host_seeds(pool: HostPool, rng_seed: int, contexts: Sequence[Context] | None) -> list[int]:
+    """Return RNG seeds of `pool.n_envs` hosts of the given contexts that no search and no comparison uses.
+
+    Episode 0 is left out because the policy is evaluated on it.
+    """
+    drawn = chain.from_iterable(episode_rng_seeds(rng_seed, EVALUATION, episode, pool.n_envs) for episode in count(1))
+    matching = (
+        host_seed
+        for host_seed in drawn
+        if contexts is None or pool.env_factory.context_distribution.draw(host_seed) in contexts
+    )
+    return list(islice(matching, pool.n_envs))
+
+
+def price_of(context: Context, pool: HostPool) -> float:
+    """Return the price of parameters in this context."""
+    return pool.config.objective.price if context.price is None else context.price
+
+
+def prices_of(pool: HostPool) -> list[float]:
+    """Return the sorted parameter prices of all contexts of the pool's distribution.
+
+    Raises ValueError if there is only one price, or if every host has its own.
+    """
+    if pool.config.objective.price_to is not None:
+        raise ValueError(
+            f"search.per_price: every host has a price of its own; leave out objective.price_to and name some in "
+            f"data.env.family, as {PRICE_VARIABLE}"
+        )
+    prices = sorted({price_of(member, pool) for member in pool.env_factory.context_distribution.contexts})
+    if len(prices) < 2:
+        raise ValueError(
+            f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE_VARIABLE}"
+        )
+    return prices
+
+
+def required_steps(n_contexts: int, pool: HostPool, n_envs: int) -> int:
+    """Return the environment steps needed to play one schedule on one host of each of `n_contexts` contexts."""
+    return -(-n_contexts // n_envs) * n_envs * pool.config.horizon
+
+
+def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
+    """Raise ValueError if the budget is too small to play one schedule on one host per context.
+
+    With `per_price` this must hold for the search for each price. A search runs `n_envs` environments side by side.
+    """
+    contexts = pool.env_factory.context_distribution.contexts
+    n_contexts_by_setting = {"steps": len(contexts)}
+    if config.per_price:
+        n_contexts_by_setting["per_price"] = max(Counter(price_of(member, pool) for member in contexts).values())
+    for setting, n_contexts in n_contexts_by_setting.items():
+        searches = len(prices_of(pool)) if setting == "per_price" else 1
+        check_steps(searches * required_steps(n_contexts, pool, n_envs), config, n_envs, searches)
+
+
+def check_steps(min_steps: int, config: SearchConfig, n_envs: int, searches: int = 1) -> None:
+    """Raise ValueError if the budget is smaller than the `min_steps` that all searches together need."""
+    if config.steps < min_steps:
+        raise ValueError(
+            f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
+            f"side, takes {min_steps}" + (f", for {searches} prices apart" if searches > 1 else "")
+        )
+
+
+def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
+    """Return the best fixed schedule for each price, with `config.steps` divided among the searches.
+
+    Raises ValueError if all contexts have the same price.
+    """
+    prices, contexts = prices_of(pool), pool.env_factory.context_distribution.contexts
+    share = replace(config, steps=config.steps // len(prices))
+    found = {}
+    for price in prices:
+        matching = [member for member in contexts if price_of(member, pool) == price]
+        found[price] = search(pool, share, known, matching).schedule
+    return found

@@ -1,0 +1,108 @@
+"""Bootstrap confidence intervals of means, over hosts and over training seeds. S training seeds, H hosts.
+
+All intervals are percentile bootstrap intervals (Efron, 1979). Unlike Student's t, the method has the same form for
+hosts alone and for hosts and training seeds together; unlike BCa, it needs nothing more for both. In 600 samples of
+normal numbers its coverage was .95 for 224 values, .93 for 64 and for 32, .88 for 10 and .79 for 4 (BCa: .95, .93, .93,
+.88, .79; Student's t: .95, .94, .95, .93, .94): with fewer than 30 values the interval is too narrow.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+RESAMPLES = 9_999
+
+RNG_SEED = 0
+"""RNG seed of the resampling: the same values always have the same interval, bit for bit."""
+
+
+class Interval(NamedTuple):
+    """Mean with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """Return the mean of values [H] or [S, H] with its interval; without spread the interval is the mean itself.
+
+    [H], or one training seed: hosts are resampled. [S, H], where all training seeds met the same hosts: training seeds
+    and hosts are both resampled, once for the whole table. Resampling hosts separately for each training seed would
+    treat effects common to a host as noise that averages out.
+    """
+    table = np.atleast_2d(np.asarray(values, dtype=np.float64))
+    mean = float(table.mean())
+    if table.size < 2 or np.ptp(table) == 0.0 or not np.isfinite(table).all():
+        return Interval(mean, mean, mean)
+    low, high = _bootstrap_hosts(table[0]) if len(table) == 1 else _bootstrap_seeds_and_hosts(table)
+    return Interval(mean, low, high)
+
+
+def _bootstrap_hosts(values: np.ndarray) -> tuple[float, float]:  # [H]
+    random = np.random.default_rng(RNG_SEED)
+    result = stats.bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=random
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def _bootstrap_seeds_and_hosts(table: np.ndarray) -> tuple[float, float]:  # [S, H]
+    return _central_quantiles(_resampled_means(table))
+
+
+def _resampled_means(table: np.ndarray) -> np.ndarray:  # [S, H] -> [resamples]
+    """Return means of resampled tables; tables of one shape get the same training seeds and hosts."""
+    random = np.random.default_rng(RNG_SEED)
+    seeds, hosts = (
+        random.multinomial(size, np.full(size, 1.0 / size), RESAMPLES) / size for size in table.shape
+    )  # [resamples, S], [resamples, H]: frequency of each training seed and host, as fractions
+    return ((seeds @ table) * hosts).sum(1)
+
+
+def _central_quantiles(means: np.ndarray) -> tuple[float, float]:
+    tail = (1.0 - CONFIDENCE) / 2.0
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
+    """Return the mean of `numerator` over the mean of `denominator`, both [S, H], with its interval.
+
+    Both are resampled with the same training seeds and hosts.
+    """
+    return Interval(
+        numerator.mean() / denominator.mean(),
+        *_central_quantiles(_resampled_means(numerator) / _resampled_means(denominator)),
+    )
+
+
+def stratified_interval(values: np.ndarray) -> Interval:
+    """Return the mean of values [M, R] with its interval: R independent hosts in each of M contexts.
+
+    The M contexts are all there are, so only hosts are resampled, within their context.
+    """
+    mean = float(values.mean())
+    if values.shape[1] < 2 or np.ptp(values) == 0.0:
+        return Interval(mean, mean, mean)
+    random, size = np.random.default_rng(RNG_SEED), values.shape[1]
+    means = np.zeros(RESAMPLES)
+    for row in values:
+        means += row[random.integers(size, size=(RESAMPLES, size))].mean(1) / len(values)
+    return Interval(mean, *_central_quantiles(means))
+
+
+def effect_size(differences: np.ndarray) -> float:
+    """Return Cohen's d_z of paired differences [H] or [S, H]: their mean in standard deviations over hosts.
+
+    d_z = mean(d) / std(d), with n - 1 in the standard deviation and d the host's difference, averaged over training
+    seeds if there are several. It describes pairs and must not be compared with d of two independent groups. NaN
+    without spread.
+    """
+    host_differences = np.atleast_2d(np.asarray(differences, dtype=np.float64)).mean(0)
+    if len(host_differences) < 2 or np.ptp(host_differences) == 0.0:
+        return float("nan")
+    return float(host_differences.mean() / host_differences.std(ddof=1))

@@ -1,0 +1,1 @@
+"""Detection of diverged hosts, and the snapshots that restore them."""

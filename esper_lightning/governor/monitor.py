@@ -1,0 +1,105 @@
+"""State of the Governor for one host: loss statistics and a snapshot of the last good state."""
+
+import math
+from typing import Any
+
+import torch
+
+from esper_lightning.governor.judge import (
+    EpochStats,
+    GovernorConfig,
+    GovernorState,
+    Judgement,
+    Verdict,
+    judge,
+    mean_and_deviation,
+    veto_reasons,
+)
+from esper_lightning.governor.snapshot import CPU, Snapshot
+
+
+class HostMonitor:
+    """Monitors one host across episodes: judges its epochs and holds its snapshot.
+
+    Args:
+        config: Thresholds and limits.
+        chance: Loss of uniform guessing, ln(classes).
+        steps: Optimizer steps in a host epoch.
+        device: Device of the host.
+    """
+
+    def __init__(
+        self, config: GovernorConfig, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
+    ) -> None:
+        self.config = config
+        self.chance_loss = chance_loss
+        self.steps_per_epoch = steps_per_epoch
+        self.snapshot = Snapshot(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the statistics at the start of an episode."""
+        self.governor_state = GovernorState()
+        self.healthy_ticks = 0  # since the last snapshot
+        self.alphas: list[float] = []  # alpha of each slot in the last host epoch, [K]
+
+    def refusal_reasons(self, op: str, growth: float) -> list[str]:
+        """Return the reasons to veto an op; see the function of the Governor."""
+        return veto_reasons(op, growth, self.governor_state, self.config)
+
+    def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
+        """Judge a host epoch and update the statistics.
+
+        Args:
+            reading: Statistics of the epoch; `stuck` and `reshaped` are filled in here.
+            skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
+            alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
+        """
+        reshaped = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
+        stats = stats._replace(all_steps_skipped=skipped_steps >= self.steps_per_epoch, seed_lost_weight=reshaped)
+        verdict, self.governor_state = judge(self.governor_state, stats, self.chance_loss, self.config)
+        self.alphas = alphas
+        # A restored host gets a new snapshot only after enough healthy epochs.
+        self.healthy_ticks = 0 if verdict.diverged else self.healthy_ticks + (verdict.outcome is Verdict.HEALTHY)
+        return verdict
+
+    def judge_failure(self, cause: str) -> Judgement:
+        """Return a verdict that ends the episode, for a host that cannot continue."""
+        mean, deviation = mean_and_deviation(self.governor_state.losses)
+        verdict = Judgement(
+            Verdict.END,
+            cause,
+            math.nan,
+            mean,
+            deviation,
+            self.governor_state.consecutive_anomalies,
+            self.governor_state.rollbacks,
+        )
+        self.governor_state = GovernorState(rollbacks=self.governor_state.rollbacks)
+        return verdict
+
+    @property
+    def snapshot_due(self) -> bool:
+        """True if a snapshot is due, which is only the case right after a healthy epoch."""
+        return self.governor_state.consecutive_anomalies == 0 and self.healthy_ticks >= self.config.snapshot_every
+
+    def take_snapshot(self, state: dict[str, Any]) -> None:
+        """Replace the snapshot by a copy of `state`."""
+        self.snapshot.take(state)
+        self.healthy_ticks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        losses, *counts = self.governor_state
+        return {
+            "losses": list(losses),
+            "counts": counts,
+            "healthy_ticks": self.healthy_ticks,
+            "alphas": list(self.alphas),
+            "snapshot": self.snapshot.copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.governor_state = GovernorState(tuple(state["losses"]), *state["counts"])
+        self.healthy_ticks = state["healthy_ticks"]
+        self.alphas = list(state["alphas"])
+        self.snapshot.take(state["snapshot"])

@@ -1,0 +1,93 @@
+"""Snapshot of a host's last good state, in reused memory so that repeated snapshots allocate nothing."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Alignment of tensors in bytes, so that the memory can be viewed as any dtype."""
+
+
+CPU = torch.device("cpu")
+
+
+class Snapshot:
+    """Copy of a nested state of dicts, lists, numbers and tensors.
+
+    Tensors are copied into a single buffer on the CPU, which is reallocated only for a larger state.
+
+    Args:
+        device: Device of the tensors. For a GPU the buffer is pinned and copies are asynchronous.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._state: Any = None
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, state: Any) -> None:
+        """Replace the snapshot by a copy of `state`."""
+        tensors = list(_tensors(state))
+        offsets = [0]
+        for tensor in tensors:
+            offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        if offsets[-1] > len(self._memory):
+            self._memory = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=self._stream is not None)
+        starts = iter(offsets)
+
+        def copy_to_buffer(tensor: Tensor) -> Tensor:
+            start = next(starts)
+            numbers = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+            copy = numbers.as_strided(tensor.shape, _dense_strides(tensor))
+            return copy.copy_(tensor.detach(), non_blocking=True)
+
+        self._state = _convert(state, copy_to_buffer)
+        # Copies from a GPU are asynchronous; `view` waits for this event.
+        self._copied = self._stream().record_event() if self._stream is not None else None
+
+    def view(self) -> Any:
+        """Return the snapshot; its tensors are views of the buffer, which the next `take` overwrites."""
+        assert self._state is not None, "no snapshot has been taken"
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._state
+
+    def copy(self) -> Any:
+        """Return a copy of the snapshot in memory of its own."""
+        return _convert(self.view(), Tensor.clone)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer in bytes."""
+        return self._memory.nbytes
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of `state` with `change` applied to every tensor, in the order of `_tensors`."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        return type(state)((key, _convert(value, change)) for key, value in state.items())
+    if isinstance(state, list | tuple):
+        return type(state)(_convert(value, change) for value in state)
+    return state
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the tensor's strides if they leave no gaps (as in channels_last), else contiguous ones."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

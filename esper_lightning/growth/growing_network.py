@@ -1,0 +1,371 @@
+"""GrowingNetwork: a network, its optimizer and the measurements of its seeds.
+
+Manual growth, rules and learned controllers use the same operations. Each raises ValueError with the gates' reasons if
+it is not allowed, updates the optimizer's parameter groups, and returns a SeedEvent.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth import gates
+from esper_lightning.growth import lifecycle as network
+from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
+from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.gates import Evidence, LifecycleConfig
+from esper_lightning.growth.gradient_stats import GradientStats, gradient_stats
+from esper_lightning.growth.lifecycle import SeedEvent, check_slot_names, slots_of
+from esper_lightning.growth.manifest import manifest, rebuild
+from esper_lightning.growth.param_groups import (
+    SEED_GROUP_PREFIX,
+    add_group,
+    group_names,
+    has_group,
+    remove_group,
+    remove_module,
+    reset_optimizer_state,
+    seed_group_name,
+)
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.checks import (
+    check_keys,
+    check_matching_tensor,
+    check_numbers,
+    load_module,
+    load_optimizer,
+)
+
+RNG_SEED_MASK = 0x5EED
+"""XOR mask for torch's RNG seed, so that seeds and a host built right after `manual_seed` draw different numbers."""
+
+RESET_STAGES = frozenset({Stage.GERMINATED, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})
+"""Stages entered by germination, advance, fossilization or cull: they reset the optimizer if `carry_over` is off."""
+
+
+@dataclass
+class SeedMeasurements:
+    """Measurements of the seed in a slot. None: not measured."""
+
+    contribution: float | None = None  # accuracy points of 100
+    previous_contribution: float | None = None
+    gradient: GradientStats | None = None
+
+
+class RefusalReasons(NamedTuple):
+    """Reasons why the seed in a slot cannot be advanced, fossilized or culled now; an empty list means it can."""
+
+    advancing: list[str]
+    fossilizing: list[str]
+    culling: list[str]
+
+
+class GrowingNetwork:
+    """Any network with slots, in training.
+
+    Args:
+        module: Network with slots, either built in or attached by `attach_slots`.
+        optimizer: Optimizer of the network's parameters. Each seed is a parameter group from germination to cull.
+        horizon: Total number of host epochs of the training.
+        lifecycle: Conditions under which seeds change their stage.
+        seed_options: Options of the seeds' parameter groups (lr, weight_decay …); all others are copied from the first
+            group at germination.
+        carry_over: Keep the optimizer's state when the network changes. False resets all of it, as an ablation.
+        generator: Generator of the seeds' weights. None: one on the network's device, seeded from `torch.manual_seed`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        horizon: int,
+        lifecycle: LifecycleConfig = LifecycleConfig(),
+        seed_options: Mapping[str, Any] | None = None,
+        carry_over: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.horizon = horizon
+        self.lifecycle = lifecycle
+        self.seed_options = dict(seed_options or {})
+        for name in self.seed_options:
+            if name not in optimizer.defaults:
+                raise ValueError(
+                    f"seed_options: the optimizer has no {name!r}; {suggest_name(name, list(optimizer.defaults))}"
+                )
+        self.carry_over = carry_over
+        self.slots: dict[str, SeedSlot] = slots_of(module)
+        if not self.slots:
+            raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")
+        device = next(iter(self.slots.values())).alpha.device
+        self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
+        self.measurements = {name: SeedMeasurements() for name in self.slots}
+        self._sync_seed_groups()
+
+    def _sync_seed_groups(self) -> None:
+        """Give each seed its own group and drop other seed groups: network or optimizer may have been loaded."""
+        seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
+        for name in group_names(self.optimizer):
+            if name.startswith(SEED_GROUP_PREFIX) and not (
+                name in seeds and has_group(self.optimizer, name, seeds[name])
+            ):
+                remove_group(self.optimizer, name)
+        for name, seed in seeds.items():
+            if not has_group(self.optimizer, name, seed):
+                add_group(self.optimizer, name, seed, **self.seed_options)
+
+    def clear(self) -> None:
+        """Remove every seed and reset the optimizer's momenta and step counts."""
+        for name in self.slots:
+            self.remove_seed(name)
+        reset_optimizer_state(self.optimizer)
+
+    def remove_seed(self, slot: str) -> None:
+        """Remove the seed in `slot`, even a fossilized one, without gates or embargo; the slot is open at once."""
+        seed_slot = self._slot(slot)
+        if seed_slot.occupied:
+            self._drop_seed(slot, seed_slot.seed)
+            if not self.carry_over:
+                reset_optimizer_state(self.optimizer)
+        seed_slot.empty()
+
+    def germinate(
+        self, slot: str, blueprint: str, *, ticks: int = 5, style: BlendStyle = "add", curve: Curve = "linear"
+    ) -> SeedEvent:
+        """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs."""
+        seed_slot = self._slot(slot)
+        ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
+        event = network.germinate(seed_slot, blueprint, ramp, self.generator, style, self.lifecycle.birth)
+        with ExitStack() as undo:
+            undo.callback(seed_slot.empty)
+            self._sync_seed_groups()
+            undo.pop_all()
+        self.measurements[slot] = SeedMeasurements()
+        return self._after_change(event)
+
+    def advance(self, slot: str) -> SeedEvent:
+        """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
+        self._check_allowed("advanced", slot, self.reasons_against_advancing(slot))
+        return self._after_change(network.advance(self.slots[slot]))
+
+    def set_alpha(self, slot: str, target: float, *, ticks: int = 5, curve: Curve = "linear") -> SeedEvent:
+        """Move alpha of a blended seed to another target above 0, over `ticks` host epochs."""
+        if not 0.0 < target <= 1.0:
+            raise ValueError(f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; to remove it, cull")
+        return network.retarget_alpha(self._slot(slot), target, ticks, curve)
+
+    def fossilize(self, slot: str) -> SeedEvent:
+        """Make a probationary seed a permanent part of the network."""
+        self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))
+        return self._after_change(replace(network.fossilize(self.slots[slot]), contribution=self._contribution(slot)))
+
+    def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
+        """Remove a live seed at once, or after its alpha has fallen to 0 over `ticks` host epochs.
+
+        A seed whose alpha is 0 already, or would be in the coming epoch, is removed at once. A seed that fades already
+        keeps its ramp.
+        """
+        seed_slot = self._slot(slot)
+        self._check_allowed("culled", slot, self.reasons_against_culling(slot))
+        check_ramp(Ramp(0.0, 0.0, ticks, curve))
+        if ticks > 1 and seed_slot.fading:
+            return SeedEvent(slot, seed_slot.blueprint, seed_slot.stage, seed_slot.stage, "fading already")
+        if ticks > 1 and seed_slot.ramping and seed_slot.alpha_before > 0.0:
+            return network.retarget_alpha(seed_slot, 0.0, ticks, curve)
+        return self._cull_now(slot, "cull")
+
+    def _cull_now(self, slot: str, cause: str) -> SeedEvent:
+        seed_slot, contribution = self.slots[slot], self._contribution(slot)
+        seed = seed_slot.seed
+        event = network.cull(seed_slot, cause)
+        self._drop_seed(slot, seed)
+        return self._after_change(replace(event, contribution=contribution))
+
+    def _contribution(self, slot: str) -> float | None:
+        """Return the last contribution of the seed; None while it fades, because its alpha is then below its target."""
+        return None if self.slots[slot].fading else self.measurements[slot].contribution
+
+    def status_event(self, slot: str) -> SeedEvent:
+        """Return the present state of the seed as an event that changes nothing."""
+        seed_slot = self._slot(slot)
+        blueprint, stage = seed_slot.blueprint or "", seed_slot.stage
+        return SeedEvent(
+            slot, blueprint, stage, stage, "", seed_slot.ticks_in_stage, seed_slot.age, self._contribution(slot)
+        )
+
+    def cull_live_seeds(self, cause: str) -> list[SeedEvent]:
+        """Remove every live seed (not fossilized) at once, without asking the gates."""
+        return [self._cull_now(name, cause) for name, slot in self.slots.items() if slot.live]
+
+    def end_epoch(
+        self,
+        contributions: Mapping[str, float] | None = None,
+        gradients: Mapping[str, GradientStats] | None = None,
+        pause_auto_advance: bool = False,
+    ) -> list[SeedEvent]:
+        """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
+
+        Args:
+            contributions: Contributions of blended seeds by slot, in accuracy points (of 100); see the function
+                `contributions`.
+            gradients: Gradient statistics of each seed by slot. None: computed now from the gradients of the last
+                backward pass, so call this before `zero_grad`.
+            pause_auto_advance: Suppress automatic advances of seeds in this call.
+        """
+        lifecycle = (
+            replace(self.lifecycle, auto_blend=False, auto_probation=False) if pause_auto_advance else self.lifecycle
+        )
+        check_slot_names(list(contributions or ()), self.slots)
+        gradients = self.measure_gradients() if gradients is None else gradients
+        check_slot_names(list(gradients), self.slots)
+        events = []
+        for name, slot in self.slots.items():
+            measured = self.measurements[name]
+            if slot.occupied:
+                measured.gradient = gradients.get(name)
+            if slot.blended and contributions is not None and name in contributions:
+                measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
+            slot.end_epoch()
+            seed, contribution = slot.seed, self._contribution(name)
+            slot_events = network.auto_transition(slot, self.evidence(name), lifecycle, self.horizon)
+            if any(event.after is Stage.CULLED for event in slot_events):
+                self._drop_seed(name, seed)
+            events += [self._after_change(replace(event, contribution=contribution)) for event in slot_events]
+        return events
+
+    def evidence(self, slot: str) -> Evidence:
+        """Return the measurements by which the gates judge the seed in `slot`."""
+        seed_slot, measured = self._slot(slot), self.measurements[slot]
+        return Evidence(
+            age=seed_slot.age,
+            ticks_in_stage=seed_slot.ticks_in_stage,
+            in_optimizer=has_group(self.optimizer, seed_group_name(slot), seed_slot.seed),
+            alpha_progress=seed_slot.alpha_progress,
+            alpha_at_target=seed_slot.alpha_before == seed_slot.ramp.target and not seed_slot.fading,
+            gradient=measured.gradient,
+            contribution=measured.contribution,
+        )
+
+    def reasons_against_advancing(self, slot: str) -> list[str]:
+        """Return the reasons why `advance` is not possible now; empty if it is."""
+        seed_slot = self._slot(slot)
+        if seed_slot.fading:
+            return ["it is being culled"]
+        if seed_slot.stage is Stage.TRAINING:
+            return gates.reasons_against_blending(self.evidence(slot), self.lifecycle)
+        if seed_slot.stage is Stage.BLENDING:
+            return gates.reasons_against_probation(self.evidence(slot), self.lifecycle)
+        return [f"nothing to advance in {seed_slot.stage.name}"]
+
+    def reasons_against_fossilizing(self, slot: str) -> list[str]:
+        """Return the reasons why `fossilize` is not possible now; empty if it is."""
+        seed_slot = self._slot(slot)
+        if seed_slot.stage is not Stage.PROBATIONARY:
+            return [f"{seed_slot.stage.name} is not PROBATIONARY"]
+        return gates.reasons_against_fossilizing(self.evidence(slot), self.lifecycle)
+
+    def reasons_against_culling(self, slot: str) -> list[str]:
+        """Return the reasons why `cull` is not possible now; empty if it is."""
+        seed_slot = self._slot(slot)
+        if not seed_slot.live:
+            return [f"no live seed in {seed_slot.stage.name}"]
+        return gates.reasons_against_culling(self.evidence(slot), self.lifecycle)
+
+    def refusal_reasons(self) -> list[RefusalReasons]:
+        """Return for each of the K slots the gates' reasons against every change of its seed."""
+        return [
+            RefusalReasons(
+                self.reasons_against_advancing(name),
+                self.reasons_against_fossilizing(name),
+                self.reasons_against_culling(name),
+            )
+            for name in self.slots
+        ]
+
+    def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
+        """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
+        seed_parameter_ids = {id(p) for slot in self.slots.values() for p in slot.seed.parameters()}
+        host = gradient_stats([p for p in self.module.parameters() if id(p) not in seed_parameter_ids])
+        seeds = [gradient_stats(slot.seed.parameters(), host.device).to(host) for slot in self.slots.values()]
+        return torch.stack([host, *seeds])
+
+    def measure_gradients(self) -> dict[str, GradientStats]:
+        """Return statistics of the present gradients by slot, for seeds with a gradient; needs one device transfer."""
+        _, *rows = self.gradient_stats_tensor().tolist()
+        return {
+            name: GradientStats(*row)
+            for (name, slot), row in zip(self.slots.items(), rows, strict=True)
+            if any(parameter.grad is not None for parameter in slot.seed.parameters())
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state of growth, including the network, in types that `weights_only=True` loads."""
+        return {
+            "manifest": manifest(self.module),
+            "network": self.module.state_dict(),
+            "groups": group_names(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
+            "records": [
+                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
+                for r in self.measurements.values()
+            ],
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state: the same seeds in the same slots, with their optimizer state.
+
+        Raises ValueError if the state belongs to another network or is damaged.
+        """
+        check_keys(
+            "the network's growth", state, ("manifest", "network", "groups", "optimizer", "records", "generator")
+        )
+        rebuild(self.module, state["manifest"])
+        load_module(self.module, state["network"])
+        for name in group_names(self.optimizer):
+            if name.startswith(SEED_GROUP_PREFIX):
+                remove_group(self.optimizer, name)
+        # In the order of the saved groups, because an optimizer's state refers to parameters by index.
+        seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
+        if sorted(state["groups"]) != sorted([*group_names(self.optimizer), *seeds]):
+            raise ValueError(
+                f"the optimizer's groups are {state['groups']}, which do not match the seeds of the manifest"
+            )
+        for name in state["groups"]:
+            if name in seeds:
+                add_group(self.optimizer, name, seeds[name], **self.seed_options)
+        load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
+        for name, record in zip(self.slots, state["records"], strict=True):
+            contribution, previous, gradient = record
+            check_numbers("what is known of a seed", [n for n in (contribution, previous) if n is not None])
+            if gradient is not None:
+                gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
+            self.measurements[name] = SeedMeasurements(contribution, previous, gradient)
+        generator = check_matching_tensor("the generator's state", state["generator"].cpu(), self.generator.get_state())
+        self.generator.set_state(generator.clone())  # torch reads the storage from its start, which is wrong for a view
+
+    def _slot(self, name: str) -> SeedSlot:
+        check_slot_names([name], self.slots)
+        return self.slots[name]
+
+    def _check_allowed(self, change: str, slot: str, reasons: list[str]) -> None:
+        if reasons:
+            raise ValueError(f"slot {slot!r} cannot be {change}: {'; '.join(reasons)}")
+
+    def _drop_seed(self, slot: str, seed: nn.Module) -> None:
+        remove_module(self.optimizer, seed_group_name(slot), seed)
+        self.measurements[slot] = SeedMeasurements()
+
+    def _after_change(self, event: SeedEvent) -> SeedEvent:
+        if not self.carry_over and event.after in RESET_STAGES:
+            reset_optimizer_state(self.optimizer)
+        return event

@@ -1,0 +1,180 @@
+"""Lifecycle operations on one slot. They change its stage and return an event, without logging.
+
+`GrowingNetwork` combines them with an optimizer, measurements and gates.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+from torch import nn
+
+from esper_lightning.blueprints import Birth, build_on, build_seed, suggest_name
+from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
+from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate
+from esper_lightning.growth.gates import (
+    Evidence,
+    LifecycleConfig,
+    reasons_against_blending,
+    reasons_against_probation,
+    reasons_against_training,
+    reasons_to_cull,
+)
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage, check_transition
+
+
+@dataclass(frozen=True)
+class SeedEvent:
+    """One change of a seed: of its stage, or of the target of its alpha (then `before` and `after` are equal).
+
+    Events of the same change are equal, whatever their times and measurements.
+    """
+
+    slot: str
+    blueprint: str
+    before: Stage
+    after: Stage
+    cause: str
+    ticks_before: int = field(default=0, compare=False)
+    """Host epochs that the seed spent in stage `before`."""
+    age: int = field(default=0, compare=False)
+    """Host epochs since germination."""
+    contribution: float | None = field(default=None, compare=False)
+    """Last measured contribution, in accuracy points (of 100). None: never measured, or alpha is fading to 0."""
+
+    def __str__(self) -> str:
+        """Return a line like `layer1: conv_light DORMANT → GERMINATED (germinate)`."""
+        change = self.before.name if self.before is self.after else f"{self.before.name} → {self.after.name}"
+        return f"{self.slot}: {self.blueprint} {change} ({self.cause})"
+
+
+def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
+    """Return the network's slots by name, in the order of module definition. Raises ValueError if names repeat."""
+    slots = [module for module in network.modules() if isinstance(module, SeedSlot)]
+    names = [slot.name for slot in slots]
+    check_slot_names(names, names)
+    return dict(zip(names, slots, strict=True))
+
+
+def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
+    """Raise ValueError if a wanted slot does not exist or is named twice."""
+    available = list(available)
+    for name in wanted:
+        if name not in available:
+            raise ValueError(f"unknown slot {name!r}; {suggest_name(name, available)}")
+        if list(wanted).count(name) > 1:
+            raise ValueError(f"slot {name!r} is named twice; name each slot once")
+
+
+def new_seed(
+    slot: SeedSlot, blueprint: str, style: BlendStyle, generator: torch.Generator, birth: Birth = "identity"
+) -> nn.Module:
+    """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
+    device = slot.alpha.device
+    seed = build_seed(blueprint, slot.layout, slot.width, device, generator, birth)
+    if style == "gate":
+        channel_axis = -1 if slot.layout == "sequence" else 1
+        seed = GatedSeed(seed, build_on(device, lambda: SampleGate(slot.width, channel_axis), generator))
+    return seed.to(slot.alpha.dtype).train(slot.training)
+
+
+def germinate(
+    slot: SeedSlot,
+    blueprint: str,
+    ramp: Ramp,
+    generator: torch.Generator,
+    style: BlendStyle = "add",
+    birth: Birth = "identity",
+) -> SeedEvent:
+    """Put a new seed in an empty slot, with weights drawn from `generator`, which must be on the slot's device.
+
+    The seed learns only once an optimizer holds its parameters: see `add_group`, and `remove_group` for its cull.
+    """
+    check_transition(slot.name, slot.stage, Stage.GERMINATED)
+    check_ramp(ramp)
+    if style not in get_args(BlendStyle):
+        raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
+    slot.seed = new_seed(slot, blueprint, style, generator, birth)  # if this fails, the slot is unchanged
+    slot.blueprint, slot.style, slot.age = blueprint, style, 0
+    slot.start_ramp(ramp)
+    return _move(slot, Stage.GERMINATED, "germinate")
+
+
+def fossilize(slot: SeedSlot) -> SeedEvent:
+    """Make the seed a permanent part of the host."""
+    return _move(slot, Stage.FOSSILIZED, "fossilize")
+
+
+def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
+    """Remove the seed with its parameters at once; the slot then stays closed for the embargo."""
+    event = _move(slot, Stage.CULLED, cause)
+    slot.empty()
+    slot.stage = Stage.CULLED
+    return event
+
+
+def retarget_alpha(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> SeedEvent:
+    """Move alpha to another target over `ticks` host epochs. At target 0 the seed will be culled (a slow cull).
+
+    Raises ValueError unless the seed is in BLENDING or PROBATIONARY.
+    """
+    if not slot.ramping:
+        raise ValueError(f"slot {slot.name!r}: alpha does not move in {slot.stage.name}; only BLENDING to PROBATIONARY")
+    # Starts at the alpha of the last host epoch: two calls between two epochs move alpha once.
+    slot.start_ramp(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
+    slot.ticks_in_stage = 0  # with another alpha the time in the stage starts anew
+    return SeedEvent(
+        slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks", age=slot.age
+    )
+
+
+def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
+    """Move the seed from TRAINING to BLENDING or from BLENDING to PROBATIONARY. Raises ValueError in other stages."""
+    next_stages = {Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
+    if slot.stage not in next_stages:
+        raise ValueError(f"slot {slot.name!r}: nothing to advance in {slot.stage.name}; only TRAINING and BLENDING")
+    if slot.fading:
+        raise ValueError(f"slot {slot.name!r}: the seed is being culled and cannot advance; set_alpha ends the cull")
+    return _move(slot, next_stages[slot.stage], cause)
+
+
+def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[SeedEvent]:
+    """Apply the automatic changes of stage at the end of a host epoch; `horizon` is the episode length in host epochs.
+
+    Call it after `slot.end_epoch()`. A seed may pass several stages at once if the config sets no wait between them.
+    """
+    events: list[SeedEvent] = []
+    if slot.stage is Stage.GERMINATED and not reasons_against_training(evidence):
+        events.append(_move(slot, Stage.TRAINING, "placed"))
+        evidence = evidence._replace(ticks_in_stage=0)
+    if slot.stage is Stage.TRAINING and config.auto_blend and not reasons_against_blending(evidence, config):
+        events.append(advance(slot, "ready to blend"))
+    elif slot.fading:
+        if slot.alpha_now == 0.0:
+            events.append(cull(slot, "faded out"))
+    elif slot.stage is Stage.BLENDING and config.auto_probation and not reasons_against_probation(evidence, config):
+        events.append(advance(slot, "alpha reached its target"))
+    elif (
+        slot.stage is Stage.PROBATIONARY
+        and evidence.alpha_at_target
+        and (reasons := reasons_to_cull(evidence, config, horizon))
+    ):
+        events.append(cull(slot, "; ".join(reasons)))
+    elif slot.stage is Stage.CULLED:
+        events.append(_move(slot, Stage.EMBARGOED, "removed"))
+    if slot.stage is Stage.EMBARGOED and slot.ticks_in_stage >= config.embargo_ticks:
+        events.append(_move(slot, Stage.DORMANT, "embargo over"))
+        slot.empty()
+    return events
+
+
+def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
+    before, ticks = slot.stage, slot.ticks_in_stage
+    slot.move_to(stage)
+    return SeedEvent(slot.name, slot.blueprint or "", before, stage, cause, ticks, slot.age)
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

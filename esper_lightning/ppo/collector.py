@@ -1,0 +1,279 @@
+"""Collection of rollouts: the policy acts in the environments, and each step is recorded for PPO.
+
+T environment steps per rollout, N environments.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
+from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
+from esper_lightning.ppo.gae import explained_variance, gae, normalise
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.serialization.checks import (
+    check_count,
+    check_finite,
+    check_index_range,
+    check_keys,
+    check_matching_tensor,
+)
+from esper_lightning.tamiyo.policy import Policy, RecurrentState
+
+
+def clone_record(record: Any) -> Any:
+    """Return a copy of a record of tensors."""
+    return type(record)(*(part.clone() for part in record))
+
+
+class RolloutSummary(NamedTuple):
+    """Statistics of one rollout before the update."""
+
+    returns: Tensor  # [N] undiscounted sum of rewards per environment
+    explained_variance: float
+    """Fraction of the variance of returns that the critic explains."""
+    value_error: float
+    """Root mean square error of the critic, in units of the return."""
+    advantage_spread: float
+    """Standard deviation of advantages before normalisation."""
+    advantages: Tensor  # [T, N] normalised; NaN where the action was forced
+
+
+class RolloutCollector:
+    """Collects rollouts for PPO. A rollout is one episode of every host; with autoreset, T steps of each environment.
+
+    Args:
+        pool: The environments.
+        policy: Policy that acts. Its recurrent state is kept here between steps.
+        observation_norm: Normaliser of observed features, frozen within a rollout and updated at its end.
+        value_norm: Normaliser of values, frozen within a rollout and updated at its end.
+        config: Settings of PPO.
+        run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
+        privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
+    """
+
+    def __init__(
+        self,
+        pool: VectorEnv,
+        policy: Policy,
+        observation_norm: nn.Module,
+        value_norm: RunningMeanStd,
+        config: PPOConfig,
+        run_rng_seed: int,
+        privileged_norm: nn.Module | None = None,
+    ) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.observation_norm = observation_norm
+        self.value_norm = value_norm
+        self.privileged_norm = (privileged_norm or nn.Identity()) if policy.asymmetric else None
+        self.config = config
+        self.run_rng_seed = run_rng_seed
+        self.episode = 0
+        self.ticks = 0  # environment steps since the run began: the x-axis of every plot
+        self.generator = torch.Generator(pool.device).manual_seed(run_rng_seed)  # exploration and minibatches
+        self.buffer = RolloutBuffer(pool, policy, config.sequence)
+        self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
+        self.raw_privileged = torch.zeros_like(self.buffer.privileged) if policy.asymmetric else None
+        # V of the last states of truncated episodes, [T, N], which an autoreset hides from the next observation.
+        self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
+        self.state = policy.initial_state(pool.n_envs)
+        self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
+        self.has_reset = False  # in this process; environments with autoreset are reset only once
+        self.last_step: Any = None  # result of the last step in this process, for the listeners
+        self.listeners: list[Callable[[], None]] = []  # called after every step
+
+    def reset(self) -> None:
+        """Begin a rollout: reset the environments and the recurrent state, except under autoreset after the first."""
+        if not (self.has_reset and self.pool.autoreset):
+            self.pool.reset(episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, self.pool.n_envs))
+            self.state = self.policy.initial_state(self.pool.n_envs)
+            self.starts.fill_(True)
+            self.has_reset = True
+        self.episode += 1
+        self.buffer.clear(self.state)
+
+    @torch.no_grad()
+    def step(self) -> Any:
+        """Choose one action per environment, take one environment step and record it. Returns the step's result."""
+        with self.pool.clock.measure("policy"):
+            length = self.buffer.length
+            # Copies, because the step overwrites the environments' observation.
+            masks, privileged = clone_record(self.pool.masks), self._normalise_privileged(self.pool.privileged)
+            observation, state = self._normalise_observation(clone_record(self.pool.observation)), self.state
+            privileged = None if privileged is None else privileged.clone()
+            distribution, values, self.state = self.policy.step(observation, state, masks, self.starts, privileged)
+            action = distribution.sample(self.generator)
+            self.raw_features[length].copy_(self.pool.observation.features)
+            if self.raw_privileged is not None:
+                self.raw_privileged[length].copy_(self.pool.privileged)
+        with torch.enable_grad():
+            step = self.pool.step(action)
+        with self.pool.clock.measure("policy"):
+            self.buffer.add(
+                Experience(
+                    observation=observation,
+                    masks=masks,
+                    # The action as carried out: the Governor may have vetoed a part of the sampled one.
+                    action=step.action,
+                    log_prob=distribution.log_prob(step.action),
+                    values=values,
+                    starts=self.starts,
+                    state=state,
+                    rewards=step.reward,
+                    terminated=step.terminated,
+                    truncated=step.truncated,
+                    privileged=privileged,
+                )
+            )
+            # Where an episode ended, the recurrent state must not leak into the next one.
+            self.starts.copy_(step.terminated)
+            if self.final_values is not None:
+                self.starts.logical_or_(step.truncated)
+                if step.final is not None:
+                    self.final_values[length].copy_(self._final_values(step.final))
+        self.ticks += 1
+        self.last_step = step
+        for listener in self.listeners:
+            listener()
+        return step
+
+    def _final_values(self, ended: FinalObservation) -> Tensor:  # [N]
+        """Return V of the states after the last action, with the recurrent state after it."""
+        no_starts = torch.zeros_like(self.starts)
+        privileged = self._normalise_privileged(ended.privileged)
+        return self.value_norm.inverse(
+            self.policy.estimate_value(
+                self._normalise_observation(ended.observation), self.state, no_starts, privileged
+            )
+        )
+
+    def _normalise_observation(self, observation: Any) -> Any:
+        """Return an observation with normalised features, as given to the policy and stored."""
+        return observation._replace(features=self.observation_norm(observation.features))
+
+    def _normalise_privileged(self, privileged: Tensor | None) -> Tensor | None:
+        """Return normalised privileged features; None if the critic sees no more than the policy."""
+        return None if self.privileged_norm is None else self.privileged_norm(privileged)
+
+    @torch.no_grad()
+    def finish(self) -> tuple[Rollout, RolloutSummary]:
+        """Compute advantages and value targets of the full buffer, and update the normalisers for the next rollout."""
+        buffer, config = self.buffer, self.config
+        assert buffer.length == buffer.ticks, "the rollout is not finished"
+        # V of the state after the last action, with the recurrent state after it.
+        privileged = self._normalise_privileged(self.pool.privileged)
+        last_value = self.policy.estimate_value(
+            self._normalise_observation(self.pool.observation), self.state, self.starts, privileged
+        )
+        values = self.value_norm.inverse(buffer.values)
+        next_values = torch.cat([values[1:], self.value_norm.inverse(last_value)[None]])
+        terminated, truncated = buffer.terminated, buffer.truncated
+        if self.final_values is not None:
+            next_values = torch.where(truncated, self.final_values, next_values)
+        elif config.horizon_is_end:
+            terminated = terminated | truncated
+        advantages, returns = gae(
+            buffer.rewards, values, next_values, terminated, truncated & ~terminated, config.gamma, config.gae_lambda
+        )
+        active = ~buffer.masks.ended  # steps of a host whose episode ended before the horizon are padding
+        explained = explained_variance(values[active], returns[active]).item()
+        unforced = ~buffer.masks.forced
+        normalised = normalise(advantages, unforced, config.advantage_floor)
+        self.value_norm.update(returns[active])
+        rollout = Rollout(
+            observation=buffer.observation,
+            masks=buffer.masks,
+            action=buffer.action,
+            log_prob=buffer.log_prob,
+            values=buffer.values,
+            starts=buffer.starts,
+            state=buffer.state,
+            advantages=normalised,
+            targets=self.value_norm(returns),
+            privileged=buffer.privileged,
+        )
+        if isinstance(self.observation_norm, RunningMeanStd):
+            # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
+            self.observation_norm.update(self.raw_features[active])
+        if isinstance(self.privileged_norm, RunningMeanStd):
+            self.privileged_norm.update(self.raw_privileged[active])
+        if buffer.sequence_states is not None:
+            rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
+        return rollout, RolloutSummary(
+            returns=buffer.rewards.sum(0).cpu(),
+            explained_variance=explained,
+            value_error=(values - returns)[active].square().mean().sqrt().item(),
+            advantage_spread=advantages[unforced].std(correction=0).item() if unforced.any() else 0.0,
+            advantages=torch.where(unforced, normalised, torch.nan),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the collector's state, in types that `weights_only=True` accepts."""
+        return {
+            "episode": self.episode,
+            "ticks": self.ticks,
+            "generator": self.generator.get_state(),
+            "state": [part.clone() for part in self.state],
+            "starts": self.starts.clone(),
+            "buffer": self.buffer.state_dict(),
+            "raw_features": self.raw_features[: self.buffer.length].clone(),
+            **{name: part[: self.buffer.length].clone() for name, part in self._optional_storage().items()},
+        }
+
+    def _optional_storage(self) -> dict[str, Tensor]:
+        """Return the storage that exists only for some environments and policies, by its key in a checkpoint."""
+        storage = {"raw_privileged": self.raw_privileged, "final_values": self.final_values}
+        return {name: part for name, part in storage.items() if part is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from `state_dict`; its tensors may be on another device.
+
+        Raises ValueError if the state belongs to another run, or is damaged.
+        """
+        parts = (
+            "episode",
+            "ticks",
+            "generator",
+            "state",
+            "starts",
+            "buffer",
+            "raw_features",
+            *self._optional_storage(),
+        )
+        check_keys("the rollout", state, parts)
+        self.episode, self.ticks = check_count("episode", state["episode"]), check_count("ticks", state["ticks"])
+        generator = check_matching_tensor("the generator's state", state["generator"].cpu(), self.generator.get_state())
+        self.generator.set_state(generator.clone())
+        parts = zip(RecurrentState._fields, state["state"], self.state, strict=True)
+        self.state = RecurrentState(
+            *(check_matching_tensor(name, part, current).to(current.device) for name, part, current in parts)
+        )
+        self.starts.copy_(check_matching_tensor("starts", state["starts"], self.starts))
+        self.buffer.load_state_dict(state["buffer"])
+        length = self.buffer.length
+        self.raw_features[:length].copy_(
+            check_matching_tensor("the observed features", state["raw_features"], self.raw_features[:length])
+        )
+        for name, part in self._optional_storage().items():
+            part[:length].copy_(check_matching_tensor(name, state[name], part[:length]))
+        for tensor in (
+            *self.state,
+            self.raw_features[:length],
+            *(part[:length] for part in self._optional_storage().values()),
+        ):
+            check_finite("the rollout", tensor)
+        for head, choices in self.pool.space.iter_heads(self.buffer.action):
+            check_index_range("an action", head[:length], choices)
+        for part in self.buffer.observation[1:]:
+            check_index_range("what was seen", part[:length], self.pool.num_categories)
+        # With an empty buffer the rollout may not have begun.
+        begun_rollouts = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}
+        if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in begun_rollouts}:
+            raise ValueError(
+                f"the rollout is at tick {length}, but {self.ticks} ticks and {self.episode} rollouts began"
+            )

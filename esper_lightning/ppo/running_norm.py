@@ -1,0 +1,59 @@
+"""Running mean and variance, stored as module buffers, so that checkpoints contain them."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningMeanStd(nn.Module):
+    """Running mean and variance of a stream of vectors.
+
+    Without momentum every value has the same weight (Chan et al.'s parallel update of Welford's sums). With momentum
+    old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance.
+
+    Args:
+        shape: Shape of one value.
+        momentum: Weight of the old statistics in an update, 0 … 1. None: every value has the same weight.
+        clip: Normalised values are clipped to ± this.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...], momentum: float | None = None, clip: float = 10.0) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self, batch: Tensor) -> None:
+        """Update the statistics with values [..., *shape]; an empty batch changes nothing."""
+        batch = batch.reshape(-1, *self.mean.shape)
+        n_values = batch.shape[0]
+        if n_values == 0:
+            return
+        mean, var = batch.mean(0), batch.var(0, correction=0)
+        if self.momentum is None:
+            weight = n_values / (self.count + n_values)
+        else:
+            weight = torch.where(self.count > 0, 1.0 - self.momentum, 1.0)
+        shift = mean - self.mean
+        self.var.copy_((1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square())
+        self.mean.add_(weight * shift)
+        self.count.add_(n_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return normalised and clipped values; before the first update they are only clipped."""
+        return ((x - self.mean) / self.deviation).clamp(-self.clip, self.clip)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Return normalised values on their original scale."""
+        return x * self.deviation + self.mean
+
+    @property
+    def deviation(self) -> Tensor:
+        """Standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
+        return torch.where(self.var > 1e-8, self.var, 1.0).sqrt()

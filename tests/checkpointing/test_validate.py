@@ -1,0 +1,293 @@
+"""Checkpoints are written atomically, and read only if they are complete and written by this package."""
+
+import math
+import pickle
+import shutil
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from callbacks.rollout_state import random_states
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.validate import (
+    SCHEMA,
+    adapt_optimizer_state,
+    check_checkpoint,
+    check_identity,
+    check_loops,
+    check_schema,
+)
+from tests.runs import Run, fit, load, only_run
+from tests.tiers import rest_is_slow
+
+Checkpoint = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("finished")
+    fit(root, "--trainer.max_epochs", "1")
+    return only_run(root)
+
+
+def test_a_checkpoint_is_written_and_leaves_no_draft(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.ckpt"
+
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+
+    assert torch.equal(load(target)["weights"], torch.ones(3))
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+    before = target.read_bytes()
+
+    def full_disk(checkpoint: Checkpoint, file: BinaryIO) -> None:
+        file.write(b"half of a checkpoint")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+
+    assert target.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+    save = torch.save
+
+    def watched(checkpoint: Checkpoint, file: BinaryIO) -> None:
+        save(checkpoint, file)
+        assert torch.equal(load(target)["weights"], torch.ones(3))
+
+    monkeypatch.setattr(torch, "save", watched)
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+
+    assert torch.equal(load(target)["weights"], torch.zeros(3))
+
+
+def test_whoever_has_opened_a_checkpoint_reads_it_to_its_end(tmp_path: Path) -> None:
+    """A new checkpoint replaces the old one by a rename and does not modify the old file."""
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
+
+    with target.open("rb") as reader:
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
+        assert torch.equal(torch.load(reader, weights_only=True)["weights"], torch.ones(3))
+
+    assert torch.equal(load(target)["weights"], torch.zeros(3))
+
+
+def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
+    left, other = tmp_path / ".a.ckpt.123.tmp", tmp_path / ".b.ckpt.123.tmp"
+    for draft in (left, other):
+        draft.write_bytes(b"half of a checkpoint")
+
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, tmp_path / "a.ckpt")
+
+    assert not left.exists()
+    assert other.exists(), "somebody may be writing it"
+
+
+def test_tamiyos_optimizer_goes_on_with_its_state_and_the_settings_of_now() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    before, now = torch.optim.Adam([weight], lr=0.1), torch.optim.Adam([weight], lr=0.02, weight_decay=0.3)
+    weight.grad = torch.ones(3)
+    before.step()
+    checkpoint = {"optimizer_states": [before.state_dict()]}
+
+    adapt_optimizer_state(checkpoint, now)
+
+    (saved,) = checkpoint["optimizer_states"]
+    (group,) = saved["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (0.02, 0.3)
+    assert torch.equal(saved["state"][0]["exp_avg"], before.state[weight]["exp_avg"])
+    assert saved["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, str(SCHEMA), None])
+def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
+    with pytest.raises(ValueError, match=f"it has schema {schema!r}, this version reads {SCHEMA}; resume it with"):
+        check_schema({"esper_schema": schema})
+
+
+def whole() -> Checkpoint:
+    """The parts of a checkpoint that are checked before anything is built."""
+    rollout = {"loop": {}, "random": random_states()}
+    parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    more = {"HostPoolData": {}, "pytorch-lightning_version": "2.6", "esper_identity": {}, "esper_settings": {}}
+    return {"esper_schema": SCHEMA, "callbacks": {"RolloutState": rollout}, **parts, **more}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"state_dict": {"weights": torch.tensor([1.0, math.nan])}}, "weights holds numbers that are not finite"),
+        ({"state_dict": {"weights": [1.0]}}, "'weights' is a list, not a tensor"),
+        ({"optimizer_states": {}}, "optimizer_states is a dict"),
+        ({"esper_settings": {"data.seed": 1}}, "its settings are no texts"),
+        ({"callbacks": {"RolloutState": {"loop": {}}}}, "RolloutState lacks random"),
+        ({"callbacks": {}}, "it lacks RolloutState, so it was not saved by a full run"),
+    ],
+)
+def test_a_checkpoint_that_lies_about_itself_is_not_continued(change: Checkpoint, message: str) -> None:
+    check_schema(whole())
+
+    with pytest.raises(ValueError, match=message):
+        check_schema(whole() | change)
+
+
+def progress(tick: int, rollout: int, position: int) -> Checkpoint:
+    """Return the state of Lightning's loops."""
+    return {
+        "epoch_loop.batch_progress": {"current": {"ready": tick}},
+        "epoch_progress": {"current": {"ready": rollout}},
+        "state_dict": {"combined_loader": [{"position": position}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("loops", "hosts", "message"),
+    [
+        ((4, 2, 3), {3}, "its loops are at tick 4 of rollout 2, the rollout at tick 3"),
+        ((3, 1, 3), {3}, "its loops are at tick 3 of rollout 1"),
+        ((3, 2, 1), {3}, "its loops are at tick 3 of rollout 2"),
+        ((3, 2, 3), {2, 3}, r"its hosts are at ticks \[2, 3\], the rollout at tick 3"),
+        ((-1, 2, 3), {3}, "is -1, not a whole number"),
+    ],
+)
+def test_loops_hosts_and_rollout_must_stand_at_the_same_tick(
+    loops: tuple[int, int, int], hosts: set[int], message: str
+) -> None:
+    rollout = {"episode": 2, "buffer": {"ticks": [torch.zeros(3, 4)]}}
+    state, ours = {"RolloutState": {"loop": rollout}}, progress(0, 0, 0)
+    check_loops({"loops": {"fit_loop": progress(3, 2, 3)}, "callbacks": state}, ours, {3})
+
+    with pytest.raises(ValueError, match=message):
+        check_loops({"loops": {"fit_loop": progress(*loops)}, "callbacks": state}, ours, hosts)
+
+
+def test_a_run_is_continued_by_its_like_alone() -> None:
+    ours = {"data.env.horizon": 5, "host": "CNN", "choices of the op head": ["WAIT", "CULL"]}
+    check_identity({**ours, "what is known of it besides": 1}, ours)
+
+    for name, value, said in (
+        ("data.env.horizon", 6, "the checkpoint has 6, this run 5"),
+        ("data.env.horizon", 5.0, r"the checkpoint has 5\.0, this run 5"),
+        ("choices of the op head", ["CULL", "WAIT"], "the checkpoint has"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {said}"):
+            check_identity(ours | {name: value}, ours)
+    with pytest.raises(ValueError, match="host: the checkpoint has nothing, this run CNN; resume with the config"):
+        check_identity(without(ours, "host"), ours)
+
+
+def test_a_runs_own_checkpoint_passes(finished: Run) -> None:
+    check_checkpoint(finished.latest)
+
+
+@pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 1000), Fraction(1, 3), Fraction(9, 10), Fraction(999, 1000)])
+def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run, tmp_path: Path) -> None:
+    whole = finished.latest.read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: int(kept * len(whole))])
+
+    with pytest.raises(ValueError, match=r"cut\.ckpt' is truncated"):
+        check_checkpoint(cut)
+
+
+def without(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    return {name: part for name, part in checkpoint.items() if name != key}
+
+
+def without_rollout(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint | {"callbacks": without(checkpoint["callbacks"], "RolloutState")}
+
+
+FOREIGN: dict[str, tuple[Callable[[Checkpoint], Any], str]] = {
+    "plain dict": (lambda _: {"epoch": 3, "weights": torch.ones(2)}, "not written by esper-lightning"),
+    "list": (lambda _: [1, 2], "holds a list"),
+    "Fraction": (lambda _: Fraction(1, 2), "bad.ckpt"),  # a class that torch does not load
+    "Fraction within": (lambda ours: ours | {"extra": Fraction(1, 2)}, "bad.ckpt"),
+    "other schema": (lambda ours: ours | {"esper_schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+    "no hosts": (lambda ours: without(ours, "HostPoolData"), "HostPoolData"),
+    "no optimizer": (lambda ours: without(ours, "optimizer_states"), "optimizer_states"),
+    "no rollout": (without_rollout, "RolloutState"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), FOREIGN.values(), ids=list(FOREIGN))
+def test_a_checkpoint_that_is_not_ours_ends_in_one_line(
+    change: Callable[[Checkpoint], Any], named: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(change(load(finished.latest)), tmp_path / "bad.ckpt")
+
+    assert_refused(tmp_path / "bad.ckpt", named, capsys)
+
+
+def test_a_file_of_another_kind_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "text": b"hello there\n",
+        "pickle": pickle.dumps({"a": Path("x")}, protocol=2),
+        "zip": b"PK\x03\x04",
+        "empty": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.ckpt").write_bytes(content)
+        assert_refused(tmp_path / f"{name}.ckpt", f"{name}.ckpt", capsys)
+
+
+MISFITS: dict[str, tuple[str, str]] = {
+    "other width": ("--model.policy.width=32", "checkpoint"),
+    "other slots": ("--data.host.init_args.slots=[block3]", "choices of the slot head"),
+    "other host": ("--data.host.init_args.base=8", "checkpoint"),
+    "other blueprints": ("--data.env.actions.blueprints=[norm]", "checkpoint"),
+    "other styles": ("--data.env.actions.styles=[linear_gate]", "choices of the style head"),
+    "other ops": ("--data.env.actions.set_alpha=true", "choices of the op head"),
+    "other speeds": ("--data.env.actions.slow_cull=true", "choices of the speed head"),
+    "other host optimizer": ("--data.env.training.optimizer=sgd", "checkpoint"),
+    "other horizon": ("--data.env.horizon=4", "horizon"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    rest_is_slow(MISFITS.values(), [MISFITS[name] for name in ("other width", "other slots", "other horizon")]),
+    ids=list(MISFITS),
+)
+def test_a_checkpoint_of_other_settings_ends_in_one_line_and_leaves_its_run_alone(
+    flag: str, named: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
+    before = contents(run.folder)
+
+    assert_refused(run.latest, named, capsys, flag)
+
+    assert contents(run.folder) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_refused(checkpoint: Path, named: str, capsys: pytest.CaptureFixture[str], *flags: str) -> None:
+    root = checkpoint.parent / "runs"
+
+    with pytest.raises(SystemExit) as ended:
+        fit(root, "--ckpt_path", str(checkpoint), *flags)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert named in line
+    assert not root.exists()

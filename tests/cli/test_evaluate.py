@@ -1,0 +1,273 @@
+"""`evaluate`: a trained policy against baselines, from its checkpoint alone."""
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from esper_lightning.__main__ import main
+from esper_lightning.controllers.schedule import Schedule, write_schedule
+from esper_lightning.evaluation.baselines import HAND_WRITTEN
+from tests.runs import CONFIGS, HORIZON, ROOT, Run, fit
+
+FEW = ("--evaluation.hosts=2",)
+SLOTS = ("block1.pool", "block2.pool", "block3")
+FILES = ["curves.png", "evaluation.csv", "evaluation.json", "pareto.png", "schedule.json", "timeline.png"]
+
+
+def evaluate(*args: str) -> None:
+    """Run `esper-lightning evaluate` in this process."""
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+        main(["evaluate", *args])
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "evaluation.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{name: value for name, value in row.items() if name != "pool_seconds"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Train with two RNG seeds; the first run ends with a comparison of its own."""
+    root = tmp_path_factory.mktemp("trained")
+    fit(root, "--seed_everything=0", *FEW)
+    fit(root, "--seed_everything=1")
+    return [Run(root / f"version_{n}") for n in (0, 1)]
+
+
+def copy_of(run: Run, tmp_path: Path) -> Run:
+    return Run(Path(shutil.copytree(run.folder, tmp_path / "copy")))
+
+
+def test_a_checkpoint_is_all_that_is_needed_and_gives_the_table_of_its_run(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(trained[0], tmp_path)
+    before = rows_of(run.folder / "evaluation")
+    shutil.rmtree(run.folder / "evaluation")
+    capsys.readouterr()
+
+    evaluate("--ckpt_path", str(run.latest))
+
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == f"settings of {run.folder / 'config.yaml'}"
+    assert sorted(path.name for path in (run.folder / "evaluation").iterdir()) == FILES
+    assert without_time(rows_of(run.folder / "evaluation")) == without_time(before), "bit for bit what `fit` has found"
+    names = list(dict.fromkeys(row["controller"] for row in before))
+    assert all(f"│ {name} " in said for name in names)
+
+
+def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: list[Run]) -> None:
+    rows = rows_of(trained[0].folder / "evaluation")
+
+    by_name: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_name.setdefault(row["controller"], []).append(row)
+    rules = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
+    best = next(name.removeprefix("static ") for name in by_name if name.startswith("static ") and "tamiyo" not in name)
+    assert best in HAND_WRITTEN
+    statics = [f"static {name}{how}" for name in ("tamiyo", best) for how in ("", ", equal FLOPs")]
+    assert list(by_name) == ["tamiyo", "sampled", *rules, "replayed", "yoked", *statics]
+    hosts = [row["host_seed"] for row in by_name["tamiyo"]]
+    assert len(set(hosts)) == 2
+    for name, own in by_name.items():
+        assert [row["host_seed"] for row in own] == hosts
+        for row, grown in zip(own, by_name["tamiyo"], strict=True):
+            assert 0.0 <= float(row["accuracy"]) <= 1.0
+            assert float(row["flops"]) > 0.0
+            assert int(row["parameters"]) >= 390
+            if "equal FLOPs" not in name:
+                assert int(row["ticks"]) == HORIZON
+            if name == "static tamiyo, equal FLOPs":
+                assert float(row["flops"]) <= float(grown["flops"])
+    assert all(row["parameters"] == "390" and row["fossils"] == "0" for row in by_name["small static"])
+    assert [row["parameters"] for row in by_name["static tamiyo"]] == [row["parameters"] for row in by_name["tamiyo"]]
+
+
+@pytest.mark.slow
+def test_a_config_comes_before_that_of_the_run(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = tmp_path / "elsewhere.ckpt"
+    shutil.copy(trained[0].latest, lone)
+    capsys.readouterr()
+
+    config = ("--config", str(trained[0].folder / "config.yaml"))
+    evaluate(*config, "--ckpt_path", str(lone), "--out", str(tmp_path / "out"), "--evaluation.hosts=2")
+
+    assert "settings of" not in capsys.readouterr().out
+    assert summary_of(tmp_path / "out")["hosts"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
+
+
+@pytest.mark.slow
+def test_further_training_seeds_are_reported_one_by_one_and_together(trained: list[Run], tmp_path: Path) -> None:
+    more = json.dumps([str(trained[1].latest)])
+    evaluate("--ckpt_path", str(trained[0].latest), "--more", more, "--out", str(tmp_path), *FEW)
+    evaluate("--ckpt_path", str(trained[1].latest), "--out", str(tmp_path / "second"), *FEW)
+
+    both = rows_of(tmp_path)
+    seeds = {row["training_seed"] for row in both if row["controller"] == "tamiyo"}
+    assert seeds == {"0", "1"}
+    for seed, folder in (("0", trained[0].folder / "evaluation"), ("1", tmp_path / "second")):
+        alone = without_time([row for row in rows_of(folder) if row["controller"] == "tamiyo"])
+        ours = [row for row in both if row["controller"] == "tamiyo" and row["training_seed"] == seed]
+        assert without_time(ours) == alone, "as if she had been alone"
+    summary = summary_of(tmp_path)
+    assert [one["training_seed"] for one in summary["checkpoints"]] == [0, 1]
+    lead = summary["controllers"]["small static"]
+    by_seed = lead["ahead_by_training_seed"]
+    assert [one["training_seed"] for one in by_seed] == [0, 1]
+    assert lead["ahead"]["mean"] == pytest.approx((by_seed[0]["mean"] + by_seed[1]["mean"]) / 2)
+    assert {"timeline0.png", "timeline1.png", "schedule0.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_schedules_search_and_seeds_are_on_offer(trained: list[Run], tmp_path: Path) -> None:
+    for name in ("late", "early"):
+        write_schedule(Schedule(SLOTS, ()), tmp_path / f"{name}.json")
+    named = json.dumps({name: str(tmp_path / f"{name}.json") for name in ("late", "early")})
+
+    evaluate(
+        *("--ckpt_path", str(trained[0].latest), "--out", str(tmp_path / "out"), "--evaluation.hosts=2"),
+        *("--evaluation.schedules", named, "--evaluation.search.steps=480", "--evaluation.controls=false"),
+        *("--evaluation.credit.hosts=1", "--evaluation.credit.repetitions=2"),
+    )
+
+    names = list(summary_of(tmp_path / "out")["controllers"])
+    assert {"late", "early", "best fixed"} < set(names)
+    assert not [name for name in names if name.startswith("static ")]
+    assert {"best_schedule.json", "seeds.csv"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    still = {row["controller"]: row["accuracy"] for row in rows_of(tmp_path / "out") if row["host"] == "0"}
+    assert still["fossilize_late"] == still["early"] == still["small static"], (
+        "what is never grown is the same whoever says so"
+    )
+
+
+def test_latest_is_the_newest_run(trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = ("--trainer.default_root_dir", str(trained[1].folder.parent))
+
+    few = (*FEW, "--evaluation.controls=false", "--evaluation.against=[small static]")
+    evaluate("--ckpt_path=latest", *root, "--out", str(tmp_path), *few)
+
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [f"evaluating {trained[1].latest}", f"settings of {trained[1].folder / 'config.yaml'}"]
+
+
+UNWANTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "no checkpoint": ((), "evaluate needs a trained Tamiyo: give --ckpt_path"),
+    "a config and no checkpoint": (("--config", str(CONFIGS / "smoke.yaml")), "evaluate needs a trained Tamiyo"),
+    "a checkpoint that is not there": (("--ckpt_path", "nowhere.ckpt"), "checkpoint 'nowhere.ckpt' does not exist"),
+    "no run": (("--ckpt_path=latest", "--trainer.default_root_dir=nowhere"), "there is no run with a latest.ckpt"),
+    "another one that is not there": (("--ckpt_path", "LATEST", "--more=[no.ckpt]"), "'no.ckpt' does not exist"),
+    "the same one twice": (("--ckpt_path", "LATEST", "--more", '["OTHER", "OTHER"]'), "is named twice"),
+    "the first one again": (("--ckpt_path", "LATEST", "--more", '["LATEST"]'), "is named twice"),
+    "a training seed twice": (("--ckpt_path", "LATEST", "--more", '["BEST"]'), "are both of training seed 0"),
+    "no hosts": (("--ckpt_path", "LATEST", "--evaluation.hosts=0"), "evaluation.hosts is 0"),
+    "fewer hosts than none": (("--ckpt_path", "LATEST", "--evaluation.hosts=-3"), "evaluation.hosts must be 0"),
+    "another policy": (("--ckpt_path", "LATEST", "--model.policy.width=32"), "model.policy.width: the checkpoint has"),
+    "other hosts": (("--ckpt_path", "LATEST", "--data.host.init_args.base=8"), "host: the checkpoint has"),
+    "a schedule that is not there": (("--ckpt_path", "LATEST", "--evaluation.schedule=no.json"), "no.json cannot be"),
+    "a schedule for others": (("--ckpt_path", "LATEST", "--evaluation.schedules", '{"a": "SCHEDULE"}'), "'a': the sch"),
+    "a name that is taken": (("--ckpt_path", "LATEST", "--evaluation.schedules", '{"random": "SCHEDULE"}'), "'random'"),
+    "code in a checkpoint": (("--ckpt_path", "LATEST", "--weights_only=false"), "weights_only"),
+    "a folder in a file": (("--ckpt_path", "LATEST", "--out", "SCHEDULE/out"), "SCHEDULE"),
+}
+
+
+@pytest.mark.parametrize(("flags", "named"), UNWANTED.values(), ids=list(UNWANTED))
+def test_bad_input_ends_in_one_line(
+    flags: tuple[str, ...],
+    named: str,
+    trained: list[Run],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = tmp_path / "schedule.json"
+    write_schedule(Schedule(("elsewhere",), ()), schedule)
+    first, second = trained
+    known = {"LATEST": first.latest, "OTHER": second.latest, "BEST": first.checkpoints / "best.ckpt"}
+    texts = {name: str(path) for name, path in (known | {"SCHEDULE": schedule}).items()}
+    before = sorted((path, path.stat().st_mtime_ns) for path in first.folder.parent.rglob("*"))
+    capsys.readouterr()
+    for name, text in texts.items():
+        flags = tuple(flag.replace(name, text) for flag in flags)
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(SystemExit) as ended:
+        evaluate(*flags)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert named.replace("SCHEDULE", texts["SCHEDULE"]) in line
+    assert sorted((path, path.stat().st_mtime_ns) for path in first.folder.parent.rglob("*")) == before
+
+
+def test_a_checkpoint_without_settings_beside_it_is_refused(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = tmp_path / "lone.ckpt"
+    shutil.copy(trained[0].latest, lone)
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        evaluate("--ckpt_path", str(lone))
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"error: there are no settings beside checkpoint {str(lone)!r}: {tmp_path / 'config.yaml'} is missing; "
+        f"give --config"
+    )
+
+
+def test_weights_of_other_names_are_refused_in_one_line(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(trained[0], tmp_path)
+    checkpoint = torch.load(run.latest, weights_only=True)
+    checkpoint["state_dict"]["policy.nonsense"] = torch.zeros(3)
+    torch.save(checkpoint, run.latest)
+
+    with pytest.raises(SystemExit) as ended:
+        evaluate("--ckpt_path", str(run.latest), *FEW)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be evaluated" in line and "policy.nonsense" in line
+
+
+def test_a_run_with_a_schedule_for_other_hosts_is_refused_before_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_schedule(Schedule(("elsewhere",), ()), tmp_path / "schedule.json")
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs", f"--evaluation.schedule={tmp_path / 'schedule.json'}", *FEW)
+
+    assert ended.value.code == 2
+    assert "schedule 'schedule': the schedule is for hosts with slots" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_page_names_every_column_and_file() -> None:
+    page = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
+
+    for name in [*FILES, "host_seed", "training_seed", "flops", "ticks", "fossils", "rollbacks", "pool_seconds", "d_z"]:
+        assert f"`{name}`" in page, name

@@ -1,0 +1,154 @@
+"""Families on the command line: training, resuming, evaluation on held-out contexts, and the value of information."""
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from esper_lightning.__main__ import main
+from esper_lightning.evaluation import comparison
+from tests.runs import CONFIGS
+
+SMALL = (
+    *("--config", str(CONFIGS / "digits_family.yaml"), "--data.n_envs", "4", "--data.env.horizon", "5"),
+    *("--data.env.training.batches", "2", "--model.ppo.minibatches", "2"),
+)
+
+
+def call(verb: str, *args: str) -> None:
+    """Run `esper-lightning verb` in this process."""
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+        main([verb, *SMALL, *args])
+
+
+def fit(root: Path, *args: str) -> None:
+    quiet = ("--trainer.enable_progress_bar", "false", "--evaluation.hosts", "0")
+    call("fit", "--trainer.default_root_dir", str(root), *quiet, *args)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoints" / "latest.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("family")
+    fit(root, "--trainer.max_epochs", "2")
+    return root / "version_0"
+
+
+@pytest.mark.slow
+def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs", "1")
+    run = tmp_path / "version_0"
+    fit(tmp_path, "--trainer.max_epochs", "2", "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"))
+    ours, theirs = weights(run), weights(trained)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.slow
+def test_another_family_cannot_continue_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained / "checkpoints" / "latest.ckpt"
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, "--data.env.family.train", "[{host.kernel: [1, 3]}]", "--ckpt_path", str(checkpoint))
+    assert ended.value.code == 2
+    assert "; family " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp_path: Path) -> None:
+    asked = ("--evaluation.hosts", "4", "--evaluation.against", "[climbing]", "--evaluation.held_out", "true")
+    call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path))
+    summary = json.loads((tmp_path / "evaluation.json").read_text())
+    twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
+    assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
+
+
+@pytest.mark.slow
+def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "SEARCH_ENVS", 8)
+    facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
+    fit(tmp_path, "--data.env.family", facts, "--trainer.max_epochs", "1")
+    run = tmp_path / "version_0"
+    asked = ("--evaluation.hosts", "6", "--evaluation.search.steps", "160", "--evaluation.search.per_price", "true")
+    names = "[replayed, best fixed, best per price, yoked]"
+    call(
+        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
+        *(*asked, "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "out")),
+    )
+    summary = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "best per price", "yoked"}
+    files = {path.name for path in (tmp_path / "out").glob("best_schedule*.json")}
+    assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
+
+    # Evaluate again from the files, without a search.
+    monkeypatch.setattr(comparison, "search", None)
+    call(
+        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
+        *("--evaluation.hosts", "6", "--evaluation.search.found", str(tmp_path / "out")),
+        *("--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "again")),
+    )
+    again = json.loads((tmp_path / "again" / "evaluation.json").read_text())["controllers"]
+    for name, row in summary["controllers"].items():
+        assert again[name]["objective"] == row["objective"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
+        (("--evaluation.against", "[]"), "wants a rule for its twin"),
+        (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
+        (("--evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each member"),
+        (("--evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
+        (
+            ("--evaluation.against", "[best per price]", "--evaluation.search.steps", "960"),
+            "'best per price' must be searched first; set evaluation.search.per_price",
+        ),
+        (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out members"),
+    ],
+)
+def test_rivals_and_members_that_there_are_not_are_refused(
+    trained: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call("evaluate", "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), *args)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--look.plans", "2", "--look.finalists", "5", "--look.hosts", "2")
+    facts = "[{host.kernel: [1, 3], objective.price: [0.0, 1.0]}]"
+    call("information", *few, "--data.env.family", f"{{train: {facts}, held_out: []}}", "--out", str(tmp_path))
+    said = capsys.readouterr().out
+    assert "value of information" in said and "objective.price" in said
+    summary = json.loads((tmp_path / "information.json").read_text())
+    assert set(summary["gains"]) == {"host.kernel", "objective.price", "all facts"}
+    assert len(summary["contexts"]) == 4 and (tmp_path / "best_schedule.json").is_file()
+
+
+def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call("information", "--data.env.family", "{train: [], held_out: []}")
+    assert ended.value.code == 2
+    assert "one kind of host only" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_critic_that_is_told_goes_on_with_another_number_of_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, "--trainer.max_epochs", "1")
+
+    fit(tmp_path, "--trainer.max_epochs", "2", "--data.n_envs", "3", "--ckpt_path", "latest")
+
+    assert "3 environments, the run so far had 4" in capsys.readouterr().out
+    saved = torch.load(tmp_path / "version_0" / "checkpoints" / "latest.ckpt", weights_only=True)
+    assert saved["callbacks"]["RolloutState"]["loop"]["episode"] == 2

@@ -1,0 +1,106 @@
+"""Runs on hosts of several tasks: training, resuming, evaluation and refusals on the command line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.test_evaluate import evaluate, rows_of
+from tests.runs import CONFIGS, Run, cli, continuation, differences, only_run
+
+TABLE = {
+    "task": {"class_path": "esper_lightning.tasks.Tabular", "init_args": {"source": "wine"}},
+    "host": {"class_path": "esper_lightning.hosts.MLP", "init_args": {"width": 4, "layers": 2}},
+    "n_envs": 2,
+    "training": {"batches": 2, "batch_size": 16},
+}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> tuple[str, ...]:
+    """Return the settings of a small run on two tasks, with its folder below `tmp_path / runs`."""
+    config = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
+    config["data"]["also"] = {"table": TABLE}
+    (tmp_path / "mixed.yaml").write_text(yaml.safe_dump(config))
+    return (
+        *("--config", str(tmp_path / "mixed.yaml"), "--trainer.default_root_dir", str(tmp_path / "runs")),
+        *("--data.env.horizon=4", "--data.env.training.batches=2", "--model.policy.asymmetric=true"),
+        *("--evaluation.hosts=2", "--trainer.enable_progress_bar=false", "--evaluation.controls=false"),
+    )
+
+
+@pytest.mark.slow
+def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
+    mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = cli(*mixed, "--trainer.max_epochs=2")
+    run = only_run(tmp_path / "runs")
+    run.folder.rename(tmp_path / "whole")
+
+    cli(*mixed, "--trainer.max_epochs=1", "--evaluation.hosts=0")
+    cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=latest")
+
+    assert differences(continuation(run.latest), continuation(Run(tmp_path / "whole").latest)) == []
+    pool = whole.datamodule.pool
+    assert pool.n_envs == 4 and pool.space.slot == ["place1", "place2", "place3"]
+    assert "tasks/table/objective" in run.scalars() and "tasks/Digits/accuracy" in run.scalars()
+    for task in ("Digits", "table"):
+        assert {row["controller"] for row in rows_of(run.folder / "evaluation" / task)} >= {"tamiyo", "climbing"}
+
+    capsys.readouterr()
+    evaluate("--ckpt_path", str(run.latest), "--out", str(tmp_path / "again"))
+
+    said = capsys.readouterr().out
+    assert "hosts of Digits" in said and "hosts of table" in said
+    for task in ("Digits", "table"):
+        theirs = [
+            [row["objective"] for row in rows_of(at / task)] for at in (run.folder / "evaluation", tmp_path / "again")
+        ]
+        assert theirs[0] == theirs[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"also": {"Digits": TABLE}}, "data.also: 'Digits' is the name of data.task; choose another one"),
+        ({"also": {"table": TABLE | {"n_envs": 0}}}, "data.also.table.n_envs must be at least 1, got 0"),
+        ({"also": {"table": TABLE | {"blueprints": ["conv_light"]}}}, "nothing can grow there"),
+        ({"also": {"table": TABLE | {"hosts": 3}}}, "hosts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tasks_that_cannot_go_together_end_in_one_line(
+    mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
+    config = yaml.safe_load((tmp_path / "mixed.yaml").read_text())
+    config["data"] |= changes
+    (tmp_path / "mixed.yaml").write_text(yaml.safe_dump(config))
+
+    with pytest.raises(SystemExit) as ended:
+        cli(*mixed)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_family_is_of_one_task(mixed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli(*mixed, "--data.env.family.train=[{training.lr: [0.01, 0.02]}]")
+
+    assert "hosts of several tasks cannot be a family" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_the_hosts_that_it_had(
+    mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli(*mixed, "--trainer.max_epochs=1", "--evaluation.hosts=0")
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=latest", "--data.n_envs=3")
+
+    assert ended.value.code == 2
+    assert "Digits: 2 hosts" in capsys.readouterr().err

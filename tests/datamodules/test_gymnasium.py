@@ -1,0 +1,158 @@
+"""The module under a plain Lightning trainer, on environments outside of this project."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+
+from benchmarks.cue import CueMemory
+from callbacks import RolloutState
+from esper_lightning.controllers.learned import LearnedController
+from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.losses import Anneal, PPOConfig
+from esper_lightning.tamiyo.policy import PolicyConfig
+from tests.runs import differences
+from tests.tiers import rest_is_slow
+
+PPO = PPOConfig(
+    lr=Anneal(start=3e-3, end=3e-3),
+    minibatches=2,
+    gamma=0.9,
+    entropy=Anneal(start=0.01, end=0.0),
+    entropy_weights={"row": 0.5},
+    target_kl=None,
+)
+
+
+def trainer(epochs: int, *callbacks: Any, root: Path | None = None) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=[RolloutState(), *callbacks],
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+
+
+def train(epochs: int, policy: PolicyConfig, delay: int = 3, **changes: Any) -> tuple[TamiyoModule, VectorData]:
+    torch.manual_seed(0)
+    data = VectorData(CueMemory, {"n_envs": 32, "horizon": 20, "delay": delay})
+    module = TamiyoModule(policy, PPO, **changes)
+    trainer(epochs).fit(module, datamodule=data)
+    return module, data
+
+
+def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
+    """Return the share of games that the greedy policy wins."""
+    pool = CueMemory(games, 1, delay)
+    pool.reset(range(1000, 1000 + games))
+    controller = LearnedController(module.policy, module.observation_norm)
+    controller.reset(pool)
+    for _ in range(delay + 2):
+        pool.step(controller.act(pool))
+    assert len(pool.recent) == games
+    return sum(pool.recent) / games
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asymmetric", rest_is_slow([False, True], {True}))
+def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: bool) -> None:
+    module, _ = train(40, PolicyConfig(width=32, asymmetric=asymmetric))
+
+    assert module.report.metrics["first_ratio_error"] < 1e-5
+    assert right_answers(module, delay=3) > 0.9
+    assert set(module.report.metrics) >= {"entropy.row", "entropy.column", "kl", "explained_variance"}
+    assert module.trainer.callback_metrics["rollout/right"] == module.collector.last_step.log["right"]
+
+
+@pytest.mark.slow
+def test_without_memory_it_cannot_be_done() -> None:
+    module, _ = train(40, PolicyConfig(width=32, memory="none"))
+
+    assert right_answers(module, delay=3) < 0.4
+
+
+def test_a_weight_for_a_head_that_these_environments_do_not_have_is_refused() -> None:
+    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
+    module = TamiyoModule(ppo=PPOConfig(entropy_weights={"slot": 1.0}))
+
+    with pytest.raises(ValueError, match=r"unknown heads \['slot'\]; there are row, column"):
+        module.check(data)
+
+
+def test_minibatches_are_made_of_sequences_where_rollouts_are_cut() -> None:
+    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
+
+    TamiyoModule(ppo=PPOConfig(minibatches=8, sequence=4)).check(data)
+    with pytest.raises(ValueError, match="minibatches is 9, more than the 8 sequences"):
+        TamiyoModule(ppo=PPOConfig(minibatches=9, sequence=4)).check(data)
+
+
+def test_a_critic_cannot_see_what_is_not_there() -> None:
+    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
+    data.pool.privileged = None
+
+    with pytest.raises(ValueError, match=r"policy\.asymmetric: these environments keep nothing from the policy"):
+        trainer(1).fit(TamiyoModule(PolicyConfig(asymmetric=True)), datamodule=data)
+
+
+def test_a_rollout_of_whole_sequences_is_insisted_on() -> None:
+    data = VectorData(CueMemory, {"n_envs": 4, "horizon": 8})
+
+    with pytest.raises(ValueError, match=r"ppo\.sequence is 3, but a rollout has 8 ticks"):
+        trainer(1).fit(TamiyoModule(ppo=PPOConfig(sequence=3)), datamodule=data)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> None:
+    def run(epochs: int, checkpoint: str | None = None) -> TamiyoModule:
+        data = VectorData(CueMemory, {"n_envs": 4, "horizon": 20, "delay": 3})
+        module = TamiyoModule(PolicyConfig(width=8, asymmetric=True), PPO)
+        saving = ModelCheckpoint(tmp_path, "latest", save_on_train_epoch_end=True, enable_version_counter=False)
+        trainer(epochs, saving, root=tmp_path).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        return module
+
+    before = run(2)
+    state = {name: value.clone() for name, value in before.state_dict().items()}
+    after = run(2, str(tmp_path / "latest.ckpt"))
+    assert differences(state, dict(after.state_dict())) == [], "nothing was left to train"
+
+    further = run(3, str(tmp_path / "latest.ckpt"))
+    assert further.collector.ticks == 60 and further.collector.episode == 3
+    assert further.report.metrics["first_ratio_error"] < 1e-5
+    assert {"privileged_norm.mean", "observation_norm.mean"} <= set(further.state_dict())
+
+
+CONFIG = """
+trainer: {accelerator: cpu, max_epochs: 2, logger: false, enable_checkpointing: false, enable_progress_bar: false,
+  enable_model_summary: false, callbacks: [{class_path: callbacks.RolloutState}]}
+model:
+  policy: {width: 16, memory: none}
+  ppo: {minibatches: 2, sequence: 16, gamma: 0.98}
+data:
+  env: esper_lightning.envs.gymnasium.gym_vector
+  settings: {env: CartPole-v1, n_envs: 4, horizon: 32}
+"""
+
+
+def test_an_environment_of_gymnasium_is_named_in_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    assert yaml.safe_load(CONFIG)["data"]["settings"]["env"] == "CartPole-v1"
+    (tmp_path / "config.yaml").write_text(CONFIG)
+
+    args = ["fit", "--config", str(tmp_path / "config.yaml")]
+    built = LightningCLI(
+        TamiyoModule, VectorData, args=args, save_config_callback=None, auto_configure_optimizers=False
+    )
+
+    assert built.model.collector.ticks == 64
+    assert built.model.collector.last_step.log["episode_return"] >= 8.0
+    assert built.trainer.callback_metrics["rollout/episode_length"] >= 8.0

@@ -1,0 +1,118 @@
+"""The data module: the pool has the configured settings, and ticks are counted across interruptions."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.datamodules.hosts import HostPoolData, TickLoader
+from esper_lightning.envs import EnvConfig
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.tasks import AugmentConfig, Digits
+from tests.runs import differences, fit, only_run, tiny_host
+
+CPU = torch.device("cpu")
+
+
+def hosts(n_envs: int = 2, batch_size: int = 32) -> HostPoolData:
+    env = EnvConfig(horizon=3, training=HostTraining(batch_size=batch_size, batches=1))
+    return HostPoolData(Digits(), tiny_host, env, n_envs)
+
+
+def test_a_loader_numbers_the_ticks_of_every_rollout() -> None:
+    loader = TickLoader(3)
+
+    assert len(loader) == 3
+    assert [list(loader), list(loader)] == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_loader_goes_on_in_mid_rollout_and_then_starts_anew(done: int) -> None:
+    stopped = TickLoader(3)
+    list(itertools.islice(stopped, done))
+    resumed = TickLoader(3)
+    resumed.load_state_dict(stopped.state_dict())
+
+    assert list(resumed) == [0, 1, 2][done:]
+    assert list(resumed) == [0, 1, 2]
+
+
+def test_a_loader_saved_at_the_end_of_a_rollout_begins_the_next() -> None:
+    stopped = TickLoader(3)
+    list(stopped)
+    resumed = TickLoader(3)
+    resumed.load_state_dict(stopped.state_dict())
+
+    assert list(resumed) == [0, 1, 2]
+
+
+def test_hosts_are_built_once() -> None:
+    data = hosts()
+    data.build(CPU)
+    pool = data.pool
+
+    data.build(CPU)
+
+    assert data.pool is pool
+
+
+def test_another_pool_of_the_same_kind_leaves_the_first_alone() -> None:
+    data = hosts()
+    data.build(CPU)
+    before = data.state_dict()
+
+    other = data.make_pool(3)
+    other.step(WaitOnly().act(other))
+
+    assert other.n_envs == 3
+    assert other.space == data.pool.space
+    assert differences(data.state_dict(), before) == []
+
+
+def test_settings_that_do_not_fit_the_task_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_size is 5000, more than the task's 897"):
+        hosts(batch_size=5000).build(CPU)
+    with pytest.raises(ValueError, match=r"data\.n_envs must be at least 1"):
+        hosts(n_envs=0)
+
+
+def test_hosts_of_another_number_are_not_loaded() -> None:
+    two, three = hosts(2), hosts(3)
+    two.build(CPU)
+    three.build(CPU)
+
+    before = three.state_dict()
+    three.load_state_dict(two.state_dict())
+
+    assert differences(three.state_dict(), before) == []
+
+
+def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
+    chosen = ("optimizer=sgd", "lr=0.007", "momentum=0.8", "weight_decay=0.001", "batch_size=16", "batches=3")
+    more = ("seed_lr_factor=0.5", "max_grad_norm=2", "augment.pad=1", "augment.flip=true", "augment.cutout=3")
+    flags = [f"--data.env.training.{choice}" for choice in (*chosen, *more)]
+
+    built = fit(tmp_path, "--trainer.max_epochs=1", "--seed_everything=7", "--data.n_envs=3", *flags)
+
+    pool = built.datamodule.pool
+    assert built.datamodule.seed == 7
+    assert pool.n_envs == 3
+    for env in pool.envs:
+        host, *seeds = env.optimizer.param_groups
+        assert isinstance(env.optimizer, torch.optim.SGD)
+        assert (host["lr"], host["momentum"], host["weight_decay"]) == (0.007, 0.8, 0.001)
+        assert all(seed["lr"] == 0.0035 for seed in seeds)
+        assert env.draw_batches(pool.data.train.samples).indices.shape == (3, 16)
+        assert env.training.max_grad_norm == 2.0
+        assert env.training.augment == AugmentConfig(pad=1, flip=True, cutout=3)
+    assert any(len(env.optimizer.param_groups) > 1 for env in pool.envs)  # a seed existed
+
+
+def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+
+    resumed = fit(tmp_path, f"--ckpt_path={only_run(tmp_path).latest}", "--data.env.training.lr=0.005")
+
+    assert [env.optimizer.param_groups[0]["lr"] for env in resumed.datamodule.pool.envs] == [0.005, 0.005]

@@ -1,0 +1,327 @@
+"""Distribution over contexts: what differs between episodes, and that nothing else does."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig, seed_fails
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.credit import matched_fork
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
+from tests.conftest import SMALL
+from tests.decisions import WAIT, act, fossilize, germinate
+
+MakePool = Callable[..., HostPool]
+
+cnn = partial(
+    CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
+)
+
+FACTS: dict[str, list[Any]] = {
+    "host.kernel": [1, 3],
+    "host.widths": [[4, 8, 16], [3, 4, 6]],
+    "data.transform": ["none", "shuffled"],
+    "training.lr": [0.01, 0.03],
+    "objective.price": [0.05, 0.5],
+}
+
+
+class Varied(Task):
+    """Digits in one data variant, as a task of its own."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    def load(self) -> TaskData:
+        return self.variant.apply(Digits(validation=100, test=100).load())
+
+
+def family(**facts: list[Any]) -> FamilyConfig:
+    return FamilyConfig(train=[facts])
+
+
+def host_of(pool: HostPool, seed: int) -> list[Tensor]:
+    """Return everything observable in one host's episode under random actions, next to another host."""
+    seen: list[Tensor] = [pool.reset([seed, seed + 2]).features[0].clone()]
+    controller = RandomValid(3)
+    controller.reset(pool)
+    for _ in range(pool.horizon):
+        step = pool.step(controller.act(pool))
+        seen += [step.observation.features[0].clone(), step.metrics.objective[0], step.reward[0]]
+    return [
+        *seen,
+        pool.test_accuracy()[0],
+        *(weights.clone() for weights in pool.envs[0].network.state_dict().values()),
+    ]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_every_combination_of_facts_is_a_member_and_an_episode_is_drawn_from_its_seed_alone() -> None:
+    config = FamilyConfig(train=[FACTS, {"host.kernel": [5]}], held_out=[{"host.kernel": [7], "training.lr": [0.1]}])
+    whole, held_out = ContextDistribution(config), ContextDistribution(config, held_out=True)
+
+    assert len(whole.contexts) == 2**5 + 1 and len(held_out.contexts) == 1
+    drawn = [str(whole.draw(seed)) for seed in range(2000)]
+    counts = [drawn.count(str(member)) for member in whole.contexts]
+    assert min(counts) > 30 and max(counts) < 110  # 61 on average
+    assert drawn == [str(ContextDistribution(config).draw(seed)) for seed in range(2000)]
+    assert dict(held_out.draw(3).variables) == {"host.kernel": 7, "training.lr": 0.1}
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executor: str) -> None:
+    config = replace(SMALL, executor=executor, horizon=4)
+    varied = replace(config, family=family(**FACTS))
+    task = Digits(validation=100, test=100)
+    pool = HostPool(task, task.load(), cnn, varied, 2, torch.device("cpu"))
+    kinds = set()
+    for seed in (0, 4, 10, 16):
+        ours = host_of(pool, seed)
+        facts = dict(pool.envs[0].context.context.variables)
+        kinds.add(str(pool.envs[0].context.context))
+        plain = replace(
+            config,
+            training=replace(config.training, lr=facts["training.lr"]),
+            objective=ObjectiveConfig(price=facts["objective.price"]),
+        )
+        host = partial(cnn, kernel=facts["host.kernel"], widths=facts["host.widths"])
+        alone = Varied(Variant(transform=facts["data.transform"]))
+        theirs = host_of(HostPool(alone, alone.load(), host, plain, 2, torch.device("cpu")), seed)
+        assert equal(ours, theirs), f"a host with {pool.envs[0].context.context} is not itself in a family"
+    assert len(kinds) == 4
+
+
+def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_pool: MakePool) -> None:
+    facts = FACTS | {"data.samples": [40, 300], "fail.conv_light": [0.0, 1.0]}
+    pools = [
+        make_pool(6, host=cnn, executor=executor, family=family(**facts), training=HostTraining(batches=2, lr=1e-3))
+        for executor in ("loop", "fused")
+    ]
+    controllers = [RandomValid(1), RandomValid(1)]
+    for pool, controller in zip(pools, controllers, strict=True):
+        pool.reset(range(6))
+        controller.reset(pool)
+    assert len({env.architecture for env in pools[0].envs}) > 2
+    assert len({env.context.variant_index for env in pools[0].envs}) > 1
+    for _ in range(4):
+        loop, fused = (pool.step(controller.act(pool)) for pool, controller in zip(pools, controllers, strict=True))
+        torch.testing.assert_close(fused.metrics.loss, loss := loop.metrics.loss, rtol=2e-3, atol=2e-3)
+        assert loss.isfinite().all()
+    torch.testing.assert_close(pools[1].test_accuracy(), pools[0].test_accuracy(), rtol=0.0, atol=0.03)
+
+
+def test_a_host_of_few_samples_meets_the_same_few_in_every_tick(make_pool: MakePool) -> None:
+    pool = make_pool(1, host=cnn, family=family(**{"data.samples": [40]}), training=HostTraining(batches=4))
+    samples = pool.data.train.samples
+
+    def met(seed: int) -> list[set[int]]:
+        pool.reset([seed])
+        return [set(pool.envs[0].draw_batches(samples).indices.flatten().tolist()) for _ in range(3)]
+
+    first, second, third = met(2)
+    assert len(first) == 40 and first == second == third
+    assert first != met(4)[0] and max(first) < samples
+
+
+@pytest.mark.parametrize("executor", ["loop", "fused"])
+def test_a_graft_that_fails_gets_no_gradient_and_all_others_do(make_pool: MakePool, executor: str) -> None:
+    config = FamilyConfig(train=[{"fail.conv_small": [1.0]}])
+    pool = make_pool(2, host=cnn, executor=executor, family=config)
+    space = pool.space
+    small, light = space.blueprint.index("conv_small"), space.blueprint.index("conv_light")
+    pool.reset([0, 2])
+    pool.step(act(germinate(0, small), germinate(0, light)))
+    dead, alive = (env.slots[0] for env in pool.envs)
+    before = [parameter.clone() for parameter in dead.seed.parameters()]
+    pool.step(act(WAIT, WAIT))
+
+    assert all(torch.equal(old, new) for old, new in zip(before, dead.seed.parameters(), strict=True))
+    assert all(parameter.any() for parameter in alive.seed.parameters())
+    dead_record, alive_record = (env.records[0] for env in pool.envs)
+    assert dead_record.gradient.norm == 0.0 and dead_record.gradient.vanished == 1.0
+    assert alive_record.gradient.norm > 0.0
+    # Without a gradient, the gate before blending keeps the seed in TRAINING.
+    assert (dead.stage, alive.stage) == (Stage.TRAINING, Stage.BLENDING)
+
+
+def test_which_grafts_fail_is_drawn_from_the_seed_for_each_slot_and_blueprint() -> None:
+    drawn = [seed_fails(seed, slot, kind, 0.3) for seed in range(500) for slot in ("a", "b") for kind in ("x", "y")]
+    assert 0.25 < sum(drawn) / len(drawn) < 0.35
+    assert not any(seed_fails(seed, "a", "x", 0.0) for seed in range(100))
+    assert all(seed_fails(seed, "a", "x", 1.0) for seed in range(100))
+    assert [seed_fails(s, "a", "x", 0.5) for s in range(50)] != [seed_fails(s, "b", "x", 0.5) for s in range(50)]
+
+
+def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_to_it(make_pool: MakePool) -> None:
+    config = FamilyConfig(
+        train=[{"host.kernel": [1, 3], "fail": [0.5], "training.lr": [0.02]}], held_out=[{"host.kernel": [5]}]
+    )
+    pool = make_pool(8, host=cnn, family=config)
+    pool.reset(range(8))
+    facts = len(pool.space.slot) * len(pool.space.blueprint)
+
+    assert pool.privileged.shape == (8, 2 + facts)  # the learning rate is the same for all: not encoded
+    for env, told in zip(pool.envs, pool.privileged.tolist(), strict=True):
+        kernel = dict(env.context.context.variables)["host.kernel"]
+        assert told[:2] == [float(kernel == 1), float(kernel == 3)]
+        pairs = [(slot, kind) for slot in pool.space.slot for kind in pool.space.blueprint]
+        assert told[2:] == [float(seed_fails(env.rng_seed, *pair, 0.5)) for pair in pairs]
+    task = Digits(validation=100, test=100)
+    other = HostPool(task, task.load(), cnn, pool.config, 2, torch.device("cpu"), held_out=True)
+    assert other.privileged.shape == (2, 2 + facts) and not other.privileged[:, :2].any()
+    assert {kernel for env in other.envs for kernel in env.context.context.architecture.values()} == {5}
+    assert make_pool(1, host=cnn).privileged is None
+
+
+def test_an_episode_of_a_family_goes_on_where_it_was_saved(make_pool: MakePool) -> None:
+    config = family(**FACTS, **{"data.samples": [64], "fail": [0.5]})
+    pools = [make_pool(4, host=cnn, family=config) for _ in range(2)]
+    first, second = pools
+    controller = RandomValid(5)
+    first.reset([8, 10, 12, 14])
+    controller.reset(first)
+    for _ in range(3):
+        first.step(controller.act(first))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.privileged, second.privileged)
+    for _ in range(3):
+        action = controller.act(first)
+        ours, theirs = first.step(action), second.step(action)
+        for a, b in zip((*ours.observation, *ours.metrics), (*theirs.observation, *theirs.metrics), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_seed_of_a_family_is_judged_on_its_own_kind_of_host(make_pool: MakePool) -> None:
+    config = family(**{"host.kernel": [1, 3], "data.transform": ["none", "inverted"]})
+    pool, pairs = make_pool(3, host=cnn, family=config), make_pool(4, host=cnn, family=config)
+    pool.reset([2, 4, 6])
+    pool.step(act(*[germinate(0, 1)] * 3))
+    for _ in range(3):
+        pool.step(act(*[WAIT] * 3))
+    pool.step(act(*[fossilize(0)] * 3))
+    for env in pool.envs:
+        fork = matched_fork(pairs, env.state_dict(), env.slots[0].name, ticks=0)
+        assert {other.architecture for other in pairs.envs} == {env.architecture}
+        tested = 100.0 * pool.variant_accuracies(
+            pool.envs.index(env), [frozenset({env.slots[0].name}), frozenset()], pool.data.test
+        )
+        assert fork.with_seed == pytest.approx([tested[0].item()] * 2, abs=1e-4)
+        assert fork.without_seed == pytest.approx([tested[1].item()] * 2, abs=1e-4)
+
+
+def test_rent_is_relative_to_each_host(make_pool: MakePool) -> None:
+    pool = make_pool(6, host=cnn, family=family(**{"host.widths": [[4, 8, 16], [8, 8, 8]], "objective.price": [0.1]}))
+    pool.reset(range(6))
+    pool.step(act(*[germinate(0, 2)] * 6))
+    for _ in range(3):
+        pool.step(act(*[WAIT] * 6))
+    metrics = pool.step(act(*[fossilize(0)] * 6)).metrics
+    hosts = torch.tensor([env.host_parameters for env in pool.envs], dtype=torch.float64)
+    assert len(set(hosts.tolist())) == 2
+    growth = torch.log1p((pool.parameter_counts - hosts) / hosts.clamp(min=200))
+    torch.testing.assert_close(metrics.objective.double(), metrics.accuracy.double() - 0.1 * growth, rtol=0, atol=1e-6)
+
+
+def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: MakePool) -> None:
+    pool = make_pool(8, host=cnn, family=family(**{"data.classes": [2, 5, 10]}))
+    pool.reset(range(8))
+    controller = WaitOnly()
+    controller.reset(pool)
+    pool.step(controller.act(pool))
+    chances = {env.context.context.variant.classes: env.monitor.chance_loss for env in pool.envs}
+    assert chances == pytest.approx({2: 0.6931, 5: 1.6094, 10: 2.3026}, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"host.kernel": []}, "host.kernel needs a list of values, got []"),
+        ({"host.kernel": 3}, "host.kernel needs a list of values, got 3"),
+        ({"host": [1]}, "unknown fact 'host'"),
+        ({"kernel": [1]}, "unknown fact 'kernel'"),
+        ({"data.nois": [0.1]}, "unknown fact 'data.nois'; did you mean 'data.noise'"),
+        ({"data.noise": [-1.0]}, "data.noise must be finite and not negative"),
+        ({"data.noise": [float("nan")]}, "data.noise must be finite and not negative"),
+        ({"data.samples": [40.5]}, "data.samples must be a whole number of at least 1, got 40.5"),
+        ({"objective.price": [float("inf")]}, "objective.price must not be negative"),
+        ({"training.lr": [True]}, "training.lr must be a number"),
+        ({"training.momentum": [0.5]}, "unknown fact 'training.momentum'"),
+        ({"data.transform": ["upside down"]}, "unknown 'upside down'; there are: none, inverted"),
+        ({"data.classes": [1]}, "data.classes must be a whole number of at least 2, got 1"),
+        ({"training.optimizer": ["sgd"]}, "unknown fact 'training.optimizer'"),
+        ({"training.lr": [0.0]}, "training.lr must be positive, got 0.0"),
+        ({"training.lr": ["fast"]}, "training.lr must be a number"),
+        ({"fail": [1.5]}, "fail is a chance, from 0 to 1"),
+        ({"fail.conv_lihgt": [0.5]}, "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
+        ({"objective.price": [-0.1]}, "objective.price must not be negative"),
+        ({"objective.price": [True]}, "objective.price must not be negative"),
+    ],
+)
+def test_a_fact_that_makes_no_sense_is_refused(facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=r"family\.train") as error:
+        FamilyConfig(train=[facts])
+    assert said in str(error.value)
+
+
+def test_members_must_fit_host_task_and_one_another(make_pool: MakePool) -> None:
+    for facts, said in (
+        ({"host.kernal": [3]}, "the host cannot be made with {'kernal': 3}"),
+        ({"host.kernel": [2]}, "kernel must be odd"),
+        ({"data.classes": [11]}, "data.classes is 11, the task has 10"),
+        ({"data.samples": [10_000]}, "data.samples is 10000, the task has 1597"),
+        ({"host.slots": [["block3"], ["block2"]]}, "other slots or seeds can grow"),
+    ):
+        with pytest.raises(ValueError, match=r".") as error:
+            make_pool(1, host=cnn, family=family(**facts))
+        assert said in str(error.value)
+
+
+def test_a_held_out_member_may_not_be_one_of_training() -> None:
+    with pytest.raises(ValueError, match=r"host\.kernel 3 is a member of family\.train"):
+        FamilyConfig(train=[{"host.kernel": [1, 3]}], held_out=[{"host.kernel": [3]}])
+    with pytest.raises(ValueError, match=r"family\.train has none"):
+        FamilyConfig(held_out=[{"host.kernel": [3]}])
+    with pytest.raises(ValueError, match="no held-out members"):
+        ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
+
+
+def test_held_out_hosts_must_offer_what_those_of_training_do(make_pool: MakePool) -> None:
+    for facts, said in (({"host.slots": [["block3"]]}, "other slots or seeds"), ({"host.kernel": [2]}, "must be odd")):
+        config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[facts])
+        with pytest.raises(ValueError, match=said):
+            make_pool(1, host=cnn, family=config)
+
+
+def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) -> None:
+    def kind(base: int, held_out: Any = (), **facts: list[Any]) -> str:
+        config = FamilyConfig(train=[facts] if facts else [], held_out=list(held_out))
+        return make_pool(1, host=partial(cnn, base=base), family=config).host_kind
+
+    price = {"objective.price": [0.1, 0.2]}
+    kinds = [kind(4), kind(8), kind(4, **price), kind(8, **price), kind(4, **{"data.transform": ["inverted"]})]
+    assert len(set(kinds)) == 5
+    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "whoever is held out"
+
+
+def test_a_fact_that_only_some_members_have_is_a_fact() -> None:
+    whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
+    assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+def test_without_facts_there_is_one_member_and_nothing_to_tell(make_pool: MakePool) -> None:
+    pool = make_pool(1)
+    assert pool.env_factory.context_distribution.contexts == [Context()]
+    assert pool.data.train.variants == 1 and isinstance(pool.data.train, Split)

@@ -1,0 +1,81 @@
+"""Transfers keep values unchanged; test_device_reads.py counts transfers and GPU synchronisations."""
+
+import pytest
+import torch
+
+from esper_lightning.envs.device_transfer import (
+    copy_to_device,
+    download,
+    pack_epochs,
+    pack_training,
+    unpack_epochs,
+    unpack_validations,
+    upload,
+    variants_to_validate,
+)
+from esper_lightning.envs.measurements import Score, Validation
+from esper_lightning.envs.spaces.actions import relevance_table
+from esper_lightning.growth.gradient_stats import GradientStats
+from tests.decisions import CPU
+
+GPU = torch.device("cuda", 0)
+
+
+def test_on_the_cpu_a_tensor_is_there_already() -> None:
+    tensor = torch.arange(3.0)
+
+    assert copy_to_device(tensor, CPU) is tensor
+    assert download(tensor) is tensor
+    assert upload([1, 2], CPU).tolist() == [1, 2]
+    assert upload([1, 2], CPU, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_numbers_come_back_from_a_gpu_as_they_went() -> None:
+    rows = torch.randn(5, 7).t()  # not contiguous
+    for tensor in (rows, rows > 0.0, torch.arange(12), torch.zeros(0, 3)):
+        there = copy_to_device(tensor, GPU)
+        back = download(there)
+
+        assert there.device == GPU and back.device == CPU
+        assert torch.equal(back, tensor)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_download_waits_for_what_is_queued_before_it() -> None:
+    x = torch.ones(2048, 2048, device=GPU)
+    for _ in range(50):
+        x = x @ x / 2048.0
+
+    assert torch.equal(download(x), torch.ones(2048, 2048))
+
+
+def test_the_table_of_relevance_is_made_once_and_serves_training_wherever_it_was_first_asked_for() -> None:
+    relevance_table.cache_clear()
+    with torch.inference_mode():
+        table = relevance_table(CPU)
+
+    assert relevance_table(CPU) is table and not table.is_inference()
+
+
+@pytest.mark.parametrize("host_only", [False, True])
+def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> None:
+    slots = ["a", "b"]
+    variants = variants_to_validate(slots, frozenset("a"), host_only)
+    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
+    # Loss and accuracy of two hosts, with a different value for each combination of seeds.
+    validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
+    gradients = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)
+
+    first, second = unpack_epochs(pack_epochs(trained, validated), slots=2)
+
+    assert (second.training.loss, second.training.accuracy, second.training.skipped_steps) == (1.5, 0.75, 3)
+    assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
+    assert second.training.seed_gradients == [GradientStats(*range(16, 20)), GradientStats(*range(20, 24))]
+    whole, without_a, without_b, none = (Score(float(i), 10.0 + i) for i in range(4))
+    expected = Validation(whole, [without_a, without_b], without_b, none if host_only else None)
+    assert first.validation == second.validation == expected
+    assert unpack_validations(validated, slots=2) == [expected] * 2

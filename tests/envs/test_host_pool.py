@@ -1,0 +1,182 @@
+import random
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.envs import Action, HostPool, Masks, Op
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import ObjectiveConfig, objective
+from esper_lightning.tasks import Split
+from tests.decisions import WAIT, act, decide, fossilize, germinate
+
+LONGER = HostTraining(batches=8)  # long enough for hosts to learn something
+
+
+def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:
+    """Compute accuracy by a plain forward pass of a copy, without the seeds in some slots."""
+    network = deepcopy(network).eval()
+    for name in without:
+        slots_of(network)[name].empty()
+    return (network(data.inputs).argmax(-1) == data.targets).float().mean().item()
+
+
+def random_actions(pool: HostPool, choices: list[random.Random]) -> Action:
+    """Choose a possible action for every environment from its own random generator."""
+    rows = []
+    for masks, choice in zip(pool.masks.slot.tolist(), choices, strict=True):
+        op, slot = choice.choice([(op, k) for op, row in enumerate(masks) for k, may in enumerate(row) if may])
+        rows.append(decide(Op(op), slot=slot, blueprint=choice.randrange(3), tempo=choice.randrange(2)))
+    return act(*rows)
+
+
+def play_episode(pool: HostPool, members: list[int]) -> list[list[Tensor]]:
+    """Play an episode and return everything observable of each environment; `members` sets all RNG seeds."""
+    choices = [random.Random(member) for member in members]
+    seen: list[list[Tensor]] = [[features.clone()] for features in pool.reset([100 + m for m in members]).features]
+    for _ in range(pool.config.horizon):
+        step = pool.step(random_actions(pool, choices))
+        rows = (*step.observation, step.reward, *step.masks, *step.metrics)
+        for i, life in enumerate(seen):
+            life += [row[i].clone() for row in rows]
+    for life, env in zip(seen, pool.envs, strict=True):
+        life += [weights.clone() for weights in env.network.state_dict().values()]
+    return seen
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_environment_does_not_depend_on_its_neighbours_nor_on_their_number(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    among_eight = play_episode(make_pool(8), list(range(8)))
+    elsewhere = play_episode(make_pool(3), [40, 5, 41])
+
+    for member in (0, 5, 7):
+        (alone,) = play_episode(make_pool(1), [member])
+        assert same(alone, among_eight[member]), f"member {member} lives differently among eight"
+    assert same(elsewhere[1], among_eight[5])
+    assert not same(among_eight[4], among_eight[5])
+
+
+def test_an_action_takes_effect_before_the_host_trains(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1)
+    step = pool.step(act(germinate(1, 1)))
+
+    assert [(e.host, e.tick, e.seed_event.slot, e.seed_event.after) for e in step.events] == [
+        (0, 1, "block2.pool", Stage.GERMINATED),
+        (0, 1, "block2.pool", Stage.TRAINING),
+    ]
+    # The last layer of a seed starts as zeros, so it has been trained in the same step.
+    assert all(p.all() for p in pool.envs[0].slots[1].seed.parameters())
+    assert step.observation.features[0, pool.feature_names.index("block2.pool.gradient.norm")] > 0
+    assert step.observation.features[0, pool.feature_names.index("last_op.GERMINATE")] == 1
+
+
+@pytest.mark.parametrize("walk", range(3))
+def test_rewards_sum_to_what_the_episode_made_of_the_objective(make_pool: Callable[..., HostPool], walk: int) -> None:
+    pool, wanderer = make_pool(2, training=LONGER), RandomValid(walk)
+    validation, price = pool.data.validation, pool.config.objective
+
+    def worth(env: HostEnv, without: Sequence[str]) -> Tensor:
+        kept = [slot for slot in env.slots if slot.name not in without]
+        parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
+        accuracy = accuracy_of(env.network, validation, without)
+        return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price)
+
+    pool.reset([walk, walk + 50])
+    begin = torch.cat([worth(env, ()) for env in pool.envs])
+    total = sum(pool.step(wanderer.act(pool)).reward for _ in range(pool.config.horizon))
+
+    dropped = [[slot.name for slot in env.slots if slot.stage is not Stage.FOSSILIZED] for env in pool.envs]
+    end = torch.cat([worth(env, names) for env, names in zip(pool.envs, dropped, strict=True)])
+    torch.testing.assert_close(total, end - begin, rtol=0, atol=1e-6)
+
+
+def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
+    make_pool: Callable[..., HostPool],
+) -> None:
+    pool = make_pool(1, objective=ObjectiveConfig(price=0.3), training=LONGER)
+    pool.reset([3])
+    step = pool.step(act(germinate(0, 2)))
+    while not step.truncated.any():
+        step = pool.step(act(WAIT))
+
+    network, validation = pool.envs[0].network, pool.data.validation
+    bare = accuracy_of(network, validation, without=["block1.pool"])
+    assert bare != accuracy_of(network, validation)
+    assert not step.terminated.any()
+    assert step.metrics.objective.item() == step.metrics.accuracy.item() == pytest.approx(bare)
+    assert step.metrics.parameters.item() == 390
+
+
+def test_rent_is_paid_from_the_tick_in_which_a_seed_is_kept(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1)
+    pool.step(act(germinate(0, 1)))
+    for _ in range(2):
+        step = pool.step(act(WAIT))
+        assert step.metrics.objective == step.metrics.accuracy
+    step = pool.step(act(fossilize(0)))
+
+    assert step.metrics.parameters.item() == 390 + 20
+    assert 0 < (step.metrics.accuracy - step.metrics.objective).item() < pool.config.objective.price
+
+
+def test_observation_and_masks_are_written_into_the_same_storage(make_pool: Callable[..., HostPool]) -> None:
+    pool, wanderer = make_pool(2), RandomValid(0)
+    storage = [t.data_ptr() for t in (*pool.observation, *pool.masks)]
+    before = pool.observation.features.clone()
+
+    assert pool.reset([1, 2]) is pool.observation
+    for _ in range(2):
+        step = pool.step(wanderer.act(pool))
+        assert [t.data_ptr() for t in (*step.observation, *step.masks)] == storage
+    assert not torch.equal(pool.observation.features, before)
+
+
+def test_what_the_cpu_knows_is_what_is_on_the_device(make_pool: Callable[..., HostPool]) -> None:
+    pool, wanderer = make_pool(2), RandomValid(0)
+    pool.masks = pool.observation_builder.masks = Masks(
+        *(mask.clone() for mask in pool.masks)
+    )  # in separate memory, as on a GPU
+    for _ in range(pool.config.horizon):
+        step = pool.step(wanderer.act(pool))
+
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(pool.masks_on_cpu, step.masks, strict=True))
+        assert torch.equal(step.metrics.reward, step.reward)
+
+
+def test_a_step_beyond_the_horizon_raises_until_the_pool_is_reset(make_pool: Callable[..., HostPool]) -> None:
+    pool, wait = make_pool(2), WaitOnly()
+    for tick in range(pool.config.horizon):
+        assert pool.step(wait.act(pool)).truncated.tolist() == [tick == pool.config.horizon - 1] * 2
+
+    with pytest.raises(ValueError, match="the episode is over after 6 ticks; reset the pool"):
+        pool.step(wait.act(pool))
+    pool.reset([1, 2])
+    pool.step(wait.act(pool))
+
+
+def test_the_global_random_state_is_neither_read_nor_changed(make_pool: Callable[..., HostPool]) -> None:
+    def episode() -> list[Tensor]:
+        return play_episode(make_pool(1), [9])[0]
+
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    first = episode()
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+    torch.manual_seed(2)
+    assert same(first, episode())

@@ -1,0 +1,215 @@
+"""Hosts of several tasks in one pool: each behaves as in a pool of its own, with common slots."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from esper_lightning.controllers.learned import SampledController
+from esper_lightning.envs import ActionConfig, HostPool, MixedPool, Op
+from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.spaces.action_discovery import SharedSpace, pad_slots, union_of_slots
+from esper_lightning.evaluation.search.plans import PlanSampler
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.hosts import MLP
+from esper_lightning.tasks import Digits, Synthetic, Task, TaskData
+from tests.conftest import SMALL, small_host
+from tests.decisions import CPU, Row, act, decide
+
+TABLE = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
+IMAGES = Digits(validation=100, test=100)
+SEEDS = [11, 12, 13]
+
+
+def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """Host with two slots, one fewer than the hosts of the image task."""
+    return MLP(input_shape, outputs, 4, 2)
+
+
+KINDS: dict[str, tuple[Task, TaskData, Any, list[str]]] = {
+    "images": (IMAGES, IMAGES.load(), small_host, ["norm", "conv_small"]),
+    "table": (TABLE, TABLE.load(), mlp, ["lora", "norm"]),
+}
+
+
+def pool_of(kind: str, n_envs: int, common: SharedSpace | None = None, executor: Any = "loop") -> HostPool:
+    task, data, host, blueprints = KINDS[kind]
+    actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
+    config = replace(SMALL, executor=executor, actions=actions)
+    return HostPool(task, data, host, config, n_envs, CPU, shared_space=common)
+
+
+@pytest.fixture(scope="module")
+def common() -> SharedSpace:
+    pools = [pool_of(kind, 1) for kind in KINDS]
+    return union_of_slots([(pool.space, pool.env_factory.growable) for pool in pools])
+
+
+def mixed_pool(common: SharedSpace, executor: Any = "loop") -> MixedPool:
+    return MixedPool({"images": pool_of("images", 2, common, executor), "table": pool_of("table", 1, common, executor)})
+
+
+def test_common_is_the_most_slots_and_every_blueprint(common: SharedSpace) -> None:
+    assert common.slots == ["place1", "place2", "place3"]
+    assert common.blueprints == ["norm", "conv_small", "lora"]
+
+
+ACTIONS: list[tuple[Op, int, str]] = [
+    (Op.GERMINATE, 0, "norm"),
+    (Op.GERMINATE, 1, "norm"),
+    (Op.WAIT, 0, "norm"),
+    (Op.FOSSILIZE, 0, "norm"),
+    (Op.CULL, 1, "norm"),
+    (Op.WAIT, 0, "norm"),
+]
+"""Actions of every host, tick by tick."""
+
+
+def decision(step: tuple[Op, int, str], pool: HostPool | MixedPool) -> Row:
+    op, slot, blueprint = step
+    if op is Op.WAIT:
+        return decide(op)
+    more = {"blueprint": pool.space.blueprint.index(blueprint)} if op is Op.GERMINATE else {}
+    return decide(op, slot=slot, **more)
+
+
+@pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
+def test_every_host_lives_as_it_would_in_a_pool_of_its_own(common: SharedSpace, executor: str) -> None:
+    mixed = mixed_pool(common, executor)
+    alone = [pool_of("images", 2, executor=executor), pool_of("table", 1, executor=executor)]
+    mixed.reset(SEEDS)
+    alone[0].reset(SEEDS[:2])
+    alone[1].reset(SEEDS[2:])
+
+    for step in ACTIONS:
+        together = mixed.step(act(*[decision(step, mixed)] * 3))
+        apart = [pool.step(act(*[decision(step, pool)] * pool.n_envs)) for pool in alone]
+        for name in ("accuracy", "loss", "objective", "parameters", "reward"):
+            parts = torch.cat([getattr(result.metrics, name) for result in apart])
+            assert torch.equal(getattr(together.metrics, name), parts), (step, name)
+        assert [event.host for event in together.events] == [
+            event.host + begin for result, begin in zip(apart, (0, 2), strict=True) for event in result.events
+        ]
+    assert together.truncated.all() and together.metrics.parameters[2] > 70
+
+
+def test_nothing_can_be_done_in_a_place_that_a_host_lacks_and_it_looks_like_one_that_nobody_uses(
+    common: SharedSpace,
+) -> None:
+    mixed = mixed_pool(common)
+    mixed.reset(SEEDS)
+    third = [name.startswith("place3.") for name in mixed.feature_names]
+
+    for step in ACTIONS:
+        assert not mixed.masks.slot[2, Op.GERMINATE :, 2].any() and not mixed.masks.blueprint[2, 2].any()
+        assert torch.equal(mixed.observation.features[2, third], mixed.observation.features[0, third])
+        mixed.step(act(*[decision(step, mixed)] * 3))
+
+    conv_small, lora = (mixed.space.blueprint.index(name) for name in ("conv_small", "lora"))
+    assert mixed.masks.blueprint[:, 0, conv_small].tolist() == [True, True, False]
+    assert mixed.masks.blueprint[:, 0, lora].tolist() == [False, False, True]
+
+
+def test_a_state_goes_on_bit_for_bit(common: SharedSpace) -> None:
+    first, second = mixed_pool(common), mixed_pool(common)
+    first.reset(SEEDS)
+    for step in ACTIONS[:3]:
+        first.step(act(*[decision(step, first)] * 3))
+
+    assert second.load_state_dict(first.state_dict()) is None
+
+    assert torch.equal(first.observation.features, second.observation.features)
+    for step in ACTIONS[3:]:
+        results = [pool.step(act(*[decision(step, pool)] * 3)) for pool in (first, second)]
+        assert torch.equal(results[0].observation.features, results[1].observation.features)
+        assert torch.equal(results[0].metrics.loss, results[1].metrics.loss)
+
+
+def test_a_state_of_other_tasks_is_refused(common: SharedSpace) -> None:
+    mixed = mixed_pool(common)
+    state = mixed.state_dict()
+
+    with pytest.raises(ValueError, match="not of hosts of 2 tasks"):
+        mixed.load_state_dict(state | {"executors": state["executors"][:1]})
+    with pytest.raises(ValueError, match="executors"):
+        mixed.load_state_dict({"envs": state["envs"]})
+
+
+def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:
+    mixed = mixed_pool(common)
+
+    homes = [mixed.locate_host(host) for host in range(3)]
+
+    assert homes == [(mixed.pools["images"], 0), (mixed.pools["images"], 1), (mixed.pools["table"], 0)]
+    assert [pool.envs[place] for pool, place in homes] == mixed.envs
+    assert mixed.task_slices == {"images": slice(0, 2), "table": slice(2, 3)}
+    assert mixed.privileged.tolist() == [[1, 0], [1, 0], [0, 1]]
+    assert mixed.samples_per_epoch == ((2 * 64 + 64) / 3, (2 * 100 + 32) / 3)
+
+
+def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(common: SharedSpace) -> None:
+    task, data, host, _ = KINDS["table"]
+    config = replace(SMALL, actions=ActionConfig(blueprints=["conv_small"], tempos=SMALL.actions.tempos))
+
+    with pytest.raises(ValueError, match="nothing can grow there"):
+        EnvFactory(task, data, host, config, [CPU])
+    assert EnvFactory(task, data, host, config, [CPU], shared_space=common).space.blueprint == common.blueprints
+
+
+def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
+    """Blueprints of both tasks can grow on the hosts of both."""
+    task, data, host, _ = KINDS["images"]
+
+    def pool_with(blueprints: list[str], common: SharedSpace | None = None) -> HostPool:
+        actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
+        return HostPool(task, data, host, replace(SMALL, actions=actions), 1, CPU, shared_space=common)
+
+    alone = [pool_with(["norm"]), pool_with(["conv_small", "norm"])]
+    both = union_of_slots([(pool.space, pool.env_factory.growable) for pool in alone])
+
+    pools = [pool_with(["norm"], both), pool_with(["conv_small", "norm"], both)]
+
+    assert both.blueprints == ["norm", "conv_small"]
+    assert [pool.masks.blueprint[0, 0].tolist() for pool in pools] == [[True, False], [True, True]]
+
+
+def test_schedules_are_drawn_for_places_that_a_host_has(common: SharedSpace) -> None:
+    pool = mixed_pool(common).pools["table"]
+    generator = PlanSampler(pool, 0)
+
+    plans = generator.sample_distinct(30, set())
+    plans += generator.sample_distinct(30, set(plans), plans)
+
+    assert {seed.slot for plan in plans for seed in plan.seeds} == {"place1", "place2"}
+    assert {seed.blueprint for plan in plans for seed in plan.seeds} == {"lora", "norm"}
+
+
+def test_a_host_that_is_a_sequence_of_layers_can_lack_a_place(common: SharedSpace) -> None:
+    host = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    attach_slots(host, ["2"], torch.randn(2, 6))
+    x = torch.randn(5, 6)
+    before = host(x)
+
+    pad_slots(host, common.slots, CPU)
+
+    assert torch.equal(host(x), before)
+    assert list(slots_of(host)) == ["place1", "place2", "place3"]
+
+
+def test_a_policy_grows_them_all(common: SharedSpace, make_policy: Any) -> None:
+    mixed = mixed_pool(common)
+    controller = SampledController(make_policy(mixed), nn.Identity(), rng_seed=0)
+    mixed.reset(SEEDS)
+    controller.reset(mixed)
+    grown = set()
+
+    for _ in range(mixed.horizon):
+        step = mixed.step(controller.act(mixed))
+        grown |= {(event.host, event.seed_event.slot) for event in step.events}
+
+    assert {host for host, _ in grown} == {0, 1, 2}
+    assert (2, "place3") not in grown

@@ -1,0 +1,312 @@
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import fmean, pstdev
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper_lightning.governor.judge import (
+    EpochStats,
+    GovernorConfig,
+    GovernorState,
+    Judgement,
+    Verdict,
+    judge,
+    veto_reasons,
+)
+
+HEALTHY, SUSPICIOUS, ROLL_BACK, END = Verdict
+
+CHANCE = math.log(10.0)
+
+# Thresholds of this file: the tests check the rules, not the default thresholds.
+CONFIG = GovernorConfig(
+    window=4,
+    max_loss=12.0,
+    max_ratio=3.0,
+    patience=3,
+    learned=0.6,
+    guessing=0.065,
+    cooldown=5,
+    max_rollbacks=3,
+    max_growth=None,
+)
+
+WAVES = (0.5, 1.5, 0.5, 1.5)
+"""Losses with mean 1 and standard deviation 0.5."""
+
+LEARNED = (0.2, 0.2, 0.2, 0.2)
+
+NEW = GovernorState()
+
+
+def reading(loss: float, **more: Any) -> EpochStats:
+    return EpochStats(loss, **{"train_loss": 1.0, **more})
+
+
+def of(loss: float, watch: GovernorState, config: GovernorConfig = CONFIG, **more: Any) -> Judgement:
+    return judge(watch, reading(loss, **more), CHANCE, config)[0]
+
+
+def through(
+    losses: Iterable[float], watch: GovernorState = NEW, config: GovernorConfig = CONFIG
+) -> tuple[list, GovernorState]:
+    """Return the verdicts on host epochs with these losses, one after the other, and the final state."""
+    decisions = []
+    for loss in losses:
+        verdict, watch = judge(watch, reading(loss), CHANCE, config)
+        decisions.append(verdict.outcome)
+    return decisions, watch
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_leads_to_a_rollback_at_once(number: float) -> None:
+    for wrong, name in (
+        (EpochStats(number, 1.0), "loss is"),
+        (EpochStats(1.0, number), "training loss is"),
+        (EpochStats(1.0, 1.0, (0.1, number)), "a gradient's norm is"),
+    ):
+        for watch in (GovernorState(), GovernorState(WAVES), GovernorState(WAVES, cooldown=5, rollbacks=1)):
+            verdict, after = judge(watch, wrong, CHANCE, CONFIG)
+            assert verdict.outcome is ROLL_BACK and verdict.diverged
+            assert verdict.cause == f"{name} {number}"
+            assert after == GovernorState(cooldown=5, rollbacks=watch.rollbacks + 1)
+
+
+def test_a_host_that_had_learned_and_guesses_again_is_suspicious() -> None:
+    loose = replace(CONFIG, max_ratio=100.0)  # by this rule alone
+    for loss in (0.936 * CHANCE, CHANCE, 4.0 * CHANCE):
+        verdict = of(loss, GovernorState(LEARNED), loose)
+        assert verdict.outcome is SUSPICIOUS and "is that of guessing" in verdict.cause
+        assert through([loss] * 3, GovernorState(LEARNED), loose)[0] == [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
+    assert of(0.934 * CHANCE, GovernorState(LEARNED), loose).outcome is HEALTHY
+
+
+def test_a_host_that_unlearns_little_by_little_had_learned_all_the_same() -> None:
+    slowly = [0.5, 0.5, 0.5, 0.5, 0.8, 1.1, 1.4, 1.7, 2.0, 2.1, 2.2, 2.3, 2.4]
+
+    assert through(slowly)[0] == [HEALTHY] * 10 + [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
+    after = through(slowly[:10])[1]
+    assert after.trained_epochs > 0
+    assert judge(after, reading(2.2, seed_lost_weight=True), CHANCE, CONFIG)[1] == GovernorState((2.2,))
+
+
+def test_a_host_that_has_not_learned_yet_may_guess() -> None:
+    assert of(CHANCE, GovernorState((0.59 * CHANCE,) * 4)).outcome is SUSPICIOUS
+    assert of(CHANCE, GovernorState((0.61 * CHANCE,) * 4)).outcome is HEALTHY
+    assert of(CHANCE, GovernorState()).outcome is HEALTHY  # without any history
+
+
+def test_a_loss_is_out_of_range_beyond_so_many_times_the_normal_mean() -> None:
+    untaught = replace(CONFIG, learned=0.1)  # by this rule alone
+    assert of(2.99, GovernorState(WAVES), untaught).outcome is HEALTHY
+    verdict = of(3.01, GovernorState(WAVES), untaught)
+    assert verdict.outcome is SUSPICIOUS and not verdict.diverged
+    assert verdict.cause == "loss 3.01 is out of range, normal is 1"
+
+
+def test_a_host_of_which_little_is_known_is_held_to_guessing() -> None:
+    for watch in (GovernorState(), GovernorState((1.5,) * 3)):
+        assert of(2.99 * CHANCE, watch).outcome is HEALTHY
+        assert of(3.01 * CHANCE, watch).outcome is SUSPICIOUS
+    assert of(1.0, GovernorState(LEARNED)).outcome is SUSPICIOUS
+
+
+def test_a_loss_above_the_limit_is_out_of_range_whatever_is_normal() -> None:
+    loose = replace(CONFIG, max_ratio=100.0)
+    for watch in (GovernorState(), GovernorState((11.9,) * 4)):
+        assert of(12.0, watch, loose).outcome is HEALTHY
+        verdict = of(12.1, watch, loose)
+        assert verdict.outcome is SUSPICIOUS and verdict.cause == "loss 12.1 is above 12"
+
+
+def test_patience_is_over_after_so_many_host_epochs_running() -> None:
+    decisions, after = through([9.0, 9.0, 9.0], GovernorState(WAVES))
+    verdict = of(9.0, GovernorState(WAVES, consecutive_anomalies=2))
+
+    assert decisions == [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
+    assert after == GovernorState(cooldown=5, rollbacks=1)
+    assert verdict.cause == "loss 9 is out of range, normal is 1, 3 host epochs running"
+    assert through([9.0], GovernorState(WAVES), replace(CONFIG, patience=1))[0] == [ROLL_BACK]
+
+
+def test_a_spike_that_mends_itself_is_forgotten() -> None:
+    decisions, after = through([9.0, 9.0, 1.0, 9.0, 9.0, 1.0], GovernorState(WAVES))
+
+    assert decisions == [SUSPICIOUS, SUSPICIOUS, HEALTHY] * 2
+    assert after == GovernorState((*WAVES[2:], 1.0, 1.0), trained_epochs=6)
+
+
+def test_a_rollback_is_not_repeated_while_it_cools_down_except_for_what_is_no_number() -> None:
+    decisions, cooled = through([20.0] * 5, GovernorState(cooldown=5, rollbacks=1))
+
+    assert decisions == [SUSPICIOUS] * 5
+    assert cooled == GovernorState(consecutive_anomalies=5, cooldown=0, rollbacks=1)
+    assert of(20.0, cooled).outcome is ROLL_BACK  # at once: the patience has been exceeded long ago
+    assert of(CHANCE, GovernorState(LEARNED, consecutive_anomalies=9, cooldown=1)).outcome is SUSPICIOUS
+    assert of(CHANCE, GovernorState(LEARNED, consecutive_anomalies=9, cooldown=0)).outcome is ROLL_BACK
+    assert of(math.nan, GovernorState(cooldown=5, rollbacks=1)).outcome is ROLL_BACK
+
+
+def test_after_enough_rollbacks_the_episode_ends() -> None:
+    decisions, watch = through([math.nan] * 4)
+    verdict = of(math.nan, watch)
+
+    assert decisions == [ROLL_BACK, ROLL_BACK, ROLL_BACK, END]
+    assert verdict.diverged and verdict.rollbacks == 3 and verdict.cause == "loss is nan, after 3 rollbacks"
+    assert through([math.inf], config=replace(CONFIG, max_rollbacks=0))[0] == [END]
+
+
+def test_a_verdict_gives_the_numbers_that_it_rests_on() -> None:
+    losses = (0.5, 0.7, 1.1, 0.9, 0.65)
+    for loss in (0.8, 9.0, math.inf):
+        verdict = of(loss, GovernorState(losses, consecutive_anomalies=1, rollbacks=2))
+        assert verdict.loss == loss
+        assert (verdict.mean, verdict.deviation) == pytest.approx((fmean(losses), pstdev(losses)))
+    assert [
+        of(loss, GovernorState(losses, consecutive_anomalies=1, rollbacks=1)).consecutive_anomalies
+        for loss in (0.8, 9.0)
+    ] == [0, 2]
+    assert [of(loss, GovernorState(losses, rollbacks=1)).rollbacks for loss in (0.8, 9.0, math.inf)] == [1, 1, 2]
+    assert math.isnan(of(1.0, GovernorState()).mean)
+
+
+def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
+    verdict, after = judge(GovernorState(LEARNED), reading(5.0, seed_lost_weight=True), CHANCE, CONFIG)
+
+    assert of(5.0, GovernorState(LEARNED)).outcome is SUSPICIOUS
+    assert verdict.outcome is HEALTHY and after == GovernorState((5.0,))
+    assert of(CHANCE, GovernorState(LEARNED), seed_lost_weight=True).outcome is HEALTHY
+    # Absolute limits hold whatever was normal.
+    assert of(12.1, GovernorState(LEARNED), seed_lost_weight=True).outcome is SUSPICIOUS
+    assert of(math.nan, GovernorState(LEARNED), seed_lost_weight=True).outcome is ROLL_BACK
+
+
+def test_a_host_that_takes_no_step_is_suspicious_and_in_the_end_rolled_back() -> None:
+    watch, decisions = GovernorState(WAVES), []
+    for _ in range(3):
+        verdict, watch = judge(watch, reading(1.0, all_steps_skipped=True), CHANCE, CONFIG)
+        decisions.append(verdict.outcome)
+
+    assert decisions == [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
+    assert "every step was skipped" in verdict.cause
+
+
+NUMBERS = st.one_of(
+    st.floats(0.0, 3.0), st.floats(0.0, 30.0), st.sampled_from([CHANCE, math.nan, math.inf, 0.1, 0.1, 0.1, 0.1])
+)
+
+READINGS = st.lists(
+    st.builds(
+        EpochStats,
+        NUMBERS,
+        st.one_of(st.just(1.0), NUMBERS),
+        st.one_of(st.just((0.5,)), st.tuples(NUMBERS)),
+        st.booleans(),
+        st.integers(0, 9).map(lambda n: n == 0),
+    ),
+    max_size=60,
+)
+
+CONFIGS = st.builds(
+    GovernorConfig,
+    window=st.integers(1, 5),
+    patience=st.integers(1, 4),
+    cooldown=st.integers(0, 4),
+    max_rollbacks=st.integers(0, 3),
+    max_ratio=st.floats(1.0, 4.0),
+)
+
+
+@given(READINGS, CONFIGS)
+def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochStats], config: GovernorConfig) -> None:
+    watch, normal, calm = GovernorState(), [], 0
+    for one in readings:
+        before = watch
+        verdict, watch = judge(before, one, CHANCE, config)
+
+        assert judge(before, one, CHANCE, config) == (verdict, watch) or math.isnan(one.loss + verdict.mean), "pure"
+        if verdict.diverged or one.seed_lost_weight:
+            normal.clear()
+        if verdict.outcome is HEALTHY:
+            normal.append(one.loss)
+        assert watch.losses == tuple(normal[-config.window :])
+        assert all(math.isfinite(loss) for loss in watch.losses)
+        assert (verdict.outcome is HEALTHY) == (verdict.cause == "")
+        numbers = (one.loss, one.train_loss, *one.gradient_norms)
+        assert verdict.diverged >= (not all(map(math.isfinite, numbers))), "at once, even in the cooldown"
+        # During the cooldown no other rule leads to a rollback.
+        assert not (verdict.diverged and calm) or not all(map(math.isfinite, numbers))
+        calm = config.cooldown if verdict.diverged else max(0, calm - 1)
+
+
+@given(READINGS, CONFIGS)
+def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
+    readings: list[EpochStats], config: GovernorConfig
+) -> None:
+    watch, rolled_back = GovernorState(), 0
+    for one in readings:
+        verdict, watch = judge(watch, one, CHANCE, config)
+        if verdict.diverged:
+            assert (verdict.outcome is END) == (rolled_back == config.max_rollbacks)
+        rolled_back += verdict.outcome is ROLL_BACK
+        assert verdict.rollbacks == watch.rollbacks == rolled_back <= config.max_rollbacks
+        if verdict.outcome is END:
+            break
+
+
+@pytest.mark.parametrize("op", ["GERMINATE", "ADVANCE", "FOSSILIZE"])
+def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str) -> None:
+    assert veto_reasons(op, 1.0, GovernorState(WAVES, consecutive_anomalies=2), CONFIG) == [
+        "the loss has been out of range for 2 host epochs"
+    ]
+    assert veto_reasons(op, 1.0, GovernorState(WAVES), CONFIG) == []
+
+
+@pytest.mark.parametrize("op", ["WAIT", "CULL", "SET_ALPHA"])
+def test_what_takes_away_is_always_allowed(op: str) -> None:
+    assert veto_reasons(op, 99.0, GovernorState(WAVES, consecutive_anomalies=2), replace(CONFIG, max_growth=2.0)) == []
+
+
+def test_a_host_may_be_too_large_for_another_seed() -> None:
+    limited = replace(CONFIG, max_growth=2.0)
+
+    assert veto_reasons("GERMINATE", 2.0, GovernorState(), limited) == []
+    (reason,) = veto_reasons("GERMINATE", 2.01, GovernorState(), limited)
+    assert "2.01 times the parameters" in reason and "governor.max_growth = 2" in reason
+    assert veto_reasons("FOSSILIZE", 2.01, GovernorState(), limited) == []
+    assert veto_reasons("GERMINATE", 100.0, GovernorState(), CONFIG) == []
+    assert len(veto_reasons("GERMINATE", 3.0, GovernorState(consecutive_anomalies=1), limited)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "governor.window must be at least 1 host epoch, got 0"),
+        ({"patience": 0}, "governor.patience must be at least 1 host epoch, got 0"),
+        ({"snapshot_every": 0}, "governor.snapshot_every must be at least 1 host epoch, got 0"),
+        ({"cooldown": -1}, "governor.cooldown must not be negative, got -1"),
+        ({"max_rollbacks": -1}, "governor.max_rollbacks must not be negative, got -1"),
+        ({"penalty": -0.1}, "governor.penalty must not be negative, got -0.1"),
+        ({"penalty": math.nan}, "governor.penalty must not be negative, got nan"),
+        ({"max_loss": 0.0}, "governor.max_loss must be positive, got 0.0"),
+        ({"max_ratio": -3.0}, "governor.max_ratio must be positive, got -3.0"),
+        ({"learned": math.nan}, "governor.learned must be positive, got nan"),
+        ({"guessing": 0.0}, "governor.guessing must be positive, got 0.0"),
+        ({"lr_factor": 0.0}, "governor.lr_factor must lie in (0, 1], got 0.0"),
+        ({"lr_factor": 1.1}, "governor.lr_factor must lie in (0, 1], got 1.1"),
+        ({"max_growth": 0.9}, "governor.max_growth must be at least 1 (the host alone), got 0.9"),
+        ({"max_growth": math.nan}, "governor.max_growth must be at least 1 (the host alone), got nan"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        replace(CONFIG, **changes)
+    assert str(refused.value) == message
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    replace(CONFIG, cooldown=0, max_rollbacks=0, penalty=0.0, lr_factor=1.0, max_growth=1.0, patience=1)

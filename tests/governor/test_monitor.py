@@ -1,0 +1,119 @@
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from esper_lightning.governor.judge import EpochStats, GovernorConfig, Judgement, Verdict
+from esper_lightning.governor.monitor import HostMonitor
+from tests.runs import differences
+
+HEALTHY, SUSPICIOUS, ROLL_BACK, END = Verdict
+
+CONFIG = GovernorConfig(
+    window=2, max_loss=12.0, max_ratio=3.0, patience=2, cooldown=2, max_rollbacks=1,
+    snapshot_every=3, learned=0.6, guessing=0.065,
+)  # fmt: skip
+
+CHANCE = math.log(10.0)
+
+
+def guard() -> HostMonitor:
+    return HostMonitor(CONFIG, CHANCE, steps_per_epoch=4)
+
+
+def tick(guard: HostMonitor, loss: float = 1.0, skipped: int = 0, alphas: tuple[float, ...] = (0.0, 0.0)) -> Judgement:
+    return guard.judge(EpochStats(loss, 1.0), skipped, list(alphas))
+
+
+def state(number: float) -> dict[str, Any]:
+    return {"weights": torch.full((3,), number), "tick": 4}
+
+
+def test_a_seed_that_loses_weight_makes_the_past_say_nothing() -> None:
+    for before, now, forgets in (
+        ((0.0, 0.5), (0.0, 0.7), False),
+        ((0.5, 0.5), (0.5, 0.4), True),  # one that fades, or is given a lower target
+        ((0.5, 1.0), (0.7, 0.0), True),  # one that is culled, while another one rises
+        ((1.0, 1.0), (1.0, 1.0), False),
+    ):
+        watched = guard()
+        for _ in range(3):
+            tick(watched, alphas=before)
+        assert tick(watched, 5.0, alphas=now).outcome is (HEALTHY if forgets else SUSPICIOUS)
+        assert watched.governor_state.losses == ((5.0,) if forgets else (1.0, 1.0))
+
+
+def test_an_epoch_in_which_every_step_was_skipped_is_suspicious() -> None:
+    watched = guard()
+
+    assert tick(watched, skipped=3).outcome is HEALTHY
+    assert tick(watched, skipped=4).outcome is SUSPICIOUS
+    assert tick(watched, skipped=4).outcome is ROLL_BACK
+
+
+def test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_one() -> None:
+    watched = guard()
+    due = []
+    for loss in (1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0):
+        tick(watched, loss)
+        due.append(watched.snapshot_due)
+        if watched.snapshot_due:
+            watched.take_snapshot(state(loss))
+    # Two healthy epochs, a spike, a third one: due. One more, then a rollback, which restarts the count.
+    assert due == [False] * 3 + [True] + [False] * 5 + [True, False]
+
+
+def test_what_is_due_stays_due_until_it_is_kept_but_waits_for_a_healthy_epoch() -> None:
+    watched = guard()
+    for _ in range(3):
+        tick(watched)
+    tick(watched, 9.0)
+    assert not watched.snapshot_due
+    tick(watched)
+    assert watched.snapshot_due
+    watched.take_snapshot(state(2.0))
+    assert not watched.snapshot_due and watched.snapshot.view()["weights"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
+    watched = guard()
+    tick(watched, math.nan, alphas=(1.0, 1.0))
+    for _ in range(2):
+        tick(watched, alphas=(1.0, 1.0))
+    watched.reset()
+
+    assert watched.refusal_reasons("GERMINATE", 1.0) == []
+    assert [tick(watched, loss).outcome for loss in (1.0, 1.0, 9.0)] == [HEALTHY, HEALTHY, SUSPICIOUS]
+    verdict = tick(watched, math.nan)
+    assert (verdict.outcome, verdict.rollbacks) == (ROLL_BACK, 1), "as many are allowed as ever"
+
+
+def test_a_host_that_cannot_go_on_is_given_up_at_once() -> None:
+    watched = guard()
+    tick(watched)
+    verdict = watched.judge_failure("out of memory: no more")
+
+    assert verdict.outcome is END and verdict.diverged
+    assert verdict.cause == "out of memory: no more" and verdict.mean == 1.0 and verdict.rollbacks == 0
+
+
+@pytest.mark.parametrize("losses", [(), (1.0, 1.0, 1.0, 9.0), (1.0, math.nan, 1.0), (math.nan, math.nan)])
+def test_a_guard_that_is_saved_at_any_time_goes_on_as_if_nothing_had_been(losses: tuple[float, ...]) -> None:
+    watched, other = guard(), guard()
+    watched.take_snapshot(state(0.0))
+    for loss in losses:
+        tick(watched, loss, alphas=(0.5, 0.0))
+    saved = watched.state_dict()
+    before = deepcopy(saved)
+    other.take_snapshot({"something": torch.ones(99)})
+    other.load_state_dict(saved)
+
+    assert differences(other.state_dict(), saved) == []
+    for loss in (9.0, 9.0, 1.0, 1.0, math.inf):
+        assert tick(watched, loss).outcome is tick(other, loss).outcome
+        assert watched.snapshot_due == other.snapshot_due
+    watched.take_snapshot(state(5.0))
+    other.snapshot.view()["weights"].fill_(6.0)
+    assert differences(saved, before) == [], "neither writes into what was saved"

@@ -1,0 +1,237 @@
+"""Parameter groups are added and removed without side effects; a reset equals a new optimizer."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from esper_lightning.growth.param_groups import (
+    HOST_GROUP,
+    add_group,
+    find_group,
+    group_names,
+    remove_group,
+    reset_optimizer_state,
+)
+from tests.growth.grown import generator_of
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+def host_group(module: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(module.parameters()), "name": HOST_GROUP}]
+
+
+MAKERS = [
+    pytest.param(lambda host: Adam(host_group(host), lr=0.05, fused=True), id="adam"),
+    pytest.param(lambda host: AdamW(host_group(host), lr=0.05, weight_decay=0.1, fused=True), id="adamw"),
+    pytest.param(lambda host: SGD(host_group(host), lr=0.05, momentum=0.9, fused=True), id="sgd"),
+    pytest.param(lambda host: SGD(host_group(host), lr=0.05), id="plain sgd"),
+]
+
+every_optimizer = pytest.mark.parametrize("make", MAKERS)
+
+
+def linear(seed: int) -> nn.Linear:
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator_of(seed)))
+    return module
+
+
+def learn(optimizer: Optimizer, modules: list[nn.Module], steps: range) -> None:
+    """Take one optimizer step for each number in `steps`, on a batch drawn with that RNG seed."""
+    for step in steps:
+        x = torch.randn(5, 3, generator=generator_of(100 + step))
+        optimizer.zero_grad()
+        sum(module(x).square().mean() for module in modules).backward()
+        optimizer.step()
+
+
+def weights_and_state(optimizer: Optimizer, module: nn.Module) -> Iterator[Tensor]:
+    """Return weights and their optimizer state."""
+    for parameter in module.parameters():
+        yield parameter
+        yield from (value for _, value in sorted(optimizer.state[parameter].items()) if value is not None)
+
+
+def same(first: tuple[Optimizer, nn.Module], second: tuple[Optimizer, nn.Module]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights_and_state(*first), weights_and_state(*second), strict=True))
+
+
+@every_optimizer
+def test_coming_and_going_seeds_leave_the_hosts_momentum_alone(make: Make) -> None:
+    host, alone, first, second = linear(0), linear(0), linear(1), linear(2)
+    growing, lone = make(host), make(alone)
+
+    learn(growing, [host], range(3))
+    add_group(growing, "block1", first)
+    learn(growing, [host, first], range(3, 6))
+    add_group(growing, "block2", second)
+    learn(growing, [host, first, second], range(6, 8))
+    remove_group(growing, "block1")
+    learn(growing, [host, second], range(8, 11))
+    learn(lone, [alone], range(11))
+
+    assert group_names(growing) == [HOST_GROUP, "block2"]
+    assert same((growing, host), (lone, alone))
+
+
+@every_optimizer
+def test_removing_one_seed_leaves_the_momentum_of_another_alone(make: Make) -> None:
+    host, first, second, alone = linear(0), linear(1), linear(2), linear(2)
+    growing, lone = make(host), make(alone)
+    add_group(growing, "block1", first)
+    add_group(growing, "block2", second)
+    learn(growing, [host, first, second], range(4))
+    remove_group(growing, "block1")
+    learn(growing, [host, second], range(4, 8))
+    learn(lone, [alone], range(8))
+    assert same((growing, second), (lone, alone))
+
+
+@every_optimizer
+def test_nothing_is_left_of_a_removed_seed(make: Make) -> None:
+    host, seed = linear(0), linear(1)
+    optimizer = make(host)
+    add_group(optimizer, "block1", seed)
+    learn(optimizer, [host, seed], range(2))
+    remove_group(optimizer, "block1")
+    kept = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert kept == {id(parameter) for parameter in host.parameters()}
+    assert {id(parameter) for parameter in optimizer.state} <= kept
+    before = seed.weight.clone()
+    learn(optimizer, [host, seed], range(2, 4))
+    assert torch.equal(seed.weight, before)
+
+
+@every_optimizer
+def test_a_seed_that_comes_back_under_an_old_name_starts_without_momentum(make: Make) -> None:
+    host, returning, newcomer = linear(0), linear(1), linear(1)
+    optimizer, fresh = make(host), make(newcomer)
+    add_group(optimizer, "block1", linear(5))
+    learn(optimizer, [host], range(3))
+    remove_group(optimizer, "block1")
+    add_group(optimizer, "block1", returning)
+    learn(optimizer, [host, returning], range(3, 6))
+    learn(fresh, [newcomer], range(3, 6))
+    assert same((optimizer, returning), (fresh, newcomer))
+
+
+def test_a_seed_may_have_its_own_learning_rate() -> None:
+    host, seed = linear(0), linear(1)
+    optimizer = SGD(host_group(host), lr=0.1)
+    add_group(optimizer, "block1", seed, lr=0.0, weight_decay=0.5)
+    before = seed.weight.clone()
+    learn(optimizer, [host, seed], range(1))
+    assert torch.equal(seed.weight, before)
+    assert not torch.equal(host.weight, linear(0).weight)
+    assert find_group(optimizer, "block1")["weight_decay"] == 0.5
+    assert find_group(optimizer, HOST_GROUP)["weight_decay"] == 0
+
+
+class Pair(nn.Module):
+    """Module that contains another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.seed = linear(0), linear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.host(x) + self.seed(x)
+
+
+@every_optimizer
+def test_a_module_of_another_group_moves_to_its_own_with_what_is_remembered_of_it(make: Make) -> None:
+    moved, alone = Pair(), Pair()
+    optimizer, lone = make(moved), make(alone)
+    learn(optimizer, [moved], range(3))
+    add_group(optimizer, "block1", moved.seed)
+    learn(optimizer, [moved], range(3, 6))
+    learn(lone, [alone], range(6))
+    assert same((optimizer, moved), (lone, alone))
+    groups = {group["name"]: group["params"] for group in optimizer.param_groups}
+    assert [*map(id, groups[HOST_GROUP])] == [*map(id, moved.host.parameters())]
+    assert [*map(id, groups["block1"])] == [*map(id, moved.seed.parameters())]
+
+
+def test_a_module_that_moves_learns_by_the_options_of_its_new_group() -> None:
+    pair = Pair()
+    optimizer = SGD(host_group(pair), lr=0.1)
+    add_group(optimizer, "block1", pair.seed, lr=0.0)
+    before = pair.seed.weight.clone()
+    learn(optimizer, [pair], range(1))
+    assert torch.equal(pair.seed.weight, before)
+    assert not torch.equal(pair.host.weight, linear(0).weight)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_that_knows_names_keeps_each_with_its_parameter(together: bool) -> None:
+    pair, newcomer = Pair(), linear(2)
+    optimizer = Adam(pair.named_parameters() if together else pair.host.named_parameters())
+    add_group(optimizer, "block1", pair.seed)
+    add_group(optimizer, "block2", newcomer)
+    held = [dict(zip(group["param_names"], group["params"], strict=True)) for group in optimizer.param_groups]
+    assert [list(group) for group in held] == [
+        ["host.weight", "host.bias"] if together else ["weight", "bias"],
+        ["block1.weight", "block1.bias"],
+        ["block2.weight", "block2.bias"],
+    ]
+    for group, module in zip(held, (pair.host, pair.seed, newcomer), strict=True):
+        assert all(parameter is group[name] for name, parameter in zip(group, module.parameters(), strict=True))
+    remove_group(optimizer, "block1")
+    learn(optimizer, [pair.host, newcomer], range(2))
+
+
+@every_optimizer
+def test_forgetting_is_a_fresh_start_bit_for_bit(make: Make) -> None:
+    used, new = linear(0), linear(0)
+    optimizer, fresh = make(used), make(new)
+    learn(optimizer, [used], range(4))
+    used.load_state_dict(linear(0).state_dict())
+    reset_optimizer_state(optimizer)
+    for step in range(10, 15):
+        learn(optimizer, [used], range(step, step + 1))
+        learn(fresh, [new], range(step, step + 1))
+        assert same((optimizer, used), (fresh, new)), step
+
+
+@every_optimizer
+def test_forgetting_helps_after_a_divergence(make: Make) -> None:
+    used, new = linear(0), linear(0)
+    optimizer, fresh = make(used), make(new)
+    for parameter in used.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step()
+    used.load_state_dict(linear(0).state_dict())
+    reset_optimizer_state(optimizer)
+    learn(optimizer, [used], range(3))
+    learn(fresh, [new], range(3))
+    assert same((optimizer, used), (fresh, new))
+
+
+@every_optimizer
+def test_groups_rebuilt_in_order_take_up_a_saved_state(make: Make) -> None:
+    modules = [linear(0), linear(1), linear(2)]
+    optimizer = make(modules[0])
+    add_group(optimizer, "block2", modules[2], lr=0.01)
+    add_group(optimizer, "block1", modules[1])
+    learn(optimizer, modules, range(3))
+
+    copies = [linear(10), linear(11), linear(12)]
+    for copy, module in zip(copies, modules, strict=True):
+        copy.load_state_dict(module.state_dict())
+    resumed = make(copies[0])
+    for name in group_names(optimizer)[1:]:
+        add_group(resumed, name, {"block1": copies[1], "block2": copies[2]}[name])
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # loading shares tensors
+
+    learn(optimizer, modules, range(3, 6))
+    learn(resumed, copies, range(3, 6))
+    for copy, module in zip(copies, modules, strict=True):
+        assert same((resumed, copy), (optimizer, module))

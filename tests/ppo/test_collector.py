@@ -1,0 +1,363 @@
+import io
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.envs import Action, HostPool, Observation, Op, StepResult
+from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.ppo.collector import RolloutCollector
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, RecurrentState
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
+from tests.runs import differences
+
+MakeLoop = Callable[..., RolloutCollector]
+Play = Callable[[RolloutCollector], None]
+
+
+def test_seeds_of_training_and_of_evaluation_have_nothing_in_common() -> None:
+    drawn = {
+        purpose: {s for episode in range(20) for s in episode_rng_seeds(3, purpose, episode, 50)}
+        for purpose in (TRAINING, EVALUATION)
+    }
+
+    assert all(len(seeds) == 20 * 50 for seeds in drawn.values()), "no host is met twice"
+    assert {seed % 2 for seed in drawn[TRAINING]} == {0}
+    assert {seed % 2 for seed in drawn[EVALUATION]} == {1}
+    for seed in drawn[TRAINING] | drawn[EVALUATION]:
+        torch.Generator().manual_seed(seed)  # each is a valid RNG seed for torch
+
+
+def test_seeds_are_reproducible_and_differ_by_run_episode_and_host() -> None:
+    seeds = episode_rng_seeds(run_rng_seed=0, purpose=TRAINING, episode=4, n_envs=8)
+
+    assert seeds == episode_rng_seeds(0, TRAINING, 4, 8)
+    assert not set(seeds) & set(episode_rng_seeds(1, TRAINING, 4, 8))
+    assert not set(seeds) & set(episode_rng_seeds(0, TRAINING, 5, 8))
+    assert episode_rng_seeds(0, TRAINING, 4, 3) == seeds[:3], "a host does not depend on how many others there are"
+
+
+def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
+    make_loop: MakeLoop, play_rollout: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(2)
+    play_rollout(loop)
+    loop.finish()  # observations are now normalised by real statistics
+    seen: list[list[Tensor]] = []
+    done: list[list[Tensor]] = []
+    decide, act = loop.policy.step, loop.pool.step
+
+    def watched_step(observation: Observation, state: RecurrentState, masks: Any, starts: Tensor, _: None) -> Any:
+        result = decide(observation, state, masks, starts)
+        seen.append([part.clone() for part in (*observation, *masks, starts, result[1])])
+        return result
+
+    def watched_act(action: Action) -> StepResult:
+        result = act(action)
+        done.append([*action, result.reward, result.truncated])
+        return result
+
+    monkeypatch.setattr(loop.policy, "step", watched_step)
+    monkeypatch.setattr(loop.pool, "step", watched_act)
+    play_rollout(loop)
+
+    buffer = loop.buffer
+    for t in range(6):
+        stored = (*buffer.observation, *buffer.masks, buffer.starts, buffer.values)
+        assert all(torch.equal(ours[t], theirs) for ours, theirs in zip(stored, seen[t], strict=True))
+        stored = (*buffer.action, buffer.rewards, buffer.truncated)
+        assert all(torch.equal(ours[t], theirs) for ours, theirs in zip(stored, done[t], strict=True))
+    assert buffer.observation.features.abs().max() > 1.5, "normalised: raw features are not that large"
+    assert buffer.starts.tolist() == [[True] * 2] + [[False] * 2] * 5
+    assert buffer.truncated.tolist() == [[False] * 2] * 5 + [[True] * 2]
+
+
+def test_normalisers_change_at_the_end_of_a_rollout_and_never_within(make_loop: MakeLoop, play_rollout: Play) -> None:
+    loop = make_loop(2)
+    play_rollout(loop)
+    loop.finish()
+
+    def statistics() -> list[Tensor]:
+        norms = (*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values())
+        return [value.clone() for value in norms]
+
+    before, raw = statistics(), []
+    loop.reset()
+    for _ in range(6):
+        raw.append(loop.pool.observation.features.clone())
+        loop.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, statistics(), strict=True))
+
+    stored = loop.buffer.observation.features.clone()
+    rollout, _ = loop.finish()
+    assert loop.observation_norm.count == loop.value_norm.count == 2 * 12
+    assert torch.equal(rollout.observation.features, stored), "what was seen stays as it was seen"
+    # The statistics are those of raw features, including the rollout before.
+    assert not torch.equal(loop.observation_norm.mean, before[0])
+    torch.testing.assert_close(
+        loop.observation_norm.mean, (before[0] + torch.stack(raw).mean((0, 1))) / 2, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("ticks", [0, 2, 5, 6])
+def test_a_rollout_that_is_saved_at_any_tick_continues_bit_for_bit(
+    make_loop: MakeLoop, play_rollout: Play, ticks: int
+) -> None:
+    loop, other = make_loop(2), make_loop(2)
+    other.run_rng_seed = 8
+    play_rollout(other)  # the collector was in the middle of another rollout
+    loop.reset()
+    for _ in range(ticks):
+        loop.step()
+
+    torch.save({"loop": loop.state_dict(), "pool": loop.pool.state_dict()}, file := io.BytesIO())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    other.load_state_dict(saved["loop"])
+    other.pool.load_state_dict(saved["pool"])
+
+    assert (other.episode, other.ticks, other.buffer.length) == (1, ticks, ticks)
+    for _ in range(6 - ticks):
+        ours, theirs = loop.step(), other.step()
+        assert torch.equal(ours.reward, theirs.reward)
+    (a, summary), (b, resumed) = loop.finish(), other.finish()
+    assert a.privileged is None is b.privileged
+    for ours, theirs in zip(a[:-1], b[:-1], strict=True):
+        pairs = [(ours, theirs)] if isinstance(ours, Tensor) else zip(ours, theirs, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert torch.equal(summary.returns, resumed.returns)
+    assert torch.equal(loop.observation_norm.mean, other.observation_norm.mean)
+    assert torch.equal(loop.generator.get_state(), other.generator.get_state())
+
+
+def test_a_run_is_reproducible_and_every_rollout_meets_other_hosts(make_loop: MakeLoop, play_rollout: Play) -> None:
+    one, same = make_loop(2), make_loop(2)
+    met = []
+    for _ in range(2):
+        for loop in (one, same):
+            play_rollout(loop)
+        assert torch.equal(one.buffer.rewards, same.buffer.rewards)
+        met.append([env.rng_seed for env in one.pool.envs])
+
+    assert not set(met[0]) & set(met[1])
+    assert one.ticks == 12 and one.episode == 2
+
+
+def test_an_unfinished_rollout_is_our_own_mistake(make_loop: MakeLoop) -> None:
+    loop = make_loop(1)
+    loop.reset()
+    loop.step()
+
+    with pytest.raises(AssertionError, match="not finished"):
+        loop.finish()
+
+
+def test_the_summary_is_of_undiscounted_rewards(make_loop: MakeLoop, play_rollout: Play) -> None:
+    loop = make_loop(2, gamma=0.5)
+    play_rollout(loop)
+    end = loop.last_step.metrics.objective
+    _, summary = loop.finish()
+    loop.pool.reset([env.rng_seed for env in loop.pool.envs])
+    begin = torch.tensor([env.objective for env in loop.pool.envs])
+
+    torch.testing.assert_close(summary.returns, end - begin, rtol=0, atol=1e-5)
+
+
+MakeWatched = Callable[..., RolloutCollector]
+
+CUTS = {0: [2], 2: [1], 3: [2]}
+"""Hosts whose training fails, by tick: host 1 is rolled back once, host 2 twice, host 0 never."""
+
+
+@pytest.fixture(scope="module")
+def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., Policy]) -> MakeWatched:
+    """Return three hosts without history that diverge on demand."""
+
+    def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
+        pool = make_pool(3, governor=governor)
+        policy = make_policy(pool)
+        with torch.no_grad():
+            policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
+        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=float("inf"))
+        return RolloutCollector(pool, policy, *norms, PPOConfig(**ppo), run_rng_seed=7)
+
+    return make
+
+
+def play_broken(loop: RolloutCollector, cuts: dict[int, list[int]]) -> None:
+    loop.reset()
+    for tick in range(loop.pool.config.horizon):
+        with breaking_epoch(loop.pool, cuts.get(tick, [])):
+            loop.step()
+
+
+def test_a_rollback_cuts_the_environment_concerned_alone(make_watched: MakeWatched) -> None:
+    whole, cut = make_watched(), make_watched()
+    play_broken(whole, {})
+    play_broken(cut, CUTS)
+    b = cut.buffer
+
+    assert b.terminated.nonzero().tolist() == [[0, 2], [2, 1], [3, 2]]
+    assert b.starts.T.tolist() == [
+        [True, False, False, False, False, False],
+        [True, False, False, True, False, False],
+        [True, True, False, False, True, False],
+    ]
+    assert (b.rewards[b.terminated] == -0.75).all() and (b.rewards[~b.terminated] > -0.75).all()
+    for theirs, ours in zip(whole.buffer.state_dict()["ticks"], b.state_dict()["ticks"], strict=True):
+        assert torch.equal(theirs[:, 0], ours[:, 0])
+        assert torch.equal(theirs[:2, 1], ours[:2, 1]), "what came before stays as it was"
+
+
+@pytest.mark.parametrize("horizon_is_end", [True, False])
+def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_end: bool) -> None:
+    gamma, lam = 0.9, 0.8
+    loop = make_watched(gamma=gamma, gae_lambda=lam, horizon_is_end=horizon_is_end, advantage_floor=1e-9)
+    play_broken(loop, CUTS)
+    seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
+    with torch.no_grad():
+        _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, loop.starts)
+    rewards, values = loop.buffer.rewards.double(), loop.buffer.values.double()
+    rollout, _ = loop.finish()
+
+    advantages = torch.zeros(6, 3, dtype=torch.float64)
+    for env, ends in enumerate(([5], [2, 5], [0, 3, 5])):
+        begin = 0
+        for end in ends:
+            beyond = last[env].double() if end == 5 and not horizon_is_end else 0.0  # 0 after a rollback
+            worth = [*values[begin : end + 1, env], beyond]
+            deltas = [rewards[begin + k, env] + gamma * worth[k + 1] - worth[k] for k in range(end - begin + 1)]
+            for t in range(len(deltas)):
+                advantages[begin + t, env] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+            begin = end + 1
+    returns = loop.value_norm.inverse(rollout.targets).double()
+    torch.testing.assert_close(returns, advantages + values, rtol=1e-4, atol=1e-5)
+    counted = advantages[~rollout.masks.forced]
+    normalised = (advantages - counted.mean()) / counted.std(correction=0)
+    torch.testing.assert_close(rollout.advantages.double(), normalised, rtol=1e-4, atol=1e-4)
+
+
+def test_after_a_rollback_the_policy_remembers_nothing_of_that_host(make_watched: MakeWatched) -> None:
+    loop = make_watched()
+    play_broken(loop, CUTS)
+    rollout, _ = loop.finish()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+
+    def values(env: int, begin: int, end: int, state: RecurrentState) -> Tensor:
+        """Return the values of one segment, computed as if it were the whole rollout."""
+        one = rollout.select_envs(torch.tensor([env]))
+
+        def stretch(parts: Any) -> Any:
+            return type(parts)(*(part[begin:end] for part in parts))
+
+        with torch.no_grad():
+            nothing = torch.zeros(end - begin, 1, dtype=torch.bool)
+            return loop.policy(stretch(one.observation), state, stretch(one.masks), nothing)[1][:, 0]
+
+    fresh = loop.policy.initial_state(1)
+    for env, cuts in ((0, [0, 6]), (1, [0, 3, 6]), (2, [0, 1, 4, 6])):
+        for begin, end in pairwise(cuts):
+            torch.testing.assert_close(rollout.values[begin:end, env], values(env, begin, end, fresh))
+    assert not torch.allclose(rollout.values[1:3, 0], values(0, 1, 3, fresh)), "else nothing was remembered anywhere"
+
+
+ENDING = replace(ONLY_NAN_DIVERGES, max_rollbacks=0)
+
+
+def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched: MakeWatched) -> None:
+    loop = make_watched(ENDING, gae_lambda=0.5)
+    play_broken(loop, {2: [1]})
+    loop.finish()  # values have another scale from now on
+    play_broken(loop, {2: [1]})
+    scale = deepcopy(loop.value_norm)
+    rollout, summary = loop.finish()
+
+    assert abs(scale.deviation - 1.0) > 0.1
+    real, forced = ~rollout.masks.ended, rollout.masks.forced
+    values, returns = scale.inverse(rollout.values), loop.value_norm.inverse(rollout.targets)
+    errors = (returns - values)[real]
+    assert summary.value_error == pytest.approx(errors.square().mean().sqrt().item(), rel=1e-4)
+    explained = 1.0 - (errors.var() / returns[real].var()).item()
+    assert summary.explained_variance == pytest.approx(explained, rel=1e-4)
+    advantages = (returns - values)[~forced]
+    assert summary.advantage_spread == pytest.approx(advantages.std(correction=0).item(), rel=1e-4)
+    assert forced.any() and torch.equal(summary.advantages.isnan(), forced)
+
+
+def spoil_what_is_over(loop: RolloutCollector) -> None:
+    """Overwrite the stored steps of host 1 after its end."""
+    buffer, over = loop.buffer, loop.buffer.masks.ended
+    assert over.nonzero().tolist() == [[3, 1], [4, 1], [5, 1]]
+    for stored in (buffer.observation.features, loop.raw_features, buffer.rewards, buffer.values):
+        stored[over] = 3.0 + 2.0 * torch.rand(stored[over].shape, generator=torch.Generator().manual_seed(0))
+
+
+def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[Tensor], Rollout]:
+    rollout, summary = loop.finish()
+    terms = ppo_terms(loop.policy, rollout, PPOConfig(value_clip=0.3))
+    terms.total(0.5, 0.01).backward()
+    norms = [*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values()]
+    gradients = [p.grad for p in loop.policy.parameters()]
+    return [*norms, torch.tensor(summary.explained_variance)], terms, gradients, rollout
+
+
+def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -> None:
+    loops = [make_watched(ENDING), make_watched(ENDING)]
+    for loop in loops:
+        play_broken(loop, {2: [1]})
+        assert loop.buffer.masks.forced[3:, 1].all() and not loop.buffer.rewards[3:, 1].any()
+    spoil_what_is_over(loops[1])
+    (norms, terms, gradients, rollout), (norms2, terms2, gradients2, rollout2) = map(learned_from, loops)
+
+    assert norms[2] == loops[0].observation_norm.count == 3 * 6 - 3
+    assert differences(norms, norms2) == []
+    counted = ~rollout.masks.ended
+    for name in ("advantages", "targets"):
+        assert torch.equal(getattr(rollout, name)[counted], getattr(rollout2, name)[counted])
+    for name, ours, theirs in zip(terms._fields, terms, terms2, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True, msg=name)
+    for ours, theirs in zip(gradients, gradients2, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_policy_has_no_choice_after_an_end_and_its_ratio_is_one(make_watched: MakeWatched) -> None:
+    loop = make_watched(ENDING)
+    play_broken(loop, {0: [0, 1], 4: [2]})
+    rollout, summary = loop.finish()
+
+    assert (rollout.action.op[1:, :2] == Op.WAIT).all() and not rollout.log_prob[1:, :2].any()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
+    assert summary.returns.tolist()[:2] == [-0.75, -0.75]
+    assert rollout.starts[1:].nonzero().tolist() == [[0, 0], [0, 1], [4, 2]], "the tick after it"
+
+
+def test_a_vetoed_action_is_stored_as_the_wait_that_was_done(make_watched: MakeWatched) -> None:
+    loop = make_watched()
+    with torch.no_grad():
+        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 3.0, 0.0, 0.0]))  # prefer GERMINATE
+    loop.reset()
+    vetoes = []
+    for _ in range(6):
+        monitor = loop.pool.envs[0].monitor
+        monitor.governor_state = monitor.governor_state._replace(
+            consecutive_anomalies=1
+        )  # as if its last loss had been out of range
+        vetoes += [(veto.host, veto.tick) for veto in loop.step().vetoes]
+    rollout, _ = loop.finish()
+
+    assert len(vetoes) > 3 and {host for host, _ in vetoes} == {0}
+    assert not any(s.occupied for s in loop.pool.envs[0].slots) and any(s.occupied for s in loop.pool.envs[1].slots)
+    assert (torch.stack(rollout.action)[:, :, 0] == 0).all(), "WAIT, in every head"
+    # The policy prefers GERMINATE: its odds are e^3 against one WAIT, so it waits with probability ≤ 1 / (1 + e^3).
+    for _, tick in vetoes:
+        assert rollout.log_prob[tick - 1, 0].item() < -2.0
+    assert (rollout.action.op[:, 1:] == Op.GERMINATE).any()
+    assert ppo_terms(loop.policy, rollout, PPOConfig()).ratio_error < 1e-5
