@@ -36,6 +36,7 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: docs
 docs: $(BIN)/.docs  ## the documentation as a site; a link that leads nowhere is an error

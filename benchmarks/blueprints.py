@@ -63,7 +63,9 @@ def forward_times(setting: Setting, batch: int, repeats: int) -> dict[str, float
     """Return the median milliseconds of a forward pass of each blueprint that runs on a CPU."""
     # Random initial weights, because seeds that start as the identity compute with many zeros.
     seeds = {
-        name: build_seed(name, setting.layout, setting.width, CPU, torch.Generator().manual_seed(0), "random").eval()
+        name: build_seed(
+            name, setting.layout, setting.width, device=CPU, generator=torch.Generator().manual_seed(0), birth="random"
+        ).eval()
         for name in blueprint_names(setting.layout, CPU)
     }
     x = setting.feature(batch)

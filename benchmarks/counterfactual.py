@@ -52,7 +52,7 @@ FAMILIES: dict[str, Callable[[Sequence[str]], list[SeedVariant]]] = {
 def grow_everywhere(host: nn.Module, blueprint: str, generator: torch.Generator) -> None:
     """Grow a blended seed with random weights in every slot."""
     for slot in slots_of(host).values():
-        germinate(slot, blueprint, DEFAULT_RAMP, generator, birth="random")
+        germinate(slot, blueprint, DEFAULT_RAMP, generator=generator, birth="random")
         for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
             slot.move_to(stage)
 

@@ -60,7 +60,7 @@ def table(pool: HostPool, hosts_per_context: int, ticks: int) -> Table:
     seeds = sample_host_seeds(pool, hosts_per_context, Random("given away")).ravel().tolist()
     observations = collect_observations(pool, seeds, ticks)
     result = Table(box=box.MARKDOWN)
-    for heading in ("fact", "guessing", "before training", *(f"after {tick}" for tick in range(1, ticks + 1))):
+    for heading in ("variable", "guessing", "before training", *(f"after {tick}" for tick in range(1, ticks + 1))):
         result.add_column(heading)
     for name in family.encoded_variables:
         labels = [str(dict(family.draw(seed).variables).get(name)) for seed in seeds]
@@ -79,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--each", type=int, default=HOSTS_PER_CONTEXT, help=f"hosts of each member, {FOLDS} or more")
+    parser.add_argument("--each", type=int, default=HOSTS_PER_CONTEXT, help=f"hosts of each context, {FOLDS} or more")
     parser.add_argument("--ticks", type=int, default=TICKS, help="number of observed host epochs")
     options = parser.parse_args(args)
     if options.each < FOLDS:
@@ -87,9 +87,9 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     data = open_data(options.config)
     if len(data.pools) > 1:
-        parser.error(f"{options.config} has hosts of several tasks; ask of each in a config of its own")
+        parser.error(f"{options.config} has hosts of several tasks; give each a config of its own")
     if not data.pool.env_factory.context_distribution.encoded_variables:
-        parser.error(f"{options.config} has one member alone; name facts that differ in data.env.family.train")
+        parser.error(f"{options.config} has one context only; name variables that differ in data.env.family.train")
     pool = data.make_pool(options.each * len(data.pool.env_factory.context_distribution.contexts))
     wide_console().print(table(pool, options.each, options.ticks))
 

@@ -141,7 +141,7 @@ def make_pool(
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
-    pool = HostPool(case.task, data, case.host, config, hosts, data.train.inputs.device)
+    pool = HostPool(case.task, data, case.host, config=config, n_envs=hosts, device=data.train.inputs.device)
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):

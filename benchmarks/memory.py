@@ -41,7 +41,7 @@ def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
         actions=ActionConfig(tempos={"FAST": 2}),
     )
     task = Digits()
-    return HostPool(task, task.load().copy_to([device]), tiny, config, hosts, device)
+    return HostPool(task, task.load().copy_to([device]), tiny, config=config, n_envs=hosts, device=device)
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

@@ -3,7 +3,7 @@
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv
     python -m benchmarks.tables gap benchmarks/results/NAME.csv
-    python -m benchmarks.tables by benchmarks/results/NAME.csv FACT [FACT ...] --cells tamiyo 'best fixed:accuracy'
+    python -m benchmarks.tables by benchmarks/results/NAME.csv VARIABLE ... --cells tamiyo 'best fixed:accuracy'
 
 `keep` copies the columns that the tables need. `show` prints a Markdown table of the objective on test images, and the
 lead of the policy over every row, paired by host, for each training run and for all together. `gap` prints the share of
@@ -23,8 +23,7 @@ import numpy as np
 from esper_lightning.evaluation.statistics import Interval, mean_interval, ratio_interval
 
 KEPT_COLUMNS = ("controller", "training_seed", "host", "objective", "accuracy", "parameters", "fossils", "flops")
-
-"""Columns that are kept."""
+"""Columns that `keep` copies."""
 
 TAMIYO, SMALL, BIG = "tamiyo", "small static", "static tamiyo"
 """Names of the entries for the policy, the host that never grows, and the policy's final networks from the start."""
@@ -34,7 +33,7 @@ ByTrainingSeed = dict[str, np.ndarray]
 
 
 def members_of(results: Path) -> Path:
-    """Return the path of the file with the context of each host, beside kept results of a family."""
+    """Return the path of the file with the context of each host, beside stored results of a family."""
     return results.with_stem(f"{results.stem}_members")
 
 
@@ -108,7 +107,7 @@ def gaps(accuracy: dict[str, ByTrainingSeed]) -> list[str]:
 
 def parse_context(member: str) -> dict[str, str]:
     """Parse the variables of a context: `a.b 1, c [2, 3]` → {"a.b": "1", "c": "[2, 3]"}."""
-    return dict(fact.split(" ", 1) for fact in re.split(r", (?=[a-z_.]+ )", member))
+    return dict(variable.split(" ", 1) for variable in re.split(r", (?=[a-z_.]+ )", member))
 
 
 def by_kind(path: Path, names: Sequence[str], cells: Sequence[str]) -> list[str]:
@@ -148,7 +147,7 @@ def main(args: Sequence[str] | None = None) -> None:
     verbs.add_parser("gap", help="print the gaps closed").add_argument("results", type=Path)
     grouping = verbs.add_parser("by", help="print means by kind of host")
     grouping.add_argument("results", type=Path)
-    grouping.add_argument("facts", nargs="+")
+    grouping.add_argument("variables", nargs="+")
     grouping.add_argument("--cells", nargs="+", required=True, metavar="CONTROLLER[:COLUMN]")
     chosen = parser.parse_args(args)
     if chosen.verb == "keep":
@@ -157,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print("\n".join(markdown(read(chosen.results))))
     elif chosen.verb == "by":
         try:
-            lines = by_kind(chosen.results, chosen.facts, chosen.cells)
+            lines = by_kind(chosen.results, chosen.variables, chosen.cells)
         except ValueError as error:
             parser.error(str(error))
         print("\n".join(lines))

@@ -46,7 +46,7 @@ class AlternatingTelemetry(Telemetry):
 
     Attributes:
         seconds: Durations of rollouts, by level.
-        own: Seconds in telemetry's own hook per rollout, by level.
+        hook_seconds: Seconds in telemetry's own hook per rollout, by level.
     """
 
     def __init__(self) -> None:

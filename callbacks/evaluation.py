@@ -20,4 +20,4 @@ class Evaluation(Comparison, Callback):
         data = trainer.datamodule
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
-        run_comparison(self, data, [tamiyo], folder, trainer.record())
+        run_comparison(self, data, [tamiyo], folder=folder, record=trainer.record())

@@ -20,7 +20,7 @@ ProgressStyle = Literal["auto", "bars", "lines", "nothing"]
 class ProgressBars(Progress):
     """Progress bars of the rollout and of the run, with a line of text below them."""
 
-    def __init__(self, console: Console, ticks: int, total_ticks: int, done_ticks: int) -> None:
+    def __init__(self, console: Console, *, ticks: int, total_ticks: int, done_ticks: int) -> None:
         self.note = ""
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         super().__init__(*columns, console=console, expand=True)
@@ -56,7 +56,9 @@ class ProgressReport(Callback):
         # rich alone would take a pipe for a terminal where FORCE_COLOR is set, as it is on many CI systems.
         is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
         if self.show == "bars" or (self.show == "auto" and is_terminal):
-            self.bars = ProgressBars(console, self._horizon, self._total_ticks, self._first_tick)
+            self.bars = ProgressBars(
+                console, ticks=self._horizon, total_ticks=self._total_ticks, done_ticks=self._first_tick
+            )
             self.bars.start()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:

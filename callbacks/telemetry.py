@@ -65,6 +65,7 @@ class Telemetry(Callback):
     def __init__(
         self,
         level: Level = "normal",
+        *,
         every_n_ticks: int = 1,
         figures_every: int = 10,
         credit_hosts: int = 2,
@@ -188,7 +189,7 @@ class Telemetry(Callback):
             return
         with loop.pool.clock.measure("telemetry"):
             everything = self.detail.includes("normal", loop.ticks)
-            self._write_events(self.observer.update(loop.last_step, loop.pool.envs, loop.ticks, everything))
+            self._write_events(self.observer.update(loop.last_step, loop.pool.envs, loop.ticks, all_events=everything))
             alive = sum(not env.ended for env in loop.pool.envs)
             self._host_epochs += alive
             # Fresh hosts are validated once more, before the first tick of an episode.
@@ -269,7 +270,9 @@ class Telemetry(Callback):
         }
         found |= memory_metrics(loop.pool.device)
         found |= {f"train/{name}": value for name, value in report.metrics.items()}
-        found |= numbers.throughput(loop.pool, self._rollout_seconds, self._host_epochs, self._host_validations)
+        found |= numbers.throughput(
+            loop.pool, seconds=self._rollout_seconds, trained=self._host_epochs, validated=self._host_validations
+        )
         self._host_epochs = self._host_validations = 0
         memory = loop.pool.clock.take_memory()
         self._peak_memory = max(self._peak_memory, *memory.values())
@@ -285,7 +288,7 @@ class Telemetry(Callback):
         loop, report = self._module.collector, self._module.report
         pool, buffer, debug = loop.pool, loop.buffer, self.detail.includes("debug", loop.ticks)
         found = self.observer.scoreboard.metrics() | numbers.lstm_metrics(loop.state)
-        found |= numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevance_table(pool.device))
+        found |= numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevant=relevance_table(pool.device))
         found |= self._credit_metrics(pool.n_envs if debug and self.credit_hosts else self.credit_hosts)
         histograms = {
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),

@@ -1,16 +1,15 @@
-"""Output for the user on the terminal."""
+"""Output on the terminal: status lines, and a console that is wide enough for tables."""
 
 from rich.console import Console, RenderableType
+
+MIN_WIDTH = 110
+"""Minimum width of tables in columns. A narrower terminal wraps their lines; a file has room."""
 
 
 def print_status(*parts: RenderableType) -> None:
     """Print status lines to the console."""
     for part in parts:
         Console().print(part, soft_wrap=isinstance(part, str))
-
-
-MIN_WIDTH = 110
-"""Minimum width of the tables in columns; a narrower terminal wraps their lines, a file has room."""
 
 
 def wide_console() -> Console:

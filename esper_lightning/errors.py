@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError that torch raises if the CPU is out of memory."""

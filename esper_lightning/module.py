@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from torch import nn
 
 from esper_lightning.checkpointing.validate import write_identity
@@ -36,6 +36,16 @@ class NormalizeConfig:
             raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
         if self.clip <= 0.0:
             raise ValueError(f"normalize.clip must be positive, got {self.clip}")
+
+
+def attached_data(trainer: Any) -> PolicyData:
+    """Return the data module of a trainer, which Lightning sets without declaring it."""
+    return trainer.datamodule
+
+
+def attached_callbacks(trainer: Any) -> list[Callback]:
+    """Return the callbacks of a trainer, which Lightning sets without declaring them."""
+    return trainer.callbacks
 
 
 class UpdateReport(NamedTuple):
@@ -92,7 +102,7 @@ class TamiyoModule(LightningModule):
         self.ppo.check_heads(data.heads)
 
     def setup(self, stage: str) -> None:
-        self.build_for(self.trainer.datamodule)
+        self.build_for(attached_data(self.trainer))
 
     def build_for(self, data: PolicyData) -> None:
         """Build the policy for the shapes of the environments. They stay outside: this module must not train hosts."""
@@ -114,11 +124,18 @@ class TamiyoModule(LightningModule):
         return RunningMeanStd((features,), settings.momentum, settings.clip) if settings.observations else nn.Identity()
 
     def on_fit_start(self) -> None:
-        if not any(callback.state_key == "RolloutState" for callback in self.trainer.callbacks):
+        if not any(callback.state_key == "RolloutState" for callback in attached_callbacks(self.trainer)):
             raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
-        data: PolicyData = self.trainer.datamodule
-        norms = (self.observation_norm, self.value_norm)
-        self.collector = RolloutCollector(data.pool, self.policy, *norms, self.ppo, data.seed, self.privileged_norm)
+        data = attached_data(self.trainer)
+        self.collector = RolloutCollector(
+            data.pool,
+            self.policy,
+            observation_norm=self.observation_norm,
+            value_norm=self.value_norm,
+            config=self.ppo,
+            run_rng_seed=data.seed,
+            privileged_norm=self.privileged_norm,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
@@ -128,8 +145,9 @@ class TamiyoModule(LightningModule):
         with torch.autocast(self.device.type, enabled=False):
             if batch_idx == 0:
                 self.collector.reset()
-            for _ in range(self.collector.buffer.ticks // self.trainer.num_training_batches):
-                step = self.collector.step()
+            for _ in range(int(self.collector.buffer.ticks // self.trainer.num_training_batches)):
+                self.collector.step()
+            step = self.collector.last_step
             if self.trainer.is_last_batch:
                 with self.collector.pool.clock.measure("update"):
                     self.update(*self.collector.finish())
@@ -137,8 +155,10 @@ class TamiyoModule(LightningModule):
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
         """Run one PPO update on a rollout and store its report."""
+        assert self.trainer.max_epochs is not None, "Lightning has put its default there"
         progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # 0 in a run of one rollout
         optimizer = self.optimizers()
+        assert not isinstance(optimizer, list), "there is one"
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
@@ -179,10 +199,10 @@ class TamiyoModule(LightningModule):
         return LearnedController(self.policy, self.observation_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        write_identity(checkpoint, run_identity(self, self.trainer.datamodule))
+        write_identity(checkpoint, run_identity(self, attached_data(self.trainer)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.trainer.datamodule.adapt_checkpoint(checkpoint)
+        attached_data(self.trainer).adapt_checkpoint(checkpoint)
 
 
 POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric")

@@ -28,9 +28,11 @@ class Timer(Protocol):
 
     def has_passed(self, mark: Any) -> bool:
         """Return whether the device has reached the mark, without waiting."""
+        ...
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Return the seconds between two marks, both of which the device has reached."""
+        ...
 
 
 class ProcessorTimer:
@@ -190,7 +192,8 @@ class PhaseClock:
     def take_seconds(self) -> dict[str, float]:
         """Return seconds per phase since the last call; on CUDA, of the work that the GPU has finished."""
         self.collect()
-        taken, self.seconds = dict(self.seconds), Counter(dict.fromkeys(PHASES, 0.0))
+        taken: dict[str, float] = {**self.seconds}
+        self.seconds = Counter[str](dict.fromkeys(PHASES, 0.0))
         return taken
 
     def take_memory(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
@@ -43,7 +44,7 @@ class RunRecord(SaveConfigCallback):
 
     Attributes:
         settings: Reported settings as strings, by dotted name.
-        changed: Reported settings that differ from the defaults.
+        non_default_settings: Reported settings that differ from the defaults.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
@@ -56,13 +57,14 @@ class RunRecord(SaveConfigCallback):
             name: value for name, value in self.settings.items() if defaults.get(name) != value
         }
 
-    def setup(self, trainer: EsperTrainer, pl_module: TamiyoModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Do nothing: the base class would save the config before the checkpoint is restored."""
 
-    def on_save_checkpoint(self, trainer: EsperTrainer, pl_module: TamiyoModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[SETTINGS_KEY] = self.settings
 
-    def on_load_checkpoint(self, trainer: EsperTrainer, pl_module: TamiyoModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(trainer, EsperTrainer) and isinstance(pl_module, TamiyoModule), "those of the command line"
         check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in trainer.datamodule.pool.envs})
         adapt_optimizer_state(checkpoint, pl_module.configure_optimizers())
         states = checkpoint["callbacks"]
@@ -72,15 +74,16 @@ class RunRecord(SaveConfigCallback):
                 if state is not None:
                     states[callback.state_key] = state
         if SETTINGS_KEY in checkpoint:
-            before = checkpoint[SETTINGS_KEY]
-            print_status(*differences(before, self.settings))
-            if before.get(THREADS_SETTING) != self.settings[THREADS_SETTING]:
+            saved_settings = checkpoint[SETTINGS_KEY]
+            print_status(*differences(saved_settings, self.settings))
+            if saved_settings.get(THREADS_SETTING) != self.settings[THREADS_SETTING]:
                 print_status(
                     "with another number of threads sums round differently: the run does not continue bit for bit"
                 )
 
-    def on_train_start(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
-        folder = Path(trainer.log_dir)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer, EsperTrainer), "that of the command line"
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
         back_up(folder / self.config_filename)
         super().setup(trainer, pl_module, "fit")
         choice = trainer.datamodule.pool.executor_choice

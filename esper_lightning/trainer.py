@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -49,10 +49,11 @@ class EsperTrainer(Trainer):
     traceback.
 
     Attributes:
-        begun: True once the checkpoint is restored and training has started.
+        training_started: True once the checkpoint is restored and training has started.
     """
 
     training_started = False
+    callbacks: list[Callback]  # set by Lightning, which does not declare it
 
     def fit(
         self,
@@ -96,6 +97,7 @@ class EsperTrainer(Trainer):
         model: TamiyoModule,
         datamodule: HostPoolData,
         ckpt_path: str | Path | None = None,
+        *,
         more: str | list[str] | None = None,
         out: str | Path | None = None,
         weights_only: bool | None = None,
@@ -132,7 +134,7 @@ class EsperTrainer(Trainer):
                     tamiyos = load_policies(model, datamodule, paths)
                 print_status(*setting_differences(paths))
                 folder.mkdir(parents=True, exist_ok=True)
-            run_comparison(comparison, datamodule, tamiyos, folder, self.record())
+            run_comparison(comparison, datamodule, tamiyos, folder=folder, record=self.record())
         except KeyboardInterrupt:
             exit_with_error("interrupted before the comparison was over", EXIT_INTERRUPTED)
         except OSError as error:
@@ -147,6 +149,7 @@ class EsperTrainer(Trainer):
         self,
         model: TamiyoModule,
         datamodule: HostPoolData,
+        *,
         look: InformationConfig = InformationConfig(),
         out: str | Path | None = None,
     ) -> None:

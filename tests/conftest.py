@@ -112,7 +112,7 @@ def make_pool() -> Callable[..., HostPool]:
     data = task.load()
 
     def make(n_envs: int = 2, host: Callable[[Sequence[int], int], nn.Module] = small_host, **changes: Any) -> HostPool:
-        return HostPool(task, data, host, replace(SMALL, **changes), n_envs, torch.device("cpu"))
+        return HostPool(task, data, host, config=replace(SMALL, **changes), n_envs=n_envs, device=torch.device("cpu"))
 
     return make
 
@@ -145,7 +145,14 @@ def make_loop(
         pool = make_pool(n_envs)
         observation_norm = RunningMeanStd((len(pool.feature_names),))
         value_norm = RunningMeanStd((), clip=float("inf"))
-        return RolloutCollector(pool, make_policy(pool), observation_norm, value_norm, PPOConfig(**ppo), run_rng_seed=7)
+        return RolloutCollector(
+            pool,
+            make_policy(pool),
+            observation_norm=observation_norm,
+            value_norm=value_norm,
+            config=PPOConfig(**ppo),
+            run_rng_seed=7,
+        )
 
     return make
 

@@ -136,10 +136,10 @@ def fit(root: Path, *args: str) -> EsperCLI:
 def guarded_signals() -> Iterator[None]:
     """Fail the test at an unhandled signal, which would otherwise end pytest."""
 
-    def nobody_took_it(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"nobody took {signal.Signals(number).name}")
+    def raise_unhandled(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"no handler took {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, nobody_took_it) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, raise_unhandled) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

@@ -321,7 +321,7 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     assert shares["training.weight_decay"][0] == 50 and max(shares["training.weight_decay"]) < 75
     with pytest.raises(SystemExit):
         benchmark.main(["--config", str(ROOT / "configs" / "smoke.yaml")])
-    assert "one member alone; name facts" in capsys.readouterr().err
+    assert "one context only; name variables" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         benchmark.main(["--config", str(path), "--each", "3"])
     assert "--each 3 is too few for 5 folds" in capsys.readouterr().err

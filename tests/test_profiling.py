@@ -37,7 +37,7 @@ class SteppingTimer:
         return mark <= self.arrived
 
     def seconds(self, begin: float, end: float) -> float:
-        assert max(begin, end) <= self.arrived, "nobody may wait for it"
+        assert max(begin, end) <= self.arrived, "the timer must not synchronise"
         return end - begin
 
 
@@ -103,12 +103,12 @@ def test_time_with_several_hosts_is_divided_as_their_laps_say() -> None:
     hosts[0].record(update=1.0)  # before: not counted
     with clock.measure("train", hosts):
         timer.now += 9.0
-        for laps, data, train in zip(hosts, (3.0, 5.0), (12.0, 4.0), strict=True):
-            laps.start()
-            laps.timer.now += data - 1.0
-            laps.record(data=1.0)
-            laps.timer.now += train - 1.0
-            laps.record(train=0.75, counterfactual=0.25)
+        for host_timer, data, train in zip(hosts, (3.0, 5.0), (12.0, 4.0), strict=True):
+            host_timer.start()
+            host_timer.timer.now += data - 1.0
+            host_timer.record(data=1.0)
+            host_timer.timer.now += train - 1.0
+            host_timer.record(train=0.75, counterfactual=0.25)
 
     assert nonzero_seconds(clock) == pytest.approx(
         {"data": 10 * 8 / 24, "train": 10 * 12 / 24, "counterfactual": 10 * 4 / 24}
@@ -125,13 +125,13 @@ def test_hosts_that_say_nothing_leave_the_time_to_the_phase() -> None:
 
 def test_what_the_device_has_not_reached_is_added_later() -> None:
     timer = SteppingTimer()
-    clock, laps = PhaseClock(timer), HostTimer(timer)
+    clock, host_timer = PhaseClock(timer), HostTimer(timer)
     timer.arrived = 2.0
     with clock.measure("policy"):  # from 1 to 2
         pass
-    with clock.measure("train", [laps]):  # from 3 to 6
-        laps.start()
-        laps.record(train=1.0)
+    with clock.measure("train", [host_timer]):  # from 3 to 6
+        host_timer.start()
+        host_timer.record(train=1.0)
 
     assert nonzero_seconds(clock) == {"policy": 1.0}
     assert nonzero_seconds(clock) == {}
@@ -163,14 +163,14 @@ def test_the_clock_is_named_after_what_it_reads(make_pool: MakePool) -> None:
 
 def seconds_of_intervals(pool: HostPool, work: Callable[[], object]) -> dict[str, float]:
     """Return seconds by phase of the first environment's intervals, with 1 s between marks."""
-    laps = pool.envs[0].timer
-    laps.take_intervals()
-    laps.timer = SteppingTimer()
+    host_timer = pool.envs[0].timer
+    host_timer.take_intervals()
+    host_timer.timer = SteppingTimer()
     work()
     seconds: dict[str, float] = {}
-    for lap in laps.take_intervals():
-        for phase, share in lap.shares.items():
-            seconds[phase] = seconds.get(phase, 0.0) + share * (lap.end - lap.begin)
+    for interval in host_timer.take_intervals():
+        for phase, share in interval.shares.items():
+            seconds[phase] = seconds.get(phase, 0.0) + share * (interval.end - interval.begin)
     return seconds
 
 

@@ -175,5 +175,5 @@ def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(t
     assert only_run(tmp_path).folder == run.folder, "it went on in its folder"
     assert (run.folder / "config.1.yaml").read_text() == first
     again = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert again["ckpt_path"] is None, "whoever repeats the config must not continue the old run"
+    assert again["ckpt_path"] is None, "a repeated config must not continue the old run"
     assert again["trainer"]["max_epochs"] == 2

@@ -81,7 +81,7 @@ def groups_of(command: str, path: tuple[str, ...], target: Callable[..., Any], k
     Args:
         command: Name of the command.
         path: Keys that lead to the class or function.
-        takes: The class or function.
+        target: The class or function.
         known: Classes found so far; a class that is null by default is yielded only once."""
     hints = get_type_hints(target.__init__ if inspect.isclass(target) and not is_settings(target) else target)
     for name, hint in hints.items():

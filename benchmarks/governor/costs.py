@@ -28,9 +28,9 @@ class Cost(NamedTuple):
 def timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
     """Return `work` wrapped so that each call appends its duration in seconds to `spent`."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **more: Any) -> Any:
         begin = time.perf_counter()
-        result = work(*args)
+        result = work(*args, **more)
         spent.append(time.perf_counter() - begin)
         return result
 

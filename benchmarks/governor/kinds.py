@@ -83,4 +83,4 @@ def open_pool(kind: HostKind, horizon: int, hosts: int, lifecycle: LifecycleConf
     """Return a pool of hosts of one kind, under a Governor with default settings."""
     training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
-    return HostPool(kind.task, kind.task.load(), kind.host, config, hosts, CPU)
+    return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU)

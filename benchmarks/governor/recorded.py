@@ -18,7 +18,7 @@ from esper_lightning.governor.monitor import HostMonitor
 
 def first_rollback(trace: Trace, ticks: Sequence[GovernorInput], config: GovernorConfig) -> tuple[int, str] | None:
     """Return the tick (from 0) and the cause of the first rollback by the Governor, or None."""
-    guard = HostMonitor(config, trace.chance, trace.steps)
+    guard = HostMonitor(config, chance_loss=trace.chance, steps_per_epoch=trace.steps)
     for i, seen in enumerate(ticks):
         verdict = guard.judge(*seen)
         if verdict.diverged:
@@ -144,7 +144,7 @@ def judge_recorded(traces: Sequence[Trace], config: GovernorConfig, markdown: bo
         rows.append(row)
     spans = [f"{horizon} ticks" for horizon in EPISODES] + ["both"]
     columns = [part for span in spans for part in (f"{span}: not healthy", "rolled back of healthy")]
-    show("Hosts that nobody broke", ["hosts", *columns], rows, markdown)
+    show("Undisturbed hosts", ["hosts", *columns], rows, markdown)
     for trace in healthy:
         if false_positives[id(trace)] is not None:
             tick, cause = false_positives[id(trace)]

@@ -94,7 +94,9 @@ def record(kind: str, controller: str, horizon: int, hosts: int) -> list[Trace]:
     make, lifecycle = CONTROLLERS[controller]
     pool, acting = open_pool(KINDS[kind], horizon, hosts, lifecycle, "fused"), make()
     for env in pool.envs:
-        env.monitor = Recorder(env.monitor.config, env.monitor.chance_loss, env.monitor.steps_per_epoch)
+        env.monitor = Recorder(
+            env.monitor.config, chance_loss=env.monitor.chance_loss, steps_per_epoch=env.monitor.steps_per_epoch
+        )
     first = 1000 * list(CONTROLLERS).index(controller) + 100 * horizon
     pool.reset(range(first, first + hosts))
     acting.reset(pool)

@@ -28,11 +28,13 @@ class GroupNorm(nn.GroupNorm):
     On the CPU, torch 2.11 crashes in the backward pass of the original if such an input is in channels_last.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.num_groups, weight=self.weight, bias=self.bias, eps=self.eps)
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:  # [B, C, H, W]
+def group_norm(
+    x: Tensor, groups: int, *, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:  # [B, C, H, W]
     """Apply F.group_norm without the crash described at `GroupNorm`."""
     if torch.is_grad_enabled() and not x.requires_grad:
         # Not contiguous(), which leaves a feature of one position in channels_last, as it fits both formats.

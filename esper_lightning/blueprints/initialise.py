@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +34,16 @@ CONSTANT_LAYERS = (
 """Layers whose `reset_parameters` sets constants and draws no random numbers."""
 
 
-def _initialise_weighted(module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
+def _initialise_weighted(
+    module: nn.Linear
+    | nn.Conv1d
+    | nn.Conv2d
+    | nn.Conv3d
+    | nn.ConvTranspose1d
+    | nn.ConvTranspose2d
+    | nn.ConvTranspose3d,
+    generator: torch.Generator,
+) -> None:
     # PyTorch's default for these layers: uniform within 1/sqrt(fan in), for weight and bias.
     bound = 1.0 / math.sqrt(module.weight[0].numel())
     nn.init.uniform_(module.weight, -bound, bound, generator=generator)
@@ -90,7 +100,10 @@ def initialise(network: nn.Module, generator: torch.Generator) -> None:
         raise ValueError(f"cannot initialise a {type(network).__name__}: give it a method initialise(generator)")
 
 
-def build_on(device: torch.device, build: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+Built = TypeVar("Built", bound=nn.Module)
+
+
+def build_on(device: torch.device, build: Callable[[], Built], generator: torch.Generator) -> Built:
     """Build a module on `device` with weights from `generator`, without using the global random state."""
     with torch.device("meta"):
         module = build()

@@ -38,7 +38,7 @@ class Blueprint(NamedTuple):
         return self.devices is None or device.type in self.devices
 
 
-Builder = TypeVar("Build", bound=Callable[[int], nn.Module])
+Builder = TypeVar("Builder", bound=Callable[[int], nn.Module])
 
 _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 
@@ -46,6 +46,7 @@ _BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}  # by (layout, name)
 def register(
     name: str,
     layouts: AbstractSet[str],
+    *,
     parameters: Callable[[int], int],
     flops: Callable[[int, int], int],
     devices: AbstractSet[str] | None = None,
@@ -99,7 +100,7 @@ def get_blueprint(name: str, layout: str) -> Blueprint:
 
 
 def build_seed(
-    name: str, layout: str, width: int, device: torch.device, generator: torch.Generator, birth: Birth = "identity"
+    name: str, layout: str, width: int, *, device: torch.device, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
     """Build a seed for a feature of `width` channels, with weights drawn from `generator` (on `device`).
 
@@ -109,9 +110,8 @@ def build_seed(
     """
     blueprint = get_blueprint(name, layout)
     if not blueprint.runs_on(device):
-        raise ValueError(
-            f"blueprint {name!r} does not run on {device.type}; it runs on: {', '.join(sorted(blueprint.devices))}"
-        )
+        supported = ", ".join(sorted(blueprint.devices or ()))
+        raise ValueError(f"blueprint {name!r} does not run on {device.type}; it runs on: {supported}")
     seed = build_on(device, lambda: blueprint.build(width), generator)
     if birth == "random":
         if (start_at_random := getattr(seed, "start_at_random", None)) is not None:

@@ -99,13 +99,13 @@ def _flops(c: int, n: int) -> int:
     return 8 * n * c * c + 4 * n * n * c  # four linear maps; scores and their weighted sums
 
 
-@register("attention", {"sequence"}, _parameters, _flops)
+@register("attention", {"sequence"}, parameters=_parameters, flops=_flops)
 def attention(width: int) -> nn.Module:
     """Build residual causal self-attention (https://arxiv.org/abs/1706.03762)."""
     return _residual_attention(width, AttentionCore)
 
 
-@register("flex_attention", {"sequence"}, _parameters, _flops, devices={"cuda"})
+@register("flex_attention", {"sequence"}, parameters=_parameters, flops=_flops, devices={"cuda"})
 def windowed_attention(width: int) -> nn.Module:
     """Build residual causal self-attention within a window; FLOPs are counted as without the window."""
     return _residual_attention(width, WindowedAttentionCore)

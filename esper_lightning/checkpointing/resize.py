@@ -1,4 +1,4 @@
-"""Resuming with another number of environments: the run goes on with a new rollout, as hosts cannot be divided."""
+"""Resuming with another number of environments: the run continues with a new rollout, as hosts cannot be divided."""
 
 from typing import Any
 

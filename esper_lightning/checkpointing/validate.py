@@ -12,7 +12,7 @@ from esper_lightning.serialization.checks import check_count, check_finite, chec
 from esper_lightning.serialization.safe_load import read_tensors
 
 SCHEMA = 6
-"""Version number of the checkpoint format; increased whenever older checkpoints can no longer be resumed."""
+"""Version number of the checkpoint format; increased whenever checkpoints of the previous version cannot be resumed."""
 
 SCHEMA_KEY = "esper_schema"
 IDENTITY_KEY = "esper_identity"
@@ -105,11 +105,11 @@ def check_random(states: Any) -> None:
 
 def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise ValueError, naming the first difference, unless a run with `identity` can resume one with `saved`."""
-    for name, ours in identity.items():
-        before = saved.get(name, "nothing")
-        if type(before) is not type(ours) or before != ours:
+    for name, value in identity.items():
+        saved_value = saved.get(name, "nothing")
+        if type(saved_value) is not type(value) or saved_value != value:
             raise ValueError(
-                f"{name}: the checkpoint has {before!s:.200}, this run {ours!s:.200}; "
+                f"{name}: the checkpoint has {saved_value!s:.200}, this run {value!s:.200}; "
                 f"resume with the config.yaml in the checkpoint's run folder"
             )
 
@@ -119,8 +119,8 @@ def check_loops(checkpoint: dict[str, Any], expected: dict[str, Any], host_ticks
 
     Args:
         checkpoint: Checkpoint whose loops are checked.
-        ours: State of this run's fit loop before it begins, as a reference for names and types.
-        hosts: Tick counters of the restored hosts.
+        expected: State of this run's fit loop before it begins, as a reference for names and types.
+        host_ticks: Tick counters of the restored hosts.
     """
     saved = check_keys("loops", checkpoint["loops"], ("fit_loop",))["fit_loop"]
     _check_structure("loops", saved, expected)
@@ -156,8 +156,8 @@ def adapt_optimizer_state(checkpoint: dict[str, Any], fresh: Optimizer) -> None:
         raise ValueError(f"it holds {len(states)} optimizers; Tamiyo has one")
     settings = [{name: value for name, value in group.items() if name != "params"} for group in fresh.param_groups]
     load_optimizer(fresh, states[0])
-    for group, ours in zip(fresh.param_groups, settings, strict=True):
-        group.update(ours)
+    for group, group_settings in zip(fresh.param_groups, settings, strict=True):
+        group.update(group_settings)
     for state in fresh.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):

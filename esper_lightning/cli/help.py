@@ -1,4 +1,7 @@
-"""Argument parser of the command line, with short help texts and one-line errors with suggestions."""
+"""Argument parser of the command line: errors in one line with a suggestion, short help texts, tab completion.
+
+Functions `suggest_…` find the valid name nearest to an unknown one in the parser's error message.
+"""
 
 import argparse
 import importlib
@@ -7,12 +10,18 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.errors import exit_with_error
+
+PROGRAM = "esper-lightning"
+USAGE = "%(prog)s [--config FILE …] [--SETTING VALUE …]"
+
+COMPLETION = "--completion"
+COMPLETION_HELP = f'Print a script for tab completion; in bash: eval "$({PROGRAM} {COMPLETION})"'
 
 UNKNOWN_OPTION = re.compile(r"(?:unrecognized arguments: --|does not accept option ')([\w.+]+)")
 UNKNOWN_COMMAND = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
@@ -57,8 +66,8 @@ def all_options(parser: ArgumentParser) -> Iterator[str]:
 
 def command_parsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
     """Return the parser of each subcommand, by name."""
-    found = [getattr(action, "_name_parser_map", None) or {} for action in parser._actions]
-    return {name: below for one in found for name, below in one.items()}
+    maps = [getattr(action, "_name_parser_map", None) or {} for action in parser._actions]
+    return {name: subparser for map_of_action in maps for name, subparser in map_of_action.items()}
 
 
 def suggest_option(found: re.Match[str], message: str, parser: ArgumentParser) -> str | None:
@@ -105,6 +114,29 @@ SUGGESTERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str, ArgumentP
 """Patterns of error messages, each with the function that finds the nearest valid name."""
 
 
+KNOWN_SUBCLASSES = re.compile(r"known\s+subclasses:([^()]*)\)")
+"""Pattern of the list of known subclasses in an option's help text, which may contain every module of torch."""
+
+
+class Parser(LightningArgumentParser):
+    """Argument parser that reports an error in one line with a suggestion, without the usage of 200 options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            raise ArgumentError(None, message) from ex
+        exit_with_error(message + suggestion(message, self))
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Return the help text, with lists of known subclasses shortened to the classes of this package."""
+        return KNOWN_SUBCLASSES.sub(_our_classes, super().format_help(*args, **kwargs))
+
+
+def _our_classes(found: re.Match[str]) -> str:
+    all_classes = re.sub(r"\s+", "", found[1]).split(",")  # long names may be broken at any character
+    package_classes = [name for name in all_classes if re.fullmatch(r"esper_lightning\.(hosts|tasks)\.\w+", name)]
+    return f"ours: {', '.join(package_classes)})" if package_classes else found[0]
+
+
 SCRIPT_TEMPLATE = """\
 # bash: eval "$({program} {flag})"; in zsh first: autoload -U +X bashcompinit && bashcompinit
 _{function}() {{
@@ -144,40 +176,13 @@ def completion_script(program: str, flag: str, options: Mapping[str, Iterable[st
     )
 
 
-PROGRAM = "esper-lightning"
-USAGE = "%(prog)s [--config FILE …] [--SETTING VALUE …]"
-
-KNOWN_SUBCLASSES = re.compile(r"known\s+subclasses:([^()]*)\)")
-"""Pattern of the list of known subclasses in an option's help text, which may contain every module of torch."""
-
-COMPLETION = "--completion"
-COMPLETION_HELP = f'Print a script for tab completion; in bash: eval "$({PROGRAM} {COMPLETION})"'
-
-
-class Parser(LightningArgumentParser):
-    """Argument parser that reports an error in one line with a suggestion, without the usage of 200 options."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            raise ArgumentError(None, message) from ex
-        exit_with_error(message + suggestion(message, self))
-
-    def format_help(self) -> str:
-        """Return the help text, with lists of known subclasses shortened to the classes of this package."""
-        return KNOWN_SUBCLASSES.sub(_our_classes, super().format_help())
-
-
-def _our_classes(found: re.Match[str]) -> str:
-    all_classes = re.sub(r"\s+", "", found[1]).split(",")  # long names may be broken at any character
-    ours = [name for name in all_classes if re.fullmatch(r"esper_lightning\.(hosts|tasks)\.\w+", name)]
-    return f"ours: {', '.join(ours)})" if ours else found[0]
-
-
 class PrintCompletion(argparse.Action):
     """Option that prints the script for tab completion and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        options = {command: sorted(set(all_options(below))) for command, below in command_parsers(parser).items()}
+        options = {
+            command: sorted(set(all_options(subparser))) for command, subparser in command_parsers(parser).items()
+        }
         print(completion_script(PROGRAM, COMPLETION, options), end="")
         parser.exit()
 

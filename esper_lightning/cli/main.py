@@ -73,7 +73,7 @@ MAX_THREADS = 1024
 """Largest accepted `threads_per_operator`; no machine has more cores."""
 
 RESERVED_CHECKPOINT_NAMES = frozenset({"last", "best", "hpc", "registry"})
-"""Values of `ckpt_path` with a special meaning in Lightning; refused, because with some it silently starts anew."""
+"""Values of `ckpt_path` with a special meaning in Lightning, which are refused: with some it silently starts anew."""
 
 
 MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there
@@ -113,9 +113,11 @@ class EsperCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         with one_line_errors():
             self._check_settings()
+        assert self.subcommand is not None, "the program has no other way to run"
         torch.set_num_threads(self.config[self.subcommand].threads_per_operator)
 
     def _check_settings(self) -> None:
+        assert self.subcommand is not None, "the program has no other way to run"
         config = self.config[self.subcommand]
         defaults = self._parser(self.subcommand).get_defaults()
         for name, group in vars(defaults).items():
@@ -173,6 +175,7 @@ class EsperCLI(LightningCLI):
             except TypeError as error:
                 if "must be a mapping" not in str(error):
                     raise
+                assert self.subcommand is not None, "the program has no other way to run"
                 null_groups = self._null_groups(
                     self.config[self.subcommand], self._parser(self.subcommand).get_defaults()
                 )
@@ -260,13 +263,13 @@ def args_with_run_settings(args: Sequence[str]) -> list[str] | None:
 
 def option_value(flag: str, args: Sequence[str]) -> str | None:
     """Return the value of the last occurrence of a flag on the command line, or None."""
-    found = None
+    value = None
     for arg, following in zip(args, [*args[1:], None], strict=True):
         if arg == flag:
-            found = following
+            value = following
         elif arg.startswith(f"{flag}="):
-            found = arg.removeprefix(f"{flag}=")
-    return found
+            value = arg.removeprefix(f"{flag}=")
+    return value
 
 
 def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str:

@@ -54,7 +54,7 @@ class HeuristicConfig:
                 raise ValueError(f"heuristic.{name} must be at least 1, got {getattr(self, name)}")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Memory:
     """State of the rule for one environment."""
 
@@ -77,13 +77,13 @@ class Heuristic:
         masks = pool.masks_on_cpu.slot.tolist()
         growable = pool.masks_on_cpu.blueprint[0].tolist()
         actions = [
-            self._choose_action(env, memory, slot_mask, growable)
+            self._choose_action(env, memory, slot_mask, growable=growable)
             for env, memory, slot_mask in zip(pool.envs, self.memories, masks, strict=True)
         ]
         return to_action(actions, pool.device)
 
     def _choose_action(
-        self, env: HostEnv, memory: _Memory, slot_mask: list[list[bool]], growable: list[list[bool]]
+        self, env: HostEnv, memory: _Memory, slot_mask: list[list[bool]], *, growable: list[list[bool]]
     ) -> tuple[int, ...]:
         accuracy = 100.0 * env.history.accuracy[-1]
         memory.penalties = {
@@ -94,7 +94,9 @@ class Heuristic:
             if slot_mask[Op.FOSSILIZE][k] and is_worth_fossilizing(env.records[k].contribution, env.lifecycle):
                 return Op.FOSSILIZE, k
             if slot_mask[Op.CULL][k] and self._is_harmful(env, k, accuracy - memory.accuracy_before[k]):
-                blueprint = env.space.blueprint.index(env.slots[k].blueprint)
+                culled = env.slots[k].blueprint
+                assert culled is not None, "only a seed can be culled"
+                blueprint = env.space.blueprint.index(culled)
                 memory.penalties[blueprint] = memory.penalties.get(blueprint, 0.0) + self.config.cull_penalty
                 return Op.CULL, k
             if len(slot_mask) > Op.ADVANCE and slot_mask[Op.ADVANCE][k]:

@@ -113,9 +113,9 @@ class HillClimbing:
         return actions[chosen]
 
 
-def make_action(op: Op, slot: int, blueprint: int = 0, tempo: int = 0) -> tuple[int, ...]:
+def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
     """Return an action with a choice for every head; heads that are not given choose 0."""
-    return Action(op, slot, blueprint, 0, tempo, 0, 0, 0)
+    return (op, slot, blueprint, 0, tempo, 0, 0, 0)  # in the order of HEADS
 
 
 def list_candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def list_candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, i
     blueprints = pool.space.blueprint
     for name in config.blueprints or ():
         if name not in blueprints:
-            raise ValueError(f"climbing.blueprints: {name!r} is not on offer; {suggest_name(name, blueprints)}")
+            raise ValueError(f"climbing.blueprints: {name!r} is not available; {suggest_name(name, blueprints)}")
     selected = [blueprints.index(name) for name in config.blueprints or blueprints]
     growable = pool.masks_on_cpu.blueprint[0].tolist()
     slots = list(enumerate(pool.envs[0].slots))
@@ -160,14 +160,16 @@ def has_no_gradient(gradient: GradientStats) -> bool:
 
 def net_gain(env: HostEnv, k: int, config: ObjectiveConfig) -> float:
     """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
-    slot = env.slots[k]
+    slot, contribution = env.slots[k], env.records[k].contribution
+    assert contribution is not None, "the caller asks for the gain of measured seeds only"
     prices = env.prices
     parameters = torch.tensor([env.fossilized_parameters]) + torch.tensor([0, count_parameters(slot.seed)])
     compute: Tensor | float = 0.0
     if config.charges_compute:
+        assert env.flops is not None, "they are counted where compute has a price"
         flops = torch.tensor([env.fossilized_flops]) + torch.tensor([0, env.flops.seed_flops(slot)])
         compute = compute_rent(flops, env.flops.host, torch.tensor(prices.compute))
     without, with_seed = rent(
-        parameters, env.host_parameters, config, torch.tensor(prices.parameters), compute
+        parameters, env.host_parameters, config, price=torch.tensor(prices.parameters), compute_cost=compute
     ).tolist()
-    return env.records[k].contribution / 100.0 - (with_seed - without)
+    return contribution / 100.0 - (with_seed - without)

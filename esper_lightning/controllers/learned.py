@@ -1,4 +1,4 @@
-"""Controllers choose the actions in a pool: the learned policy and the baselines share this interface."""
+"""Interface of all controllers, and the controllers that act by a learned policy: most likely action, or sampled."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,8 +6,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, HostPool
+from esper_lightning.envs import Action, HostPool, Masks
+from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.tamiyo.policy import Policy
+
+
+class ObservedHosts(Protocol):
+    """What a policy reads of N hosts: a pool has it, and so has a pool that is presented in other spaces."""
+
+    @property
+    def n_envs(self) -> int: ...
+
+    @property
+    def observation(self) -> Observation: ...
+
+    @property
+    def masks(self) -> Masks: ...
+
+    @property
+    def episode_starts(self) -> Tensor: ...  # [N] bool
+
+
+class PolicyController(Protocol):
+    """Controller that reads observation and masks only, and therefore also acts on hosts in other spaces."""
+
+    def reset(self, pool: ObservedHosts) -> None:
+        """Start an episode in every environment."""
+
+    def act(self, pool: ObservedHosts) -> Action:
+        """Return one action per environment that is possible according to `pool.masks`."""
+        ...
 
 
 class Controller(Protocol):
@@ -18,6 +46,7 @@ class Controller(Protocol):
 
     def act(self, pool: HostPool) -> Action:
         """Return one action per environment that is possible according to `pool.masks`."""
+        ...
 
 
 class LearnedController:
@@ -32,14 +61,16 @@ class LearnedController:
         self.policy = policy
         self.normalise = normalise
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: ObservedHosts) -> None:
         self.state = self.policy.initial_state(pool.n_envs)
 
     @torch.no_grad()
-    def act(self, pool: HostPool) -> Action:
+    def act(self, pool: ObservedHosts) -> Action:
         observation = pool.observation._replace(features=self.normalise(pool.observation.features))
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        distribution, self.state = self.policy.step_actor(observation, self.state, pool.masks, pool.episode_starts)
+        distribution, self.state = self.policy.step_actor(
+            observation, self.state, pool.masks, starts=pool.episode_starts
+        )
         return distribution.mode()
 
 
@@ -57,7 +88,9 @@ class SampledController(LearnedController):
         self.generator = torch.Generator(next(policy.parameters()).device).manual_seed(rng_seed)
 
     @torch.no_grad()
-    def act(self, pool: HostPool) -> Action:
+    def act(self, pool: ObservedHosts) -> Action:
         observation = pool.observation._replace(features=self.normalise(pool.observation.features))
-        distribution, self.state = self.policy.step_actor(observation, self.state, pool.masks, pool.episode_starts)
+        distribution, self.state = self.policy.step_actor(
+            observation, self.state, pool.masks, starts=pool.episode_starts
+        )
         return distribution.sample(self.generator)

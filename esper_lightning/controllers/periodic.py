@@ -36,7 +36,7 @@ class Periodic:
         available = pool.space.blueprint
         for name in self.config.blueprints or ():
             if name not in available:
-                raise ValueError(f"periodic.blueprints: {name!r} is not on offer; {suggest_name(name, available)}")
+                raise ValueError(f"periodic.blueprints: {name!r} is not available; {suggest_name(name, available)}")
         self.blueprints = [available.index(name) for name in self.config.blueprints or available]
         self.tempo, _ = fastest_tempo(pool)
         self.next_germination = [0] * pool.n_envs  # tick of the next germination

@@ -82,7 +82,7 @@ def actions_by_tick(schedule: Schedule, pool: HostPool) -> list[tuple[int, tuple
             value = getattr(entry, head) if Op[entry.op] in RELEVANT_OPS[head] else None
             if value is not None and value not in choices:
                 suggestion = suggest_name(str(value), [str(choice) for choice in choices])
-                raise ValueError(f"{where}: {head} {value!r} is not on offer here; {suggestion}")
+                raise ValueError(f"{where}: {head} {value!r} is not available here; {suggestion}")
             action.append(0 if value is None else choices.index(value))
         _, slot, blueprint, *_ = action
         if entry.blueprint is not None and not pool.masks_on_cpu.blueprint[0, slot, blueprint]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.learned import PolicyController
 from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
@@ -40,11 +40,11 @@ class TrainingSpaces(NamedTuple):
             space = ActionSpace(*(list(identity[CHOICES_KEY.format(head)]) for head in HEADS))
             features = [str(name) for name in identity[FEATURES_KEY]]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"it does not say what its policy knows: {error}") from error
+            raise ValueError(f"it does not contain the spaces of its policy: {error}") from error
         for name in stand_ins:
             if name not in space.blueprint:
                 raise ValueError(
-                    f"stand_ins: the policy knows no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
+                    f"stand_ins: the policy has no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
                 )
         return cls(space, features, stand_ins)
 
@@ -174,7 +174,7 @@ def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
             )
     if len(host_space.slot) > len(policy_space.slot):
         raise ValueError(
-            f"these hosts have {len(host_space.slot)} slots, Tamiyo knows {len(policy_space.slot)}; "
+            f"these hosts have {len(host_space.slot)} slots, the policy has {len(policy_space.slot)}; "
             f"name fewer of {host_space.slot}"
         )
 
@@ -188,7 +188,7 @@ def check_blueprints(host_names: Sequence[str], growable: Sequence[str], spaces:
             raise ValueError(f"stand_ins: {name!r} would be two of the policy's blueprints; name each once")
     if not set(host_names) & set(growable):
         raise ValueError(
-            f"nothing that Tamiyo knows ({', '.join(spaces.space.blueprint)}) grows here; name stand_ins among "
+            f"no blueprint of the policy ({', '.join(spaces.space.blueprint)}) grows here; name stand_ins among "
             f"{', '.join(growable)}"
         )
 
@@ -201,7 +201,7 @@ class TransferController:
         spaces: Spaces of its training hosts.
     """
 
-    def __init__(self, controller: Controller, spaces: TrainingSpaces) -> None:
+    def __init__(self, controller: PolicyController, spaces: TrainingSpaces) -> None:
         self.controller = controller
         self.spaces = spaces
 

@@ -29,6 +29,7 @@ class VectorData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Raise ValueError if policy and environments are on different devices."""
+        assert self.trainer is not None, "the trainer calls this"
         env_device, policy_device = self.pool.device, self.trainer.strategy.root_device
         if env_device.type != policy_device.type:
             raise ValueError(

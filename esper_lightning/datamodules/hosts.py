@@ -15,7 +15,7 @@ from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.tasks import Task
 
-Result = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class TickLoader:
@@ -50,17 +50,27 @@ class PolicyData(Protocol):
 
     n_envs: int
     """Number of environments."""
-    horizon: int
-    """Environment steps in one rollout."""
     seed: int
     """RNG seed of the run."""
-    pool: VectorEnv | None
-    """The environments. None until they are built."""
-    heads: Iterable[str]
-    """Names of the components of an action."""
+
+    @property
+    def horizon(self) -> int:
+        """Environment steps in one rollout."""
+        ...
+
+    @property
+    def pool(self) -> VectorEnv:
+        """The environments, once they are built."""
+        ...
+
+    @property
+    def heads(self) -> Iterable[str]:
+        """Names of the components of an action."""
+        ...
 
     def identity(self) -> dict[str, Any]:
         """Return the properties that a resumed run must share with the saved one, by setting name."""
+        ...
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run before it is restored. Raises ValueError if that is impossible."""
@@ -87,6 +97,7 @@ class HostPoolData(LightningDataModule):
         task: Task,
         host: HostFactory,
         env: EnvConfig = EnvConfig(),
+        *,
         n_envs: int = 48,
         seed: int = 0,
         also: dict[str, TaskConfig] | None = None,
@@ -98,14 +109,15 @@ class HostPoolData(LightningDataModule):
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
-        self.pool: HostPool | MixedPool | None = None
+        self._pool: HostPool | MixedPool | None = None
 
     def setup(self, stage: str) -> None:
+        assert self.trainer is not None, "the trainer calls this"
         self.build(self.trainer.strategy.root_device)
 
     def build(self, device: torch.device) -> None:
         """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
-        if self.pool is not None:
+        if self._pool is not None:
             return
         self.loaded_tasks = self._for_each_task(lambda name: load_task(self.task_configs[name], self.env, device))
         several = len(self.loaded_tasks) > 1
@@ -123,7 +135,13 @@ class HostPoolData(LightningDataModule):
             if pool.selection is not None:
                 print_status(*pool.selection.report())
         (first, *others) = self.pools.values()
-        self.pool = MixedPool(self.pools) if others else first
+        self._pool = MixedPool(self.pools) if others else first
+
+    @property
+    def pool(self) -> HostPool | MixedPool:
+        """The hosts of the first task, or of all tasks side by side. Only after `setup` or `build`."""
+        assert self._pool is not None, "build the hosts first, by `build` or `setup`"
+        return self._pool
 
     def _for_each_task(self, make: Callable[[str], Result]) -> dict[str, Result]:
         """Return the result of `make` for each task, by name. A ValueError names the task if there are several."""
@@ -168,7 +186,7 @@ class HostPoolData(LightningDataModule):
         if (saved := count_saved_envs(checkpoint)) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
-                f"{self.n_envs} environments, the run so far had {saved}: it goes on with the next rollout, "
+                f"{self.n_envs} environments, the run so far had {saved}: it continues with the next rollout, "
                 f"not bit for bit"
             )
 
@@ -178,8 +196,8 @@ class HostPoolData(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         return {"pool": self.pool.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["pool"]["envs"]) != self.n_envs:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if len(state_dict["pool"]["envs"]) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if (note := self.pool.load_state_dict(state["pool"])) is not None:
+        if (note := self.pool.load_state_dict(state_dict["pool"])) is not None:
             print_status(note)

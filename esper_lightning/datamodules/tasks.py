@@ -82,6 +82,7 @@ class LoadedTask(NamedTuple):
         n_envs: int,
         held_out: bool = False,
         template: HostPool | None = None,
+        *,
         shared_space: SharedSpace | None = None,
     ) -> HostPool:
         """Return a pool of these hosts.
@@ -89,25 +90,37 @@ class LoadedTask(NamedTuple):
         Args:
             n_envs: Number of hosts.
             held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
-            like: An existing pool whose executor and shared action space the new one takes over.
-            common: Action space that is shared with the hosts of other tasks.
+            template: An existing pool whose executor and shared action space the new one takes over.
+            shared_space: Action space that is shared with the hosts of other tasks.
         """
         env_config = self.env_config
         if template is not None:
             executor, onednn = template.executor_choice
             env_config = replace(env_config, executor=executor, training=replace(env_config.training, onednn=onednn))
             shared_space = template.env_factory.shared_space
-        device, *others = self.devices
+        device, *extra_devices = self.devices
         task, host = self.config.task, self.config.host
-        return HostPool(task, self.data, host, env_config, n_envs, device, others, held_out, shared_space)
+        return HostPool(
+            task,
+            self.data,
+            host,
+            config=env_config,
+            n_envs=n_envs,
+            device=device,
+            extra_devices=extra_devices,
+            held_out=held_out,
+            shared_space=shared_space,
+        )
 
     def discover_action_space(self) -> tuple[ActionSpace, Tensor]:
         """Return the action space of these hosts alone, and which blueprint can grow in which slot.
 
         Raises ValueError if the action space contains useless choices.
         """
-        bench = EnvFactory(self.config.task, self.data, self.config.host, self.env_config, self.devices)
-        return bench.space, bench.growable
+        factory = EnvFactory(
+            self.config.task, self.data, self.config.host, config=self.env_config, devices=self.devices
+        )
+        return factory.space, factory.growable
 
 
 def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> LoadedTask:

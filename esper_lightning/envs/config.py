@@ -42,7 +42,7 @@ class EnvConfig:
     """Executor of host training. loop: one host after the other. threads (CPU): one host per core. streams (CUDA): one
     host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many small hosts. The first three
     give the same results bit for bit, fused gives them up to rounding. auto: the fastest one for these hosts, measured
-    at the start, cached on this machine, and kept when a run is resumed."""
+    at the start, cached on this machine, and used again when a run is resumed."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """Training of hosts."""
@@ -71,9 +71,9 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
-        if self.objective.price_to is not None and any(PRICE_VARIABLE in facts for facts in self.family.train):
+        if self.objective.price_to is not None and any(PRICE_VARIABLE in grid for grid in self.family.train):
             raise ValueError(
-                f"objective.price_to and a fact {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
+                f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"
             )
         advances_automatically = self.lifecycle.auto_blend and self.lifecycle.auto_probation
         if advances_automatically and self.actions.advance:
@@ -84,7 +84,7 @@ class EnvConfig:
             )
 
 
-def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, device: torch.device) -> None:
+def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: torch.device) -> None:
     """Raise ValueError if the settings do not fit each other, the task's data or the device."""
     if n_envs < 1:
         raise ValueError(f"n_envs must be at least 1, got {n_envs}")

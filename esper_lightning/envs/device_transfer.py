@@ -16,7 +16,11 @@ from esper_lightning.growth.gradient_stats import GradientStats
 NUM_GRADIENT_STATS = len(GradientStats._fields)
 
 
-def upload(numbers: Sequence[float] | np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def upload(
+    numbers: Sequence[float] | Sequence[Sequence[float]] | np.ndarray,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return a tensor of `numbers` on `device`."""
     return copy_to_device(torch.tensor(numbers, dtype=dtype), device)
 

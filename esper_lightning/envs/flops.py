@@ -26,6 +26,7 @@ class HostFlops(NamedTuple):
         if not slot.occupied:
             return 0
         passes = self.positions[slot.name]
+        assert slot.blueprint is not None, "the seed's"
         flops = get_blueprint(slot.blueprint, slot.layout).flops
         gate_flops = 0
         if isinstance(slot.seed, GatedSeed):

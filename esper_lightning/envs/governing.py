@@ -22,7 +22,7 @@ def finish_epoch(transition: Transition, governed: bool) -> None:
 
     Args:
         transition: Record of the step, which receives the seed events and any verdict other than healthy.
-        watched: True if the Governor judges the epoch.
+        governed: True if the Governor judges the epoch.
     """
     env, host = transition.env, transition.host
     if env.ended:
@@ -30,11 +30,13 @@ def finish_epoch(transition: Transition, governed: bool) -> None:
         return
     verdict = env.judge_epoch(transition.result) if governed else None
     if verdict is not None and verdict.outcome is not Verdict.HEALTHY:
+        assert env.monitor is not None, "it gave the verdict"
         restored_tick = env.monitor.snapshot.view()["tick"] if verdict.diverged else None
         transition.verdict = HostVerdict(host, env.tick + 1, env.rng_seed, verdict, restored_tick)
     if verdict is not None and verdict.diverged:
         changes = env.roll_back(verdict.outcome is Verdict.END, verdict.outcome.value)
     else:
         hold = verdict is not None and verdict.outcome is Verdict.SUSPICIOUS
+        assert transition.result is not None, "the host has trained"
         changes = env.record_epoch(transition.result, hold)
     transition.events_of_epoch = [HostEvent(host, env.tick, change) for change in changes]

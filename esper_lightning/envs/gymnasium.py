@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -32,7 +33,7 @@ class GymVector:
             choice, and the heads of a MultiDiscrete action one after the other. A conditional head has one group of
             flags for each choice of its parent, in order.
         privileged: Key in the environments' info of a row of numbers for the critic alone.
-        given: Parent of each conditional head of a MultiDiscrete action (`head0`, `head1` …): the earlier head whose
+        parents: Parent of each conditional head of a MultiDiscrete action (`head0`, `head1` …): the earlier head whose
             choice it depends on. Heads without a parent are independent.
     """
 
@@ -43,6 +44,7 @@ class GymVector:
         self,
         envs: VectorEnv,
         horizon: int,
+        *,
         device: torch.device | None = None,
         mask: str | None = None,
         privileged: str | None = None,
@@ -58,10 +60,12 @@ class GymVector:
                 f"wrap the environment in gymnasium.wrappers.FlattenObservation"
             )
         self.envs = envs
+        self._observation_shape = envs.single_observation_space.shape
         self.n_envs = envs.num_envs
         self.horizon = horizon
         self.device = device = device or torch.get_default_device()
         self.space = action_space(envs.single_action_space, parents or {}, mask is not None)
+        assert isinstance(envs.single_action_space, Discrete | MultiDiscrete), "action_space refuses all others"
         self._action_start = np.asarray(envs.single_action_space.start)  # gymnasium may not number actions from 0
         self._is_discrete = isinstance(envs.single_action_space, Discrete)
         self._mask_key, self._privileged_key = mask, privileged
@@ -75,7 +79,8 @@ class GymVector:
 
     def reset(self, rng_seeds: Sequence[int]) -> VectorObservation:
         """Start an episode in every environment; `seeds` holds one RNG seed for each."""
-        self._start_episodes(*self.envs.reset(seed=list(rng_seeds)))
+        one_per_env: Any = list(rng_seeds)  # gymnasium declares a single number, but its vector environments take these
+        self._start_episodes(*self.envs.reset(seed=one_per_env))
         return self.observation
 
     def _start_episodes(self, observation: np.ndarray, info: dict[str, Any]) -> None:
@@ -107,7 +112,7 @@ class GymVector:
 
     def _store(self, observation: np.ndarray, info: dict[str, Any]) -> None:
         self.observation.features.copy_(self._flatten(observation))
-        if self._privileged_key is not None:
+        if self._privileged_key is not None and self.privileged is not None:
             self.privileged.copy_(self._flatten(info[self._privileged_key]))
         if self._mask_key is not None:
             self.masks.possible.copy_(self._to_tensor(info[self._mask_key]))
@@ -116,10 +121,10 @@ class GymVector:
     def _final_observation(self, info: dict[str, Any]) -> FinalObservation:
         """Return the final observations of the episodes that ended in this step."""
         ended_indices = info["_final_obs"].nonzero()[0]
-        final = np.zeros((self.n_envs, *self.envs.single_observation_space.shape), dtype=np.float32)
+        final = np.zeros((self.n_envs, *self._observation_shape), dtype=np.float32)
         for i in ended_indices:
             final[i] = info["final_obs"][i]
-        if self._privileged_key is None:
+        if self._privileged_key is None or self.privileged is None:
             return FinalObservation(VectorObservation(self._flatten(final)), None)
         privileged = np.zeros((self.n_envs, self.privileged.shape[1]), dtype=np.float32)
         for i in ended_indices:
@@ -149,6 +154,7 @@ def gym_vector(
     env: str | Callable[..., gymnasium.Env],
     n_envs: int = 8,
     horizon: int = 128,
+    *,
     settings: Mapping[str, Any] | None = None,
     time_limit: int | None = None,
     **adapter: Any,
@@ -163,10 +169,11 @@ def gym_vector(
         time_limit: Steps after which an episode is truncated. None: the limit registered with the id, if any.
         adapter: Further arguments of `GymVector`.
     """
-    make = env
     if isinstance(env, str):
         module, _, name = env.rpartition(":")
-        make = getattr(import_module(module), name) if module else lambda **kwargs: gymnasium.make(env, **kwargs)
+        make = getattr(import_module(module), name) if module else partial(gymnasium.make, env)
+    else:
+        make = env
 
     def make_one() -> gymnasium.Env:
         made = make(**(settings or {}))

@@ -1,6 +1,6 @@
 """One environment: a host network in training with its optimizer, random generator and measurements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +39,15 @@ class HostEnv:
     Args:
         network: Host with empty slots, on `device`.
         space: Choices that the numbers of an action index.
-        habitat: Context of the first episode; `set_context` replaces it.
+        context: Context of the first episode; `set_context` replaces it.
         lifecycle, actions, objective: Settings.
         horizon: Length T of an episode in environment steps.
         device: Device of the network.
-        laps: Timer of the work on this host.
-        guard: Monitor that the Governor uses for this host. None: the Governor is disabled.
-        bare: True to validate the host with every seed switched off, too.
-        compute: FLOPs of the host. None: compute has no price.
-        kind: Name of the architecture; hosts of one architecture can be stacked.
+        timer: Timer of the work on this host.
+        monitor: Monitor that the Governor uses for this host. None: the Governor is disabled.
+        measure_host_only: True to validate the host with every seed switched off, too.
+        flops: FLOPs of the host. None: compute has no price.
+        architecture: Name of the architecture; hosts of one architecture can be stacked.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class HostEnv:
         network: nn.Module,
         space: ActionSpace,
         context: HostContext,
+        *,
         lifecycle: LifecycleConfig,
         actions: ActionConfig,
         objective: ObjectiveConfig,
@@ -193,7 +194,7 @@ class HostEnv:
         """Draw the sample indices of the next epoch; `samples` is the size of each data variant."""
         if self.data_order is not None:
             self.generator.manual_seed(self.data_order(self.rng_seed, self.tick))
-        batches = self.context.draw_batches(self.training, samples, self.rng_seed, self.generator)
+        batches = self.context.draw_batches(self.training, samples, self.rng_seed, generator=self.generator)
         if self.on_batches is not None:
             self.on_batches(batches)
         return batches
@@ -241,6 +242,7 @@ class HostEnv:
 
         Returns the score that J is computed from: with all seeds, or at the horizon with the fossilized ones only.
         """
+        assert self.validated is not None, "an episode begins with a validation"
         score = self.validated.fossilized if self.tick >= self.horizon else self.validated.all_seeds
         self.objective = self.objective_at(score.accuracy)
         return score
@@ -254,16 +256,21 @@ class HostEnv:
         dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
         charge: torch.Tensor | float = 0.0
         if config.charges_compute:
+            assert self.flops is not None, "they are counted where compute has a price"
             flops = torch.tensor([[self.fossilized_flops], [self.flops.host]])
-            charge = compute_rent(*flops, torch.tensor([prices.compute]))
+            charge = compute_rent(flops[0], flops[1], torch.tensor([prices.compute]))
         parameters = torch.tensor([[self.fossilized_parameters], [self.host_parameters]])
         accuracies, price = torch.tensor([accuracy], dtype=dtype), torch.tensor([prices.parameters])
-        return objective(accuracies, *parameters, config, price, charge).item()
+        return objective(
+            accuracies, parameters[0], parameters[1], config=config, price=price, compute_cost=charge
+        ).item()
 
     def judge_epoch(self, result: EpochResult | None) -> Judgement:
         """Return the Governor's verdict on a host epoch. `result` is None if the host ran out of memory."""
+        assert self.monitor is not None, "only the Governor asks"
         if self.failure is not None:
             return self.monitor.judge_failure(self.failure)
+        assert result is not None, "only a failure leaves no result"
         training, validation = result
         stats = (training.host_gradient, *training.seed_gradients)
         # With loss scaling, gradients overflow fp16 occasionally, and the optimizer skips those steps.
@@ -274,6 +281,7 @@ class HostEnv:
 
     def take_snapshot(self) -> None:
         """Take a snapshot of the current host for a later rollback."""
+        assert self.monitor is not None, "only the Governor takes snapshots"
         self.monitor.take_snapshot(self._host_state())
 
     def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
@@ -286,6 +294,7 @@ class HostEnv:
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.
         """
+        assert self.monitor is not None, "only the Governor rolls back"
         events = [self.growing.status_event(slot.name) for slot in self.slots]
         tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
@@ -323,6 +332,7 @@ class HostEnv:
     @property
     def fossilized_flops(self) -> int:
         """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
+        assert self.flops is not None, "they are counted where compute has a price"
         fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
         return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
 
@@ -347,7 +357,7 @@ class HostEnv:
             "growing": self.growing.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`. Raises ValueError if it is invalid for this host."""
         check_host(state, self.horizon, len(self.slots))
         check_keys("a host", state, ("ended", "monitor"))
@@ -364,7 +374,7 @@ class HostEnv:
             else:  # the Governor was disabled, so this is the first state to snapshot
                 self.take_snapshot()
 
-    def _load_host(self, state: dict[str, Any]) -> None:
+    def _load_host(self, state: Mapping[str, Any]) -> None:
         self._clear()
         self.rng_seed = state["rng_seed"]
         self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]

@@ -54,9 +54,9 @@ class HostPool:
         config: Settings of the environments.
         n_envs: Number of environments N.
         device: Device of observations, rewards and masks, and the first device of hosts.
-        others: Further devices for hosts, which are assigned to `device` and these in turn.
+        extra_devices: Further devices for hosts, which are assigned to `device` and these in turn.
         held_out: True to draw the held-out contexts of the family, which training never draws.
-        common: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
+        shared_space: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
 
     Attributes:
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
@@ -71,6 +71,7 @@ class HostPool:
         task: Task,
         data: TaskData,
         host: HostFactory,
+        *,
         config: EnvConfig,
         n_envs: int,
         device: torch.device,
@@ -78,19 +79,27 @@ class HostPool:
         held_out: bool = False,
         shared_space: SharedSpace | None = None,
     ) -> None:
-        check_compatible(config, data, n_envs, device)
+        check_compatible(config, data, n_envs, device=device)
         self.config = config
         self.device = device
         devices = [device, *extra_devices]
         self.task = task
         self.clock = PhaseClock(make_timer(device))
-        self.env_factory = EnvFactory(task, data.copy_to(devices), host, config, devices, held_out, shared_space)
+        self.env_factory = EnvFactory(
+            task,
+            data.copy_to(devices),
+            host,
+            config=config,
+            devices=devices,
+            held_out=held_out,
+            shared_space=shared_space,
+        )
         self.data, self.space, growable = self.env_factory.data, self.env_factory.space, self.env_factory.growable
         self.envs = [self.env_factory.make(i, i) for i in range(n_envs)]
         if config.training.compile is not None:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-            compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch)
+            compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch=batch)
         self._choose_executor(growable)
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
@@ -108,7 +117,9 @@ class HostPool:
         self.executor_candidates = [choice]
         if self.config.executor == "auto":
             self.executor_candidates = available_choices(self.device, self.config.training)
-            self.selection = select_executor(self.envs, growable, self.task, self.data, self.executor_candidates)
+            self.selection = select_executor(
+                self.envs, growable, self.task, data=self.data, available=self.executor_candidates
+            )
             choice = self.selection.choice
         self._use_executor(choice)
 
@@ -137,7 +148,7 @@ class HostPool:
         return len(self.space.blueprint) + 1
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
-        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
         with self.clock.measure("bookkeeping"):
             for i, rng_seed in enumerate(rng_seeds):
@@ -156,8 +167,8 @@ class HostPool:
         self._take_snapshots(self.envs)
         return self.observation
 
-    def load_host(self, index: int, state: dict[str, Any]) -> None:
-        """Restore the host of index `place` from a state of `HostEnv.state_dict`."""
+    def load_host(self, index: int, state: Mapping[str, Any]) -> None:
+        """Restore the host of this index from a state of `HostEnv.state_dict`."""
         check_keys("a host", state, ("rng_seed",))
         self.envs[index] = self.env_factory.make(index, check_count("an RNG seed", state["rng_seed"], 2**64))
         self.envs[index].load_state_dict(state)
@@ -168,7 +179,7 @@ class HostPool:
         for env, validation in zip(envs, validations, strict=True):
             if env.failure is None:
                 env.record_validation(validation)
-            elif env.ended:  # its measurements no longer change, so the failure has no consequence
+            elif env.ended:  # its measurements are final, so the failure has no consequence
                 env.failure = None
 
     def _raise_failures(self) -> None:
@@ -193,7 +204,7 @@ class HostPool:
             for transition in transitions:
                 self._apply_action(transition)
         # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
-        self._take_snapshots(each.env for each in transitions if has_fossilized(each))
+        self._take_snapshots(transition.env for transition in transitions if has_fossilized(transition))
         self._train_epoch(transitions)
         self._finish_epochs(transitions, governed=self.config.governor.enabled)
         with self.clock.measure("bookkeeping"):
@@ -220,7 +231,7 @@ class HostPool:
             )
         rows = zip(self.envs, executable, vetoes, strict=True)
         return action, [
-            Transition(i, env, WAIT_ACTION if veto else row, veto) for i, (env, row, veto) in enumerate(rows)
+            Transition(i, env, WAIT_ACTION if veto else row, veto=veto) for i, (env, row, veto) in enumerate(rows)
         ]
 
     def _check_action(self, host: int, action: tuple[int, ...]) -> None:
@@ -243,11 +254,15 @@ class HostPool:
 
     def _train_epoch(self, transitions: Sequence[Transition]) -> None:
         """Train every active host for one epoch and validate it. Ended and failed hosts are skipped."""
-        active = [each for each in transitions if not each.env.ended and each.env.failure is None]
+        active = [
+            transition for transition in transitions if not transition.env.ended and transition.env.failure is None
+        ]
         if not active:
             return
-        envs = [each.env for each in active]
-        trained, validated = self.executor.train_and_validate(envs, self.data.train, self.data.validation, self.clock)
+        envs = [transition.env for transition in active]
+        trained, validated = self.executor.train_and_validate(
+            envs, self.data.train, self.data.validation, clock=self.clock
+        )
         with self.clock.measure("bookkeeping"):
             # A single transfer for all measurements; after it, everything is Python numbers.
             results = unpack_epochs(download(pack_epochs(trained, validated)), len(self.space.slot))
@@ -259,7 +274,7 @@ class HostPool:
         with self.clock.measure("bookkeeping"):
             for transition in transitions:
                 finish_epoch(transition, governed)
-        restored = [each.env for each in transitions if each.diverged]
+        restored = [transition.env for transition in transitions if transition.diverged]
         if restored:
             with self.clock.measure("validate"):
                 validated = self.executor.validate(restored, self.data.validation)
@@ -278,7 +293,7 @@ class HostPool:
             reward=torch.stack(list(terms.values())).sum(0).to(self._score_dtype),
         )
         self.observation_builder.update()
-        diverged = torch.tensor([each.diverged for each in transitions])
+        diverged = torch.tensor([transition.diverged for transition in transitions])
         self.episode_starts.copy_(copy_to_device(diverged, self.device))
         truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
         return StepResult(
@@ -289,11 +304,11 @@ class HostPool:
             truncated=copy_to_device(truncated, self.device),
             masks=self.masks,
             events=[
-                *(event for each in transitions for event in each.events_of_action),
-                *(event for each in transitions for event in each.events_of_epoch),
+                *(event for transition in transitions for event in transition.events_of_action),
+                *(event for transition in transitions for event in transition.events_of_epoch),
             ],
-            verdicts=[each.verdict for each in transitions if each.verdict is not None],
-            vetoes=[each.veto for each in transitions if each.veto is not None],
+            verdicts=[transition.verdict for transition in transitions if transition.verdict is not None],
+            vetoes=[transition.veto for transition in transitions if transition.veto is not None],
             metrics=metrics,
             terms=terms,
             refusals=self.observation_builder.refusals,
@@ -302,12 +317,18 @@ class HostPool:
     def _compute_rewards(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
         """Compute the reward terms of every host by name, and update the reward accounts of its seeds."""
         rewards = []
-        for each in transitions:
-            after = host_status(each.env, self.config.reward.depends_on_seeds)
-            record = make_step_record(each.op, each.before, each.after_action, after, each.diverged)
+        for transition in transitions:
+            assert transition.before is not None, "the step has an action"
+            record = make_step_record(
+                transition.op,
+                before=transition.before,
+                after_action=transition.after_action,
+                after=host_status(transition.env, self.config.reward.depends_on_seeds),
+                diverged=transition.diverged,
+            )
             rewards.append(reward_terms(record, self.config))
             if record.slots and not record.already_ended:
-                each.env.accounts = [account_after(slot, record) for slot in record.slots]
+                transition.env.accounts = [account_after(slot, record) for slot in record.slots]
         return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
@@ -340,7 +361,7 @@ class HostPool:
         validated = self.executor.validate(self.envs, self.data.test)
         self._raise_failures()
         validations = unpack_validations(download(validated), len(self.space.slot))
-        scores = [each.fossilized if fossilized_only else each.all_seeds for each in validations]
+        scores = [validation.fossilized if fossilized_only else validation.all_seeds for validation in validations]
         loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
         return loss, accuracy
 

@@ -1,6 +1,7 @@
 """Settings of host training: optimizer, batches, precision and compilation."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +12,7 @@ from torch import nn
 from esper_lightning.growth.param_groups import HOST_GROUP
 from esper_lightning.tasks import AugmentConfig
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,

@@ -54,7 +54,7 @@ class EpochResult(NamedTuple):
     validation: Validation
 
 
-@dataclass
+@dataclass(kw_only=True)
 class History:
     """Metrics of each epoch of the episode; validation loss and accuracy also have an entry before the first epoch."""
 

@@ -30,14 +30,16 @@ class MixedPool:
 
     def __init__(self, pools: Mapping[str, HostPool]) -> None:
         self.pools = dict(pools)
-        first, *others = self.pools.values()
-        for other in others:
-            assert other.space == first.space and other.feature_names == first.feature_names, "pools of one Common"
+        first, *further_pools = self.pools.values()
+        for pool in further_pools:
+            assert pool.space == first.space and pool.feature_names == first.feature_names, (
+                "pools with one shared space"
+            )
         self.config, self.device, self.space = first.config, first.device, first.space
         self.feature_names, self.num_categories, self.horizon = first.feature_names, first.num_categories, first.horizon
         self.clock: PhaseClock = first.clock
-        for other in others:
-            other.clock = self.clock
+        for pool in further_pools:
+            pool.clock = self.clock
         sizes = torch.tensor([pool.n_envs for pool in self.pools.values()])
         self.n_envs = int(sizes.sum())
         task_one_hot = torch.eye(len(sizes)).repeat_interleave(sizes, 0)

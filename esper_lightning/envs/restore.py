@@ -65,8 +65,8 @@ def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
     for saved in state:
         start, rest, credit = check_numbers("a host's account", saved, len(SeedAccount._fields))
         check_numbers("a host's account", [start, credit], finite=True)
-        check_count("ticks that were left to a seed", rest, horizon)
-        accounts.append(SeedAccount(float(start), rest, float(credit)))
+        ticks_left = check_count("ticks that were left to a seed", rest, horizon)
+        accounts.append(SeedAccount(float(start), ticks_left, float(credit)))
     return accounts
 
 

@@ -39,6 +39,7 @@ class AfterAction(NamedTuple):
 
 def host_status(env: HostEnv, with_seeds: bool) -> HostStatus:
     """Return the current status of a host, with its seeds if rewards depend on them (`RewardConfig.looks_at_seeds`)."""
+    assert env.validated is not None, "an episode begins with a validation"
     return HostStatus(
         ended=env.ended,
         at_horizon=env.tick >= env.horizon,
@@ -73,14 +74,14 @@ def reward_terms(tick: HostStep, config: EnvConfig) -> dict[str, float]:
 
 
 def make_step_record(
-    op: str, before: HostStatus, after_action: AfterAction | None, after: HostStatus, diverged: bool
+    op: str, *, before: HostStatus, after_action: AfterAction | None, after: HostStatus, diverged: bool
 ) -> HostStep:
     """Combine the statuses of one host within a step into the record that rewards are computed from.
 
     Args:
         op: Name of the executed op.
         before: Status before the action.
-        acted: Status right after the action. None: rewards do not depend on seeds.
+        after_action: Status right after the action. None: rewards do not depend on seeds.
         after: Status after the epoch and its validation.
         diverged: True if the host was rolled back.
     """
@@ -123,4 +124,4 @@ def slot_records(before: HostStatus, after_action: AfterAction, after: HostStatu
     contributions = before.validation.contributions, after.validation.contributions
     rows = zip(before.seeds, after_action.seeds, after.seeds, after_action.accounts, *contributions, strict=True)
     sizes = zip(after_action.growth, after_action.alpha, strict=True)
-    return tuple(SlotStep(*row, *size) for row, size in zip(rows, sizes, strict=True))
+    return tuple(SlotStep._make((*row, *size)) for row, size in zip(rows, sizes, strict=True))

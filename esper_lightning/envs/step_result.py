@@ -1,6 +1,6 @@
 """Records of a step of the pool: observations, rewards, metrics and events."""
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -64,6 +64,7 @@ class Transition:
     env: HostEnv
     action: tuple[int, ...]
     """Executed action, an index per head; WAIT after a veto."""
+    _: KW_ONLY
     veto: HostVeto | None = None
     before: HostStatus | None = None
     """Status of the host before the action. None: the step has no action."""

@@ -15,14 +15,17 @@ from esper_lightning.profiling import PhaseClock
 class ActionSpaceProtocol(Protocol):
     """Action space."""
 
-    sizes: Mapping[str, int]
-    """Number of choices of each head."""
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Number of choices of each head."""
+        ...
 
     def zeros(self, n_envs: int, device: torch.device) -> Any:
         """Return an action of zeros, a record of tensors [N, …], as storage."""
 
     def iter_heads(self, action: Any) -> Iterator[tuple[Tensor, int]]:
         """Iterate over the heads: chosen indices [..., N] and number of choices."""
+        ...
 
 
 class VectorObservation(NamedTuple):
@@ -55,20 +58,36 @@ class VectorStep(NamedTuple):
 class VectorEnv(Protocol):
     """N environments stepped together. Each step overwrites observation, masks and privileged features in place."""
 
-    n_envs: int
+    @property
+    def n_envs(self) -> int: ...
+
     device: torch.device
-    horizon: int
-    """Number of steps T in a rollout."""
+
+    @property
+    def horizon(self) -> int:
+        """Number of steps T in a rollout."""
+        ...
+
     autoreset: bool
     """True if environments reset themselves, so episodes begin and end anywhere in a rollout. False: a rollout is one
     episode, before which the environments are reset."""
-    space: ActionSpaceProtocol
-    num_categories: int
-    """Number of values of the categorical (second) field of the observation; 0: there is no such field."""
+
+    @property
+    def space(self) -> ActionSpaceProtocol: ...
+
+    @property
+    def num_categories(self) -> int:
+        """Number of values of the categorical (second) field of the observation; 0: there is no such field."""
+        ...
+
     observation: Any
     """Record of tensors [N, …], of which `features` is the first."""
-    privileged: Tensor | None
-    """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
+
+    @property
+    def privileged(self) -> Tensor | None:
+        """Privileged features for the critic alone and only in training, [N, P] float. None: there are none."""
+        ...
+
     masks: Any
     """Record of tensors [N, …] with `forced` [N] bool, only one action is possible, and `ended` [N] bool, the episode
     has ended and actions have no effect."""

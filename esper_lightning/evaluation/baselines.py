@@ -21,7 +21,7 @@ HAND_WRITTEN = ("heuristic", "periodic", "climbing", "climbing, zero")
 
 
 def make_baselines(
-    rng_seed: int, heuristic: HeuristicConfig, climbing: ClimbingConfig, periodic: PeriodicConfig
+    rng_seed: int, *, heuristic: HeuristicConfig, climbing: ClimbingConfig, periodic: PeriodicConfig
 ) -> dict[str, Controller]:
     """Return the simplest controllers and the hand-written ones, by name."""
     return {

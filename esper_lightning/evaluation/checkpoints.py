@@ -47,15 +47,15 @@ class TrainedPolicy(NamedTuple):
         """Return a controller that samples actions, as in training."""
         return self._adapt(SampledController(self.policy, self.normalise, rng_seed))
 
-    def _adapt(self, controller: Controller) -> Controller:
+    def _adapt(self, controller: LearnedController) -> Controller:
         return controller if self.training_spaces is None else TransferController(controller, self.training_spaces)
 
 
 def check_distinct(paths: Sequence[str]) -> None:
     """Raise ValueError if a checkpoint is named twice."""
-    known: dict[Path, str] = {}
+    path_by_file: dict[Path, str] = {}
     for path in paths:
-        same = known.setdefault(Path(path).resolve(), path)
+        same = path_by_file.setdefault(Path(path).resolve(), path)
         if same is not path:
             raise ValueError(f"checkpoint {path!r} is named twice; name each training seed's once")
 
@@ -94,19 +94,19 @@ def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: H
     """
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        known, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
-        home = TrainingSpaces.from_identity(known, stand_ins)
+        identity, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
+        spaces = TrainingSpaces.from_identity(identity, stand_ins)
         model = module_from_identity(
-            known, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_SETTING, NormalizeConfig.clip))
+            identity, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_SETTING, NormalizeConfig.clip))
         )
         privileged = weights["privileged_norm.mean"].numel() if "privileged_norm.mean" in weights else 0
         if model.policy_config.asymmetric and not privileged:  # they were not normalised
             privileged = weights["policy.value.0.weight"].shape[1] - model.policy_config.width
-        places, categories = len(home.space.slot), len(home.space.blueprint) + 1
-        model.build(PolicyShape(len(home.features), home.space, places, categories, privileged))
+        num_slots, categories = len(spaces.space.slot), len(spaces.space.blueprint) + 1
+        model.build(PolicyShape(len(spaces.features), spaces.space, num_slots, categories, privileged))
         model.load_state_dict(weights)
         model.to(data.pool.device)
-        return TrainedPolicy(seed, path, model.policy, model.observation_norm, home)
+        return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
 
     policies = _load_each(paths, load)
     for policy in policies:
@@ -147,10 +147,13 @@ def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
 
 def setting_differences(paths: Sequence[str]) -> list[str]:
     """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
-    first, *others = (check_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
+    first_settings, *further_settings = (check_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
     lines = []
-    for path, other in zip(paths[1:], others, strict=True):
-        compared = [{k: v for k, v in one.items() if not k.startswith(IGNORED_SETTINGS)} for one in (first, other)]
+    for path, settings in zip(paths[1:], further_settings, strict=True):
+        compared = [
+            {k: v for k, v in compared_settings.items() if not k.startswith(IGNORED_SETTINGS)}
+            for compared_settings in (first_settings, settings)
+        ]
         lines += [
             f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
             for line in differences(*compared)

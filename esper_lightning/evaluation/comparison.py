@@ -134,6 +134,7 @@ class Comparison:
 
     def __init__(
         self,
+        *,
         hosts: int = 64,
         seed: int = 0,
         heuristic: HeuristicConfig = HeuristicConfig(),
@@ -161,12 +162,12 @@ class Comparison:
         self.against = against
         self.controls = controls
         self.held_out = held_out
-        self.rule_configs = (heuristic, climbing, periodic)
+        self.rule_configs = {"heuristic": heuristic, "climbing": climbing, "periodic": periodic}
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
         if schedule is not None and "schedule" in (schedules or {}):
             raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
         reserved = ["sampled", REPLAYED, YOKED, BEST_FIXED, BEST_PER_PRICE]
-        taken = {TAMIYO, *reserved, *make_baselines(seed, *self.rule_configs)} & set(schedules or {})
+        taken = {TAMIYO, *reserved, *make_baselines(seed, **self.rule_configs)} & set(schedules or {})
         if taken:
             raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
         known = [*reserved, *self.make_controllers()]
@@ -205,19 +206,19 @@ class Comparison:
             )
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
-                "evaluation.held_out: there are no held-out members; name some in data.env.family.held_out"
+                "evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
             )
 
     def make_controllers(self) -> dict[str, Controller]:
         """Return new instances of all controllers that do not depend on training, by name."""
-        return make_baselines(self.seed, *self.rule_configs) | make_fixed_schedules(self.schedules)
+        return make_baselines(self.seed, **self.rule_configs) | make_fixed_schedules(self.schedules)
 
     def run(self, data: HostPoolData, policies: Sequence[TrainedPolicy], task: str | None = None) -> ComparisonResult:
         """Run the comparison on hosts of one task (None: the first). It creates its own pools."""
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
-        rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, self.hosts)
-        learned = self._play_policies(pool, rng_seeds, policies, make_pool)
+        rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
+        learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool)
         schedules = dict(learned.schedules)
         controllers = {name: controller for name, controller in self.make_controllers().items() if self.includes(name)}
         best = self._find_best_schedules(make_pool, [*self.schedules.values(), *learned.schedules.values()])
@@ -226,8 +227,13 @@ class Comparison:
             controllers[BEST_FIXED] = FixedSchedule(best.fixed)
         if best.per_price and self.includes(BEST_PER_PRICE):
             controllers[BEST_PER_PRICE] = SchedulePerPrice(best.per_price)
-        rules = {name: [play_episode(pool, name, controller, rng_seeds)] for name, controller in controllers.items()}
-        controls = self._play_static_controls(pool, rng_seeds, learned.outcomes[TAMIYO], rules) if self.controls else {}
+        rules = {
+            name: [play_episode(pool, name, controller, rng_seeds=rng_seeds)]
+            for name, controller in controllers.items()
+        }
+        controls = (
+            self._play_static_controls(pool, rng_seeds, learned.outcomes[TAMIYO], rules=rules) if self.controls else {}
+        )
         open_loop = {name: learned.outcomes.pop(name) for name in (REPLAYED, YOKED)}
         outcomes_by_name = learned.outcomes | rules | open_loop | controls
         entries = [Entry(name, outcomes) for name, outcomes in outcomes_by_name.items() if outcomes]
@@ -249,13 +255,14 @@ class Comparison:
         pool: HostPool,
         rng_seeds: Sequence[int],
         policies: Sequence[TrainedPolicy],
+        *,
         make_pool: Callable[..., HostPool],
     ) -> LearnedEntries:
         """Play the policies, and the sampled, replayed and yoked controls derived from them."""
         learned = LearnedEntries({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
         for number, policy in enumerate(policies):
             recording = RecordingController(policy.greedy())
-            outcome = play_episode(pool, TAMIYO, recording, rng_seeds)
+            outcome = play_episode(pool, TAMIYO, recording, rng_seeds=rng_seeds)
             if number == 0 and self.credit.hosts:
                 fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
                 learned.credits.extend(measure_credit(pool, fork_pool, self.credit))
@@ -277,7 +284,7 @@ class Comparison:
             }
             for other, controller in others.items():
                 if self.includes(other):
-                    learned.outcomes[other].append(play_episode(pool, other, controller, rng_seeds))
+                    learned.outcomes[other].append(play_episode(pool, other, controller, rng_seeds=rng_seeds))
         n_singletons = sum(number == 1 for number in Counter(learned.outcomes[TAMIYO][0].contexts).values())
         if n_singletons and self.includes(YOKED):
             learned.notes.append(
@@ -291,6 +298,7 @@ class Comparison:
         pool: HostPool,
         rng_seeds: Sequence[int],
         policy_outcomes: list[Outcome],
+        *,
         rules: Mapping[str, list[Outcome]],
     ) -> dict[str, list[Outcome]]:
         """Play static twins of the final hosts of the policy and of the best baseline; return outcomes by name."""
@@ -300,10 +308,10 @@ class Comparison:
             for outcome in outcomes:
                 controller = StaticController(outcome.topologies)
                 static_name, equal_flops_name = f"static {name}", f"static {name}, equal FLOPs"
-                static = play_episode(pool, static_name, controller, rng_seeds)
+                static = play_episode(pool, static_name, controller, rng_seeds=rng_seeds)
                 ticks = affordable_ticks(static, outcome.flops)
                 twins.setdefault(static_name, []).append(static)
                 twins.setdefault(equal_flops_name, []).append(
-                    play_episode(pool, equal_flops_name, controller, rng_seeds, ticks)
+                    play_episode(pool, equal_flops_name, controller, rng_seeds=rng_seeds, tick_limits=ticks)
                 )
         return twins

@@ -1,4 +1,8 @@
-"""Credit of each fossilized seed by three measures: ablation, Shapley value and matched continuation without it."""
+"""Credit of each fossilized seed by three measures: ablation, Shapley value and matched continuation without it.
+
+A matched continuation (fork) trains copies of one host on the same minibatches, half of them with the seed and half
+without it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ class Fork(NamedTuple):
         return mean_interval(self.with_seed - self.without_seed)
 
 
-def matched_fork(pool: HostPool, state: Mapping[str, Any], slot: str, ticks: int) -> Fork:
+def matched_fork(pool: HostPool, state: Mapping[str, Any], slot: str, *, ticks: int) -> Fork:
     """Continue one host for `ticks` host epochs, R times with the seed in `slot` and R times without it.
 
     Repetition r of both draws the same minibatches. No actions are taken: seeds advance automatically only.
@@ -117,16 +121,17 @@ def measure_credit(pool: HostPool, fork_pool: HostPool, config: CreditConfig) ->
         def coalition_values(variants: list[SeedVariant], host: int = i) -> list[float]:
             return (100.0 * pool.variant_accuracies(host, variants, pool.data.test)).tolist()
 
-        shares = allocate_credit(coalition_values, players, config.pairs, np.random.default_rng(i))
+        shares = allocate_credit(coalition_values, players, config.pairs, rng=np.random.default_rng(i))
         ablations = leave_one_out(players)
         values = shares.coalition_values or dict(zip(ablations, coalition_values(ablations), strict=True))
         all_seeds = frozenset(players)
         state = env.state_dict()
         for player in players:
             contribution = values[all_seeds] - values[all_seeds - {player}]
-            effect = matched_fork(fork_pool, state, player, config.fork_ticks).effect
+            effect = matched_fork(fork_pool, state, player, ticks=config.fork_ticks).effect
             interaction = shares.interaction_of(player)
             blueprint = env.growing.slots[player].blueprint
+            assert blueprint is not None, "that of a fossilized seed"
             seed_credits.append(
                 SeedCredit(i, player, blueprint, contribution, shares.credit[player], interaction, effect)
             )

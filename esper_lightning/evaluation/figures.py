@@ -1,6 +1,7 @@
 """Figures of a comparison, as PNG files. S training seeds, T ticks, H hosts, K slots."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +17,7 @@ DPI = 130
 MARKERS = "ooosssDDDvvv^^^"
 
 MAX_TIMELINE_HOSTS = 48
-"""Maximum number of hosts in a timeline; more rows could not be told apart."""
+"""Maximum number of hosts in a timeline; more rows would be too thin."""
 
 
 def write_figures(result: ComparisonResult, slots: list[str], folder: Path) -> list[Path]:
@@ -68,7 +69,7 @@ def error_bar(interval: Interval) -> list[list[float]]:  # [2, 1]
     return [[interval.mean - interval.low], [interval.high - interval.mean]]
 
 
-def entry_style(number: int, entry: Entry) -> dict[str, str]:
+def entry_style(number: int, entry: Entry) -> dict[str, Any]:
     """Return colour, marker and label of an entry, the same in all figures."""
     return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "label": entry.name}
 
@@ -97,9 +98,9 @@ def timeline_figure(trace: PoolTrace, slots: list[str], title: str) -> Figure:
     """Plot the op applied to each host before each host epoch, and the stage of each slot after it."""
     n_hosts = min(trace.ops.shape[1], MAX_TIMELINE_HOSTS)
     figure, panels = make_panels(1 + len(slots), trace.ops.shape[0], n_hosts)
-    draw_cells(panels[0], trace.ops[:, :n_hosts].T, list(OP_COLOURS.values()), "action")
+    draw_cells(panels[0], trace.ops[:, :n_hosts].T, list(OP_COLOURS.values()), title="action")
     for k, slot in enumerate(slots):
-        draw_cells(panels[1 + k], trace.stages[:, :n_hosts, k].T, list(STAGE_COLOURS.values()), slot)
+        draw_cells(panels[1 + k], trace.stages[:, :n_hosts, k].T, list(STAGE_COLOURS.values()), title=slot)
     panels[0].set_yticks(range(0, n_hosts, max(1, n_hosts // 16)))
     figure.subplots_adjust(top=figure.subplotpars.top - 0.25 / figure.get_size_inches()[1])
     figure.suptitle(f"{title}: the first {n_hosts} of {trace.ops.shape[1]} hosts", fontsize=10)

@@ -28,7 +28,7 @@ def shapley_of_fossilized(pool: HostPool, host: int) -> CreditAllocation | None:
     def coalition_values(variants: list[SeedVariant]) -> list[float]:
         return (100.0 * pool.variant_accuracies(host, variants, pool.data.validation)).tolist()
 
-    return allocate_credit(coalition_values, players, SHAPLEY_PAIRS, np.random.default_rng(host))
+    return allocate_credit(coalition_values, players, SHAPLEY_PAIRS, rng=np.random.default_rng(host))
 
 
 def credit_fossilized_seeds(pool: HostPool, num_hosts: int, tick: int) -> list[SeedCredited]:
@@ -38,6 +38,7 @@ def credit_fossilized_seeds(pool: HostPool, num_hosts: int, tick: int) -> list[S
         if (shares := shapley_of_fossilized(pool, host)) is not None:
             for player, credit in shares.credit.items():
                 blueprint = env.growing.slots[player].blueprint
+                assert blueprint is not None, "that of a fossilized seed"
                 events.append(SeedCredited(tick, host, player, blueprint, credit.value, shares.interaction_of(player)))
     return events
 

@@ -60,6 +60,7 @@ def play_episode(
     pool: HostPool,
     name: str,
     controller: Controller,
+    *,
     rng_seeds: Sequence[int],
     tick_limits: Sequence[int] | None = None,
 ) -> Outcome:
@@ -81,7 +82,11 @@ def play_episode(
     seconds = perf_counter() - started
     loss, accuracy = pool.test_scores()
     topologies = [
-        tuple(FossilizedSeed(s.name, s.blueprint, s.style) for s in env.slots if s.stage is Stage.FOSSILIZED)
+        tuple(
+            FossilizedSeed(s.name, s.blueprint, s.style)
+            for s in env.slots
+            if s.stage is Stage.FOSSILIZED and s.blueprint is not None
+        )
         for env in pool.envs
     ]
     return Outcome(

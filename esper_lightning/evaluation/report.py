@@ -1,4 +1,4 @@
-"""Comparison results as terminal tables and as CSV and JSON files. S training seeds, H hosts."""
+"""Results of a comparison and credits of fossilized seeds, as terminal tables and as CSV and JSON files."""
 
 import csv
 import json
@@ -127,7 +127,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
 def host_rows(result: ComparisonResult) -> list[list[str]]:
     """Return rows in long format: one per host and controller, and per training seed if the controller has one."""
     rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
-    members = result.policy_entry.outcomes[0].contexts
+    contexts = result.policy_entry.outcomes[0].contexts
     for entry in result.entries:
         is_learned = depends_on_checkpoint(result, entry)
         for number, outcome in enumerate(entry.outcomes):
@@ -136,7 +136,7 @@ def host_rows(result: ComparisonResult) -> list[list[str]]:
             for host, host_seed in enumerate(result.rng_seeds):
                 numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
                 rows.append(
-                    [*identifiers, str(host), str(host_seed), members[host], *numbers, f"{outcome.seconds:.3f}"]
+                    [*identifiers, str(host), str(host_seed), contexts[host], *numbers, f"{outcome.seconds:.3f}"]
                 )
     return rows
 

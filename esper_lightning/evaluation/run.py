@@ -16,6 +16,7 @@ def run_comparison(
     comparison: Comparison,
     data: HostPoolData,
     policies: Sequence[TrainedPolicy],
+    *,
     folder: Path,
     record: Mapping[str, Any],
 ) -> None:
@@ -33,11 +34,11 @@ def run_comparison(
         if several:
             print_status(f"hosts of {task}")
         result = comparison.run(data, policies, task)
-        publish(comparison, result, pool.space.slot, folder / task if several else folder, record)
+        publish(comparison, result, pool.space.slot, folder=folder / task if several else folder, record=record)
 
 
 def publish(
-    comparison: Comparison, result: ComparisonResult, slots: list[str], folder: Path, record: Mapping[str, Any]
+    comparison: Comparison, result: ComparisonResult, slots: list[str], *, folder: Path, record: Mapping[str, Any]
 ) -> None:
     """Write all files and print all tables.
 

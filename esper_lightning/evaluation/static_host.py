@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.envs.host_env import HostEnv
@@ -48,7 +50,7 @@ def build_topology(env: HostEnv, topology: Topology) -> None:
         env.take_snapshot()  # a rollback restores this network, not the bare host
 
 
-def affordable_ticks(static: Outcome, spent_flops: Sequence[int]) -> list[int]:
+def affordable_ticks(static: Outcome, spent_flops: Sequence[int] | np.ndarray) -> list[int]:
     """Return the host epochs of each static host [H] that its grown twin's FLOPs pay for.
 
     `spent_flops` [H] are the FLOPs that the grown hosts have spent on training. A pool trains whole host epochs only,

@@ -131,7 +131,7 @@ class Judgement(NamedTuple):
 
 
 def judge(
-    state: GovernorState, stats: EpochStats, chance_loss: float, config: GovernorConfig
+    state: GovernorState, stats: EpochStats, chance_loss: float, *, config: GovernorConfig
 ) -> tuple[Judgement, GovernorState]:
     """Judge one host epoch.
 
@@ -146,17 +146,17 @@ def judge(
     """
     cause = not_finite_reason(stats)
     if cause is not None:
-        return roll_back_or_end(state, cause, stats.loss, config)
+        return roll_back_or_end(state, cause, stats.loss, config=config)
     losses = () if stats.seed_lost_weight else state.losses
     trained_epochs = (0 if stats.seed_lost_weight else state.trained_epochs) + (
         mean_and_deviation(losses)[0] < config.learned * chance_loss
     )
-    suspicion = out_of_range_reason(stats, losses, chance_loss, config) or guessing_reason(
-        stats.loss, trained_epochs, chance_loss, config
+    suspicion = out_of_range_reason(stats, losses, chance_loss, config=config) or guessing_reason(
+        stats.loss, trained_epochs, chance_loss, config=config
     )
     anomalies = state.consecutive_anomalies + 1 if suspicion else 0
     if anomalies >= config.patience and state.cooldown == 0:
-        return roll_back_or_end(state, f"{suspicion}, {anomalies} host epochs running", stats.loss, config)
+        return roll_back_or_end(state, f"{suspicion}, {anomalies} host epochs running", stats.loss, config=config)
     healthy_losses = losses if suspicion else (*losses, stats.loss)[-config.window :]
     after = GovernorState(healthy_losses, anomalies, max(0, state.cooldown - 1), state.rollbacks, trained_epochs)
     outcome = Verdict.SUSPICIOUS if suspicion else Verdict.HEALTHY
@@ -166,7 +166,7 @@ def judge(
 
 
 def roll_back_or_end(
-    state: GovernorState, cause: str, loss: float, config: GovernorConfig
+    state: GovernorState, cause: str, loss: float, *, config: GovernorConfig
 ) -> tuple[Judgement, GovernorState]:
     """Return the judgement for a diverged host, and the state after it: a rollback, or the end of the episode.
 
@@ -209,7 +209,7 @@ def normal_loss(losses: tuple[float, ...], chance_loss: float, config: GovernorC
 
 
 def out_of_range_reason(
-    stats: EpochStats, losses: tuple[float, ...], chance_loss: float, config: GovernorConfig
+    stats: EpochStats, losses: tuple[float, ...], chance_loss: float, *, config: GovernorConfig
 ) -> str | None:
     """Return the reason why a loss is out of range, or None."""
     if stats.all_steps_skipped:
@@ -222,7 +222,7 @@ def out_of_range_reason(
     return None
 
 
-def guessing_reason(loss: float, trained_epochs: int, chance_loss: float, config: GovernorConfig) -> str | None:
+def guessing_reason(loss: float, trained_epochs: int, chance_loss: float, *, config: GovernorConfig) -> str | None:
     """Return the reason why a trained host seems to be guessing again, or None."""
     if trained_epochs > 0 and loss > (1.0 - config.guessing) * chance_loss:
         return f"loss {loss:.3g} is that of guessing ({chance_loss:.3g}) or worse, and the host had learned"
@@ -233,7 +233,7 @@ OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
 """Ops that are vetoed while the host's loss is out of range, because they build on its present state."""
 
 
-def veto_reasons(op: str, growth: float, state: GovernorState, config: GovernorConfig) -> list[str]:
+def veto_reasons(op: str, growth: float, state: GovernorState, *, config: GovernorConfig) -> list[str]:
     """Return the reasons to veto an op on a host; empty if it is allowed.
 
     Args:

@@ -23,13 +23,13 @@ class HostMonitor:
 
     Args:
         config: Thresholds and limits.
-        chance: Loss of uniform guessing, ln(classes).
-        steps: Optimizer steps in a host epoch.
+        chance_loss: Loss of uniform guessing, ln(classes).
+        steps_per_epoch: Optimizer steps in a host epoch.
         device: Device of the host.
     """
 
     def __init__(
-        self, config: GovernorConfig, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
+        self, config: GovernorConfig, *, chance_loss: float, steps_per_epoch: int, device: torch.device = CPU
     ) -> None:
         self.config = config
         self.chance_loss = chance_loss
@@ -45,19 +45,19 @@ class HostMonitor:
 
     def refusal_reasons(self, op: str, growth: float) -> list[str]:
         """Return the reasons to veto an op; see the function of the Governor."""
-        return veto_reasons(op, growth, self.governor_state, self.config)
+        return veto_reasons(op, growth, self.governor_state, config=self.config)
 
     def judge(self, stats: EpochStats, skipped_steps: int, alphas: list[float]) -> Judgement:
         """Judge a host epoch and update the statistics.
 
         Args:
-            reading: Statistics of the epoch; `stuck` and `reshaped` are filled in here.
+            stats: Statistics of the epoch; `all_steps_skipped` and `seed_lost_weight` are filled in here.
             skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
             alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
         """
         reshaped = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
         stats = stats._replace(all_steps_skipped=skipped_steps >= self.steps_per_epoch, seed_lost_weight=reshaped)
-        verdict, self.governor_state = judge(self.governor_state, stats, self.chance_loss, self.config)
+        verdict, self.governor_state = judge(self.governor_state, stats, self.chance_loss, config=self.config)
         self.alphas = alphas
         # A restored host gets a new snapshot only after enough healthy epochs.
         self.healthy_ticks = 0 if verdict.diverged else self.healthy_ticks + (verdict.outcome is Verdict.HEALTHY)

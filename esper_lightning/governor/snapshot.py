@@ -27,7 +27,7 @@ class Snapshot:
         self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._state: Any = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def take(self, state: Any) -> None:
         """Replace the snapshot by a copy of `state`."""

@@ -18,7 +18,7 @@ from esper_lightning.growth.attach_checks import (
     is_doubled,
     parse_slot_requests,
 )
-from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, get_at, iter_tensors, replace_at
 from esper_lightning.growth.slot import SeedSlot
 
@@ -58,6 +58,7 @@ def attach_slots(
     network: nn.Module,
     names: Sequence[str],
     example_input: ExampleInput,
+    *,
     detach_input: bool | None = None,
     channels_last: Sequence[str] = (),
 ) -> dict[str, SeedSlot]:
@@ -85,18 +86,18 @@ def attach_slots(
     requests = parse_slot_requests(network, names, channels_last)
     with evaluation_mode(network), torch.no_grad(), ExitStack() as undo:
         found, outputs = dry_run(network, requests, example_input)
-        check_batch_axis(network, requests, found, example_input)
+        check_batch_axis(network, requests, found, example=example_input)
         attached: list[str] = []
         undo.callback(detach_slots, network, attached)
         for name, (site, feature) in found.items():
             layout, axis = LAYOUTS[feature.ndim]
             width = feature.shape[-1 if site.channels_last else axis]
-            slot = SeedSlot(name, layout, width, detach_input)
+            slot = SeedSlot(name, layout, width, detach_input=detach_input)
             _attach(network, site, slot.to(feature.device, feature.dtype))
             attached.append(name)
         for name in found:
             slot = slots_of(network)[name]
-            slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs)
+            slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs=outputs)
         undo.pop_all()
     return slots_of(network)
 
@@ -105,15 +106,22 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
     """Remove attached slots with everything grown in them; the state dict has its earlier keys again.
 
     Args:
-        names: Slots to remove. None: all of them; raises ValueError if there are none.
+        names: Slots to remove. None: all of them.
+
+    Raises ValueError, and changes nothing, if a named slot is not attached, or for None if no slot is.
     """
     container = _container(network)
-    if container is None and names is None:
-        raise ValueError("the network has no attached slots; there is nothing to detach")
-    for name in list(container.sites) if names is None else names:
+    names = None if names is None else list(names)
+    if container is None:
+        if names is None or names:
+            raise ValueError("the network has no attached slots; there is nothing to detach")
+        return
+    names = list(container.sites) if names is None else names
+    check_slot_names(names, container.sites)
+    for name in names:
         container.hook_handles.pop(name).remove()
         del container.sites[name], container[_container_key(name)]
-    if container is not None and not container.sites:
+    if not container.sites:
         delattr(network, CONTAINER_NAME)
 
 
@@ -150,7 +158,13 @@ def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]
     for record in records:
         _check_record(record)
         check_module_name(record["module"], list(modules))
-        slot = SeedSlot(record["slot"], record["layout"], record["width"], record["isolate"], record["trunk"])
+        slot = SeedSlot(
+            record["slot"],
+            record["layout"],
+            record["width"],
+            detach_input=record["isolate"],
+            on_single_path=record["trunk"],
+        )
         site = SlotSite(record["module"], tuple(record["path"]), record["channels_last"])
         _attach(network, site, slot.to(reference.device, reference.dtype))
 
@@ -167,17 +181,17 @@ def _check_record(record: Any) -> None:
         "width": int,
     }
     if not isinstance(record, Mapping):
-        raise ValueError(f"the list of attached places is damaged: an entry is {record!r}")
+        raise ValueError(f"the list of attached slots is damaged: an entry is {record!r}")
     for name, field_type in field_types.items():
         if type(record.get(name)) is not field_type:
-            raise ValueError(f"the list of attached places is damaged: {name} is {record.get(name, 'missing')!r}")
+            raise ValueError(f"the list of attached slots is damaged: {name} is {record.get(name, 'missing')!r}")
     layouts = [layout for layout, _ in LAYOUTS.values()]
     if (
         record.get("layout") not in layouts
         or record["width"] < 1
         or any(type(k) not in (int, str) for k in record["path"])
     ):
-        raise ValueError(f"the list of attached places is damaged at slot {record['slot']!r}: {dict(record)}")
+        raise ValueError(f"the list of attached slots is damaged at slot {record['slot']!r}: {dict(record)}")
 
 
 def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:
@@ -195,7 +209,7 @@ def _container(network: nn.Module) -> AttachedSlots | None:
     return getattr(network, CONTAINER_NAME, None)
 
 
-def _is_on_single_path(network: nn.Module, slot: SeedSlot, example: ExampleInput, outputs: Any) -> bool:
+def _is_on_single_path(network: nn.Module, slot: SeedSlot, example: ExampleInput, *, outputs: Any) -> bool:
     """Return True if all later layers get their data through `slot` alone, tested by doubling the batch there."""
     slot.override = lambda _, x: torch.cat([x, x])
     try:

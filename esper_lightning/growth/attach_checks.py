@@ -37,7 +37,7 @@ class SlotSite(NamedTuple):
     path: KeyPath
     """Path to the tensor within that output."""
     channels_last: bool
-    """Whether the tensor is [B, H, W, C]."""
+    """True if the tensor is [B, H, W, C]."""
 
 
 class SlotRequest(NamedTuple):
@@ -128,6 +128,7 @@ def check_batch_axis(
     network: nn.Module,
     requests: Mapping[str, SlotRequest],
     found: Mapping[str, tuple[SlotSite, Tensor]],
+    *,
     example: ExampleInput,
 ) -> None:
     """Raise ValueError unless repeating all samples repeats every feature along its first axis."""

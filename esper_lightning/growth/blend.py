@@ -3,11 +3,10 @@
 Every style returns exactly h at alpha 0, for finite s. Pure tensor functions, and the learned gate of style "gate".
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 BlendStyle = Literal["add", "multiply", "gate"]
 
@@ -17,12 +16,13 @@ MIN_GATE_WIDTH = 8
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, h: Tensor, s: Tensor) -> Tensor:
+    def forward(ctx: Any, h: Tensor, s: Tensor) -> Tensor:
         ctx.dtype = s.dtype
         return h.clone()  # not a view: the host may modify it in place
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grad_outputs
         return grad, grad.to(ctx.dtype)
 
 
@@ -40,7 +40,7 @@ def add(h: Tensor, s: Tensor, alpha: Tensor) -> Tensor:
     return torch.lerp(h, s.to(h.dtype), alpha.to(h.dtype))
 
 
-def multiply(h: Tensor, s: Tensor, seed_input: Tensor, alpha: Tensor) -> Tensor:
+def multiply(h: Tensor, s: Tensor, seed_input: Tensor, *, alpha: Tensor) -> Tensor:
     """Return h·(1 + alpha·tanh(s - seed_input)): the seed scales each element of the feature by at most 2.
 
     `seed_input` is `h`, or `h` detached so that it gets no gradient through the seed.
@@ -48,14 +48,16 @@ def multiply(h: Tensor, s: Tensor, seed_input: Tensor, alpha: Tensor) -> Tensor:
     return h * (1.0 + alpha.to(h.dtype) * torch.tanh(s.to(h.dtype) - seed_input))
 
 
-def mix(style: BlendStyle, x: Tensor, seed: nn.Module, seed_input: Tensor, alpha: Tensor) -> Tensor:
+def mix(style: BlendStyle, x: Tensor, seed: nn.Module, *, seed_input: Tensor, alpha: Tensor) -> Tensor:
     """Blend `seed(seed_input)` into `x`; with style "gate", `seed` is a GatedSeed."""
     seed_output = seed(seed_input)
     if style == "add":
         return add(x, seed_output, alpha)
     if style == "gate":
-        return add(x, seed_output, alpha * seed.gate(seed_input))
-    return multiply(x, seed_output, seed_input, alpha)
+        gate = seed.gate
+        assert isinstance(gate, nn.Module), "style gate comes with a GatedSeed"
+        return add(x, seed_output, alpha * gate(seed_input))
+    return multiply(x, seed_output, seed_input, alpha=alpha)
 
 
 class SampleGate(nn.Module):
@@ -73,9 +75,14 @@ class SampleGate(nn.Module):
         self.layers = nn.Sequential(nn.Linear(width, hidden_width), nn.ReLU(), nn.Linear(hidden_width, 1), nn.Sigmoid())
 
     def forward(self, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …], to broadcast against the feature
-        means = h.movedim(self.channel_axis, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
-        gates = self.layers(means)
-        return gates.view(*gates.shape, *[1] * (h.ndim - 2))
+        return sample_gates(self.layers, self.channel_axis, h)
+
+
+def sample_gates(layers: nn.Module, channel_axis: int, h: Tensor) -> Tensor:  # [B, …] -> [B, 1, …]
+    """Apply the layers of a `SampleGate`, or stacked ones, to the means of the feature over its positions."""
+    means = h.movedim(channel_axis, 1).flatten(2).mean(2) if h.ndim > 2 else h  # [B, C]
+    gates = layers(means)
+    return gates.view(*gates.shape, *[1] * (h.ndim - 2))
 
 
 class GatedSeed(nn.Module):

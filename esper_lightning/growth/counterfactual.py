@@ -122,7 +122,7 @@ def forward_variants(
 
 @torch.no_grad()
 def measure_variants(
-    network: nn.Module, variants: Sequence[SeedVariant], batches: Iterable[Batch], score: ScoreFunction
+    network: nn.Module, variants: Sequence[SeedVariant], batches: Iterable[Batch], *, score: ScoreFunction
 ) -> Tensor:  # [V]
     """Return the mean score of every combination on the same data, in evaluation mode; restores the network's mode.
 
@@ -168,7 +168,7 @@ def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunc
     blended = [name for name, slot in slots_of(network).items() if slot.blended]
     if not blended:
         return {}
-    score_with_all, *scores_without = measure_variants(network, leave_one_out(blended), batches, score).tolist()
+    score_with_all, *scores_without = measure_variants(network, leave_one_out(blended), batches, score=score).tolist()
     return {
         name: 100.0 * (score_with_all - score_without)
         for name, score_without in zip(blended, scores_without, strict=True)

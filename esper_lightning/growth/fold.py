@@ -123,7 +123,7 @@ class _FoldCandidate(NamedTuple):
     weight: Tensor
     bias: Tensor
     replaces_seed: bool = False
-    """Whether the layer is a new one that takes the seed's position in the slot."""
+    """True if the layer is a new one that takes the seed's position in the slot."""
 
 
 def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResult:
@@ -138,12 +138,15 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
     slot.stage = Stage.DORMANT
     effect = _max_difference(_outputs(network, example), reference)
     slot.stage = Stage.FOSSILIZED
-    for candidate in _fold_candidates(network, slot, affine, example):
+    for candidate in _fold_candidates(network, slot, affine, example=example):
         if candidate.layer.bias is None and candidate.bias.any():
             continue  # a new bias would add a key to the host's state dict
         original_weights = _weights(candidate.layer)
         seed, slot.seed, slot.stage = slot.seed, nn.Identity(), Stage.DORMANT
-        folded_before, slot.folded = slot.folded, candidate.layer if candidate.replaces_seed else slot.folded
+        folded_before = slot.folded
+        if candidate.replaces_seed:
+            assert isinstance(candidate.layer, nn.Conv2d), "made by layer_for"
+            slot.folded = candidate.layer
         _set_weights(candidate.layer, candidate.weight, candidate.bias)
         change = _max_difference(_outputs(network, example), reference)
         if change <= max(EFFECT_TOLERANCE * effect, OUTPUT_TOLERANCE * _max_finite(reference)):
@@ -155,10 +158,11 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 
 
 def _fold_candidates(
-    network: nn.Module, slot: SeedSlot, affine: AffineMap, example: ExampleInput
+    network: nn.Module, slot: SeedSlot, affine: AffineMap, *, example: ExampleInput
 ) -> list[_FoldCandidate]:
     """Return the layers to try, the one with the cheapest result first."""
     before, after = _neighbours(network, slot, example)
+    layer: Layer
     if slot.folded is not None:
         before = {slot.name: slot.folded}  # it lies between the slot's input and the seed
     candidates = []
@@ -202,6 +206,7 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
     """Return by name the linear layers whose output is the slot's input, and those whose input is the slot's output."""
     layer_type = nn.Conv2d if slot.layout == "image" else nn.Linear
     slot_tensors: list[Tensor] = []  # input and output of the slot
+    layers: dict[str, Layer] = {}  # those that ran, by name
     outputs_by_name: dict[str, Any] = {}
     inputs_by_name: dict[str, Any] = {}
     passed_on: list[Any] = []  # tensors that a layer returned unchanged
@@ -212,7 +217,7 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given = [*args, *kwargs.values()]
             if isinstance(module, layer_type):
-                outputs_by_name[name], inputs_by_name[name] = output, given[0]
+                layers[name], outputs_by_name[name], inputs_by_name[name] = module, output, given[0]
             elif (
                 not isinstance(module, PASS_THROUGH_LAYERS)
                 and not [*module.children()]
@@ -222,10 +227,11 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
 
         return hook
 
+    def record_slot(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        slot_tensors.extend((args[0], output))
+
     with ExitStack() as hooks:
-        hooks.callback(
-            slot.register_forward_hook(lambda _, inputs, output: slot_tensors.extend((inputs[0], output))).remove
-        )
+        hooks.callback(slot.register_forward_hook(record_slot).remove)
         for name, module in modules.items():
             # Runs before all other hooks, because the hook of an attached slot changes the output.
             hooks.callback(module.register_forward_hook(make_hook(name), prepend=True, with_kwargs=True).remove)
@@ -235,8 +241,8 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
     entering, leaving = (
         None if any(x is slot_tensor for x in passed_on) else slot_tensor for slot_tensor in slot_tensors
     )
-    before = {name: modules[name] for name, tensor in outputs_by_name.items() if tensor is entering}
-    after = {name: modules[name] for name, tensor in inputs_by_name.items() if tensor is leaving}
+    before = {name: layers[name] for name, tensor in outputs_by_name.items() if tensor is entering}
+    after = {name: layers[name] for name, tensor in inputs_by_name.items() if tensor is leaving}
     return before, after
 
 

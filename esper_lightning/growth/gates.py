@@ -82,11 +82,11 @@ class Evidence(NamedTuple):
     ticks_in_stage: int
     """Host epochs in the present stage."""
     in_optimizer: bool
-    """Whether an optimizer holds the seed's parameters."""
+    """True if an optimizer holds the seed's parameters."""
     alpha_progress: float
     """Ratio of alpha in the last host epoch and its target, the smaller divided by the larger; in [0, 1]."""
     alpha_at_target: bool
-    """Whether alpha was at its target, which is not 0, throughout the last host epoch."""
+    """True if alpha was at its target, which is not 0, throughout the last host epoch."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
     contribution: float | None = None

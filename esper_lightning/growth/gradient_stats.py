@@ -37,8 +37,8 @@ class GradientStats(NamedTuple):
 
     def ratio(self, host: "GradientStats") -> float | None:
         """Return this norm divided by the norm of `host`; None if either is zero or not finite."""
-        known = 0.0 < self.norm < math.inf and 0.0 < host.norm < math.inf
-        return self.norm / host.norm if known else None
+        is_defined = 0.0 < self.norm < math.inf and 0.0 < host.norm < math.inf
+        return self.norm / host.norm if is_defined else None
 
 
 NO_GRADIENT = GradientStats(norm=0.0, rms=0.0, vanished=0.0, exploded=0.0)

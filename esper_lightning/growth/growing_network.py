@@ -144,7 +144,9 @@ class GrowingNetwork:
         """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs."""
         seed_slot = self._slot(slot)
         ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
-        event = network.germinate(seed_slot, blueprint, ramp, self.generator, style, self.lifecycle.birth)
+        event = network.germinate(
+            seed_slot, blueprint, ramp, generator=self.generator, style=style, birth=self.lifecycle.birth
+        )
         with ExitStack() as undo:
             undo.callback(seed_slot.empty)
             self._sync_seed_groups()
@@ -161,7 +163,7 @@ class GrowingNetwork:
         """Move alpha of a blended seed to another target above 0, over `ticks` host epochs."""
         if not 0.0 < target <= 1.0:
             raise ValueError(f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; to remove it, cull")
-        return network.retarget_alpha(self._slot(slot), target, ticks, curve)
+        return network.retarget_alpha(self._slot(slot), target, ticks, curve=curve)
 
     def fossilize(self, slot: str) -> SeedEvent:
         """Make a probationary seed a permanent part of the network."""
@@ -178,9 +180,10 @@ class GrowingNetwork:
         self._check_allowed("culled", slot, self.reasons_against_culling(slot))
         check_ramp(Ramp(0.0, 0.0, ticks, curve))
         if ticks > 1 and seed_slot.fading:
-            return SeedEvent(slot, seed_slot.blueprint, seed_slot.stage, seed_slot.stage, "fading already")
+            stage = seed_slot.stage
+            return SeedEvent(slot, seed_slot.blueprint or "", before=stage, after=stage, cause="fading already")
         if ticks > 1 and seed_slot.ramping and seed_slot.alpha_before > 0.0:
-            return network.retarget_alpha(seed_slot, 0.0, ticks, curve)
+            return network.retarget_alpha(seed_slot, 0.0, ticks, curve=curve)
         return self._cull_now(slot, "cull")
 
     def _cull_now(self, slot: str, cause: str) -> SeedEvent:
@@ -199,7 +202,14 @@ class GrowingNetwork:
         seed_slot = self._slot(slot)
         blueprint, stage = seed_slot.blueprint or "", seed_slot.stage
         return SeedEvent(
-            slot, blueprint, stage, stage, "", seed_slot.ticks_in_stage, seed_slot.age, self._contribution(slot)
+            slot,
+            blueprint,
+            before=stage,
+            after=stage,
+            cause="",
+            ticks_before=seed_slot.ticks_in_stage,
+            age=seed_slot.age,
+            contribution=self._contribution(slot),
         )
 
     def cull_live_seeds(self, cause: str) -> list[SeedEvent]:
@@ -236,7 +246,7 @@ class GrowingNetwork:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
             slot.end_epoch()
             seed, contribution = slot.seed, self._contribution(name)
-            slot_events = network.auto_transition(slot, self.evidence(name), lifecycle, self.horizon)
+            slot_events = network.auto_transition(slot, self.evidence(name), lifecycle, horizon=self.horizon)
             if any(event.after is Stage.CULLED for event in slot_events):
                 self._drop_seed(name, seed)
             events += [self._after_change(replace(event, contribution=contribution)) for event in slot_events]
@@ -346,7 +356,7 @@ class GrowingNetwork:
         load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
         for name, record in zip(self.slots, state["records"], strict=True):
             contribution, previous, gradient = record
-            check_numbers("what is known of a seed", [n for n in (contribution, previous) if n is not None])
+            check_numbers("the measurements of a seed", [n for n in (contribution, previous) if n is not None])
             if gradient is not None:
                 gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
             self.measurements[name] = SeedMeasurements(contribution, previous, gradient)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import get_args
 
 import torch
@@ -34,6 +34,7 @@ class SeedEvent:
 
     slot: str
     blueprint: str
+    _: KW_ONLY
     before: Stage
     after: Stage
     cause: str
@@ -69,11 +70,11 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
 
 
 def new_seed(
-    slot: SeedSlot, blueprint: str, style: BlendStyle, generator: torch.Generator, birth: Birth = "identity"
+    slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
     """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
     device = slot.alpha.device
-    seed = build_seed(blueprint, slot.layout, slot.width, device, generator, birth)
+    seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":
         channel_axis = -1 if slot.layout == "sequence" else 1
         seed = GatedSeed(seed, build_on(device, lambda: SampleGate(slot.width, channel_axis), generator))
@@ -84,6 +85,7 @@ def germinate(
     slot: SeedSlot,
     blueprint: str,
     ramp: Ramp,
+    *,
     generator: torch.Generator,
     style: BlendStyle = "add",
     birth: Birth = "identity",
@@ -96,7 +98,8 @@ def germinate(
     check_ramp(ramp)
     if style not in get_args(BlendStyle):
         raise ValueError(f"unknown style {style!r}; {suggest_name(style, get_args(BlendStyle))}")
-    slot.seed = new_seed(slot, blueprint, style, generator, birth)  # if this fails, the slot is unchanged
+    # If this fails, the slot is unchanged.
+    slot.seed = new_seed(slot, blueprint, style, generator=generator, birth=birth)
     slot.blueprint, slot.style, slot.age = blueprint, style, 0
     slot.start_ramp(ramp)
     return _move(slot, Stage.GERMINATED, "germinate")
@@ -115,7 +118,7 @@ def cull(slot: SeedSlot, cause: str = "cull") -> SeedEvent:
     return event
 
 
-def retarget_alpha(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> SeedEvent:
+def retarget_alpha(slot: SeedSlot, target: float, ticks: int, *, curve: Curve) -> SeedEvent:
     """Move alpha to another target over `ticks` host epochs. At target 0 the seed will be culled (a slow cull).
 
     Raises ValueError unless the seed is in BLENDING or PROBATIONARY.
@@ -124,10 +127,9 @@ def retarget_alpha(slot: SeedSlot, target: float, ticks: int, curve: Curve) -> S
         raise ValueError(f"slot {slot.name!r}: alpha does not move in {slot.stage.name}; only BLENDING to PROBATIONARY")
     # Starts at the alpha of the last host epoch: two calls between two epochs move alpha once.
     slot.start_ramp(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
-    slot.ticks_in_stage = 0  # with another alpha the time in the stage starts anew
-    return SeedEvent(
-        slot.name, slot.blueprint, slot.stage, slot.stage, f"alpha to {target:g} in {ticks} ticks", age=slot.age
-    )
+    slot.ticks_in_stage = 0  # with another alpha the time in the stage starts at 0
+    blueprint, cause = slot.blueprint or "", f"alpha to {target:g} in {ticks} ticks"
+    return SeedEvent(slot.name, blueprint, before=slot.stage, after=slot.stage, cause=cause, age=slot.age)
 
 
 def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
@@ -140,7 +142,7 @@ def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
     return _move(slot, next_stages[slot.stage], cause)
 
 
-def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, horizon: int) -> list[SeedEvent]:
+def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig, *, horizon: int) -> list[SeedEvent]:
     """Apply the automatic changes of stage at the end of a host epoch; `horizon` is the episode length in host epochs.
 
     Call it after `slot.end_epoch()`. A seed may pass several stages at once if the config sets no wait between them.
@@ -173,7 +175,9 @@ def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig,
 def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
     before, ticks = slot.stage, slot.ticks_in_stage
     slot.move_to(stage)
-    return SeedEvent(slot.name, slot.blueprint or "", before, stage, cause, ticks, slot.age)
+    return SeedEvent(
+        slot.name, slot.blueprint or "", before=before, after=stage, cause=cause, ticks_before=ticks, age=slot.age
+    )
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -53,7 +53,7 @@ class SlotRecord(NamedTuple):
     entry: dict[str, Any]
     ramp: Ramp
     seed: nn.Module
-    folded: nn.Module | None
+    folded: nn.Conv2d | None
 
 
 def build_slot_records(network: nn.Module, structure: Manifest) -> list[SlotRecord]:
@@ -116,7 +116,7 @@ def _build_slot_record(slot: SeedSlot, entry: dict[str, Any]) -> SlotRecord:
         if occupied:
             # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
             generator = torch.Generator(slot.alpha.device)
-            seed = new_seed(slot, entry["blueprint"], entry["style"], generator, "random")
+            seed = new_seed(slot, entry["blueprint"], entry["style"], generator=generator, birth="random")
         if entry["folded"] is not None and slot.layout != "image":
             raise ValueError(f"folded is {entry['folded']!r}, which only image features can have")
         folded = None if entry["folded"] is None else slot.layer_for(entry["folded"])

@@ -1,4 +1,4 @@
-"""Access to tensors in nested tuples, lists and mappings."""
+"""Tensors in nested tuples, lists and mappings; calls of networks that take such inputs, and evaluation mode."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 KeyPath = tuple[int | str, ...]
 """Indices and keys that select a part of a nested value; an empty path selects the value itself."""
+
+ExampleInput = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""Input of a network: one tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 
 def _children(value: Any) -> list[tuple[int | str, Any]]:
@@ -70,6 +73,7 @@ def replace_at(value: Any, path: KeyPath, part: Any) -> Any:
     new_child = replace_at(value[key], tuple(rest), part)
     if isinstance(value, tuple):
         parts = list(value)
+        assert isinstance(key, int), "value[key] has worked"
         parts[key] = new_child
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
@@ -84,10 +88,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     for key, part in _children(value):
         value = replace_at(value, (key,), map_tensors(part, change))
     return value
-
-
-ExampleInput = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""Input of a network: one tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
 
 
 def call_network(network: nn.Module, example: ExampleInput) -> Any:

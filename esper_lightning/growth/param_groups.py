@@ -53,9 +53,9 @@ def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
 
 
 def _remove_from_groups(optimizer: Optimizer, module: nn.Module) -> None:
-    own = set(module.parameters())
+    removed = set(module.parameters())
     for group in optimizer.param_groups:
-        kept_indices = [i for i, parameter in enumerate(group["params"]) if parameter not in own]
+        kept_indices = [i for i, parameter in enumerate(group["params"]) if parameter not in removed]
         if len(kept_indices) < len(group["params"]):
             for key in {"params", "param_names"} & set(group):
                 group[key] = [group[key][i] for i in kept_indices]

@@ -20,6 +20,7 @@ def probe_seeds(
     network: nn.Module,
     blueprints: Iterable[str],
     loss_of: Callable[[nn.Module], Tensor],
+    *,
     birth: Birth = "identity",
 ) -> dict[tuple[str, str], list[str]]:
     """Grow each blueprint once in every slot and return the reasons against it by (slot, blueprint); empty if it fits.
@@ -42,7 +43,7 @@ def probe_seeds(
             slot.empty()
             slot.override = override
             if blueprint in blueprint_names(slot.layout, slot.alpha.device):
-                override.germinate(slot, blueprint, generator, birth)
+                override.germinate(slot, blueprint, generator, birth=birth)
         loss_of(network).backward()
         for slot in slots.values():
             reasons[slot.name, blueprint] = _reasons_against(slot, override)
@@ -68,9 +69,9 @@ class _ProbeOverride:
         self.reached_slots: set[str] = set()
         self.errors: dict[str, str] = {}
 
-    def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, birth: Birth) -> None:
+    def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, *, birth: Birth) -> None:
         try:
-            germinate(slot, blueprint, DEFAULT_RAMP, generator, birth=birth)
+            germinate(slot, blueprint, DEFAULT_RAMP, generator=generator, birth=birth)
         except ValueError as error:  # the blueprint does not support this birth or width
             self.errors[slot.name] = str(error)
 

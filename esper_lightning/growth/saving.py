@@ -48,7 +48,7 @@ def load(network: nn.Module, folder: str | Path) -> None:
     try:
         attach_from_records(network, missing_records)
         records = build_slot_records(network, topology["slots"])
-        _check_weights(network, records, weights, folder / WEIGHTS_FILE)
+        _check_weights(network, records, weights, path=folder / WEIGHTS_FILE)
     except ValueError:
         detach_slots(network, set(slots_of(network)) - slots_before)
         raise
@@ -75,10 +75,10 @@ def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def _check_weights(network: nn.Module, records: list[SlotRecord], weights: dict[str, Tensor], path: Path) -> None:
+def _check_weights(network: nn.Module, records: list[SlotRecord], weights: dict[str, Tensor], *, path: Path) -> None:
     """Raise ValueError unless `weights` fit the network with the planned content of its slots."""
     # A shared module has several names, and its weights appear under each.
-    record_of_slot = {record.slot: record for record in records}
+    record_of_slot: dict[nn.Module, SlotRecord] = {record.slot: record for record in records}
     names = [
         (name, record_of_slot[m]) for name, m in network.named_modules(remove_duplicate=False) if m in record_of_slot
     ]

@@ -64,6 +64,7 @@ def sampled_shapley(
     value_function: Callable[[list[SeedVariant]], Sequence[float]],
     players: Sequence[str],
     pairs: int,
+    *,
     rng: np.random.Generator,
 ) -> dict[str, Credit]:
     """Return Shapley values estimated from random orders, each with its reverse (https://arxiv.org/abs/2104.12199).
@@ -83,7 +84,8 @@ def sampled_shapley(
     if pairs < 2:
         raise ValueError(f"sampled Shapley values need at least 2 pairs of orders for a standard error, got {pairs}")
     drawn = [rng.permutation(len(players)) for _ in range(pairs)]
-    orders = [[players[i] for i in order] for each in drawn for order in (each, each[::-1])]
+    both_ways = [order for permutation in drawn for order in (permutation, permutation[::-1])]
+    orders = [[players[int(i)] for i in order] for order in both_ways]
     chains = [[frozenset(order[:n]) for n in range(len(players) + 1)] for order in orders]
     distinct = list(dict.fromkeys(coalition for chain in chains for coalition in chain))
     values = dict(zip(distinct, value_function(distinct), strict=True))
@@ -117,11 +119,12 @@ def allocate_credit(
     value_function: Callable[[list[SeedVariant]], Sequence[float]],
     players: Sequence[str],
     pairs: int,
+    *,
     rng: np.random.Generator,
 ) -> CreditAllocation:
     """Return exact Shapley values for up to MAX_EXACT players, sampled for more. Arguments: see `sampled_shapley`."""
     if len(players) > MAX_EXACT:
-        return CreditAllocation({}, sampled_shapley(value_function, players, pairs, rng), None)
+        return CreditAllocation({}, sampled_shapley(value_function, players, pairs, rng=rng), None)
     coalitions = all_variants(players)
     coalition_values = dict(zip(coalitions, value_function(coalitions), strict=True))
     exact_credit = {player: Credit(value, 0.0) for player, value in shapley_values(coalition_values, players).items()}
@@ -132,7 +135,8 @@ def credit(
     value_function: Callable[[list[SeedVariant]], Sequence[float]],
     players: Sequence[str],
     pairs: int,
+    *,
     rng: np.random.Generator,
 ) -> dict[str, Credit]:
     """Return only the Shapley values of `allocate_credit`. Arguments: see `sampled_shapley`."""
-    return allocate_credit(value_function, players, pairs, rng).credit
+    return allocate_credit(value_function, players, pairs, rng=rng).credit

@@ -27,7 +27,7 @@ class SeedSlot(nn.Module):
         width: Number of channels C of that feature.
         detach_input: Detach the seed's input until the seed is fossilized, so that no gradient reaches earlier layers
             through it. None: True for images, False for sequences and vectors.
-        on_single_path: Whether all later layers get their data through this slot alone, so that a counterfactual pass
+        on_single_path: True if all later layers get their data through this slot alone, so that a counterfactual pass
             may split the batch here. False if a shortcut bypasses the slot.
 
     Attributes:
@@ -50,6 +50,7 @@ class SeedSlot(nn.Module):
         name: str,
         layout: Layout | Absent,
         width: int,
+        *,
         detach_input: bool | None = None,
         on_single_path: bool = True,
     ) -> None:
@@ -59,7 +60,7 @@ class SeedSlot(nn.Module):
         self.width = width
         self.detach_input = layout == "image" if detach_input is None else detach_input
         self.on_single_path = on_single_path
-        self.folded: nn.Module | None = None
+        self.folded: nn.Conv2d | None = None
         self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
         # Not persistent, because the manifest determines it: empty slots then add no keys to the state dict.
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
@@ -89,27 +90,27 @@ class SeedSlot(nn.Module):
 
     @property
     def occupied(self) -> bool:
-        """Whether the slot contains a seed."""
+        """True if the slot contains a seed."""
         return self.stage in OCCUPIED
 
     @property
     def live(self) -> bool:
-        """Whether the slot contains a seed that is not fossilized."""
+        """True if the slot contains a seed that is not fossilized."""
         return self.stage in LIVE
 
     @property
     def blended(self) -> bool:
-        """Whether the seed's output is part of the host's feature; only then can it contribute."""
+        """True if the seed's output is part of the host's feature; only then can it contribute."""
         return self.stage in BLENDED
 
     @property
     def ramping(self) -> bool:
-        """Whether alpha may still change: the seed is blended and not fossilized."""
+        """True if alpha may still change: the seed is blended and not fossilized."""
         return self.blended and self.live
 
     @property
     def fading(self) -> bool:
-        """Whether a slow cull is in progress: alpha falls, and at 0 the seed is removed."""
+        """True if a slow cull is in progress: alpha falls, and at 0 the seed is removed."""
         return self.ramping and self.ramp.target == 0.0
 
     @property
@@ -177,4 +178,4 @@ class SeedSlot(nn.Module):
         """Blend the seed's output for `seed_input` into `x`; alpha None means full alpha."""
         if alpha is None and self.style == "add":
             return self.seed(seed_input).to(x.dtype)
-        return mix(self.style, x, self.seed, seed_input, x.new_ones(()) if alpha is None else alpha)
+        return mix(self.style, x, self.seed, seed_input=seed_input, alpha=x.new_ones(()) if alpha is None else alpha)

@@ -33,7 +33,7 @@ class Attached(nn.Module):
         slots: Names of modules, as in `named_modules`, behind which seeds may grow; see `attach_slots`.
         settings: Keyword arguments for `network`.
         classes_as: Name of the argument that takes the number of classes. None: no such argument is passed.
-        tokens: Whether inputs are token indices (int64) instead of real numbers.
+        tokens: True if inputs are token indices (int64) instead of real numbers.
         isolate: See SeedSlot.
         channels_last: The subset of `slots` whose features have shape [B, H, W, C].
     """
@@ -42,6 +42,7 @@ class Attached(nn.Module):
         self,
         input_shape: Sequence[int],
         outputs: int,
+        *,
         network: str,
         slots: list[str],
         settings: dict[str, Any] | None = None,
@@ -53,10 +54,18 @@ class Attached(nn.Module):
         super().__init__()
         self._make = import_object(network)
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
-        network_key = (network, json.dumps(self._settings), tuple(input_shape), outputs, tokens)
-        records = find_slot_records(*network_key, tuple(slots), isolate, tuple(channels_last or ()))
+        records = find_slot_records(
+            network,
+            json.dumps(self._settings),
+            input_shape=tuple(input_shape),
+            outputs=outputs,
+            tokens=tokens,
+            slots=tuple(slots),
+            isolate=isolate,
+            channels_last=tuple(channels_last or ()),
+        )
         self.network = make_network(self._make, self._settings)
-        attach_from_records(self, [place | {"module": f"network.{place['module']}"} for place in records])
+        attach_from_records(self, [record | {"module": f"network.{record['module']}"} for record in records])
 
     def initialise_whole(self, generator: torch.Generator) -> None:
         """Initialise the whole network by its own constructor, since its modules may be of any class."""
@@ -76,6 +85,7 @@ class Attached(nn.Module):
 def find_slot_records(
     network: str,
     settings: str,
+    *,
     input_shape: tuple[int, ...],
     outputs: int,
     tokens: bool,
@@ -97,7 +107,7 @@ def find_slot_records(
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"host Attached: {network} does not take inputs {list(input_shape)}: {reason}") from error
-        attach_slots(trial, slots, example, isolate, channels_last)
+        attach_slots(trial, slots, example, detach_input=isolate, channels_last=channels_last)
     if not isinstance(output, Tensor) or output.shape[-1] != outputs:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(

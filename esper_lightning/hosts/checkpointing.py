@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, checkpoint_activations: bool) -> Tensor:
+def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, *, checkpoint_activations: bool) -> Tensor:
     """Return `block(x)` for a part of `host`; with `checkpoint_activations` only `x` is stored for the backward pass.
 
     The backward pass then computes the block again. In evaluation mode and without gradients the option has no effect.

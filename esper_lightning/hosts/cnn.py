@@ -38,6 +38,7 @@ class CNN(nn.Module):
         self,
         input_shape: Sequence[int],
         outputs: int,
+        *,
         base: int = 8,
         blocks: int = 3,
         kernel: int = 3,
@@ -56,7 +57,7 @@ class CNN(nn.Module):
         self.pools = blocks if pools is None else pools
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
-        _check(input_shape, base, blocks, kernel, self.pools)
+        _check(input_shape, base=base, blocks=blocks, kernel=kernel, pools=self.pools)
 
         widths = [input_shape[0], *widths]
         self.convs = nn.ModuleList(
@@ -66,7 +67,7 @@ class CNN(nn.Module):
         block_slots = [[f"block{i + 1}", f"block{i + 1}.pool"][: 2 if i < self.pools else 1] for i in range(blocks)]
         slot_widths = {name: width for names, width in zip(block_slots, widths[1:], strict=True) for name in names}
         default_slots = [names[-1] for names in block_slots]
-        self.slots = Slots(default_slots if slots is None else slots, slot_widths, "image", isolate)
+        self.slots = Slots(default_slots if slots is None else slots, slot_widths, layout="image", isolate=isolate)
         self.head = nn.Linear(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, outputs]
@@ -75,7 +76,7 @@ class CNN(nn.Module):
             # nothing (ratios .62 and .65). Not contiguous(), which leaves an image of one channel as it is.
             x = x.clone(memory_format=torch.channels_last)
         for i in range(len(self.convs)):
-            x = run_block(self, partial(self._block, i), x, self.checkpoint_activations)
+            x = run_block(self, partial(self._block, i), x, checkpoint_activations=self.checkpoint_activations)
         return self.head(x.mean((2, 3)))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C', H', W']
@@ -83,7 +84,7 @@ class CNN(nn.Module):
         return self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
 
 
-def _check(input_shape: Sequence[int], base: int, blocks: int, kernel: int, pools: int) -> None:
+def _check(input_shape: Sequence[int], *, base: int, blocks: int, kernel: int, pools: int) -> None:
     if len(input_shape) != 3:
         raise ValueError(f"host CNN needs images of shape (C, H, W), the task gives {tuple(input_shape)}")
     if base < 1 or blocks < 1 or kernel < 1:

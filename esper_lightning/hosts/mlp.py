@@ -26,6 +26,7 @@ class MLP(nn.Module):
         self,
         input_shape: Sequence[int],
         outputs: int,
+        *,
         width: int = 128,
         layers: int = 2,
         slots: list[str] | None = None,
@@ -37,7 +38,7 @@ class MLP(nn.Module):
         widths = [math.prod(input_shape)] + [width] * layers
         self.layers = nn.ModuleList(nn.Linear(c, d) for c, d in pairwise(widths))
         slot_widths = {f"layer{i + 1}": width for i in range(layers)}
-        self.slots = Slots(list(slot_widths) if slots is None else slots, slot_widths, "vector", isolate)
+        self.slots = Slots(list(slot_widths) if slots is None else slots, slot_widths, layout="vector", isolate=isolate)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, …] -> [B, outputs]

@@ -12,19 +12,19 @@ class Slots(nn.ModuleDict):
     """The slots of a host, at a subset of the positions where it allows them.
 
     Args:
-        wanted: Names of the slots to create, in any order.
-        places: Names of all possible slots with the width C of the feature there, in forward order.
+        slot_names: Names of the slots to create, in any order.
+        slot_widths: Names of all possible slots with the width C of the feature there, in forward order.
         layout: Layout of the features.
         isolate: See SeedSlot.
     """
 
     def __init__(
-        self, slot_names: Sequence[str], slot_widths: Mapping[str, int], layout: Layout, isolate: bool | None
+        self, slot_names: Sequence[str], slot_widths: Mapping[str, int], *, layout: Layout, isolate: bool | None
     ) -> None:
         check_slot_names(slot_names, slot_widths)
         super().__init__(
             {
-                _module_key(name): SeedSlot(name, layout, slot_widths[name], isolate)
+                _module_key(name): SeedSlot(name, layout, slot_widths[name], detach_input=isolate)
                 for name in slot_widths
                 if name in slot_names
             }

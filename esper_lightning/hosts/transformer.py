@@ -25,8 +25,8 @@ class TokenEmbedding(nn.Embedding):
 class PositionEmbedding(nn.Embedding):
     """Learned position embedding that is added to its input."""
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, C], same out
-        return x + self.weight[: x.shape[1]]
+    def forward(self, input: Tensor) -> Tensor:  # [B, T, C], same out
+        return input + self.weight[: input.shape[1]]
 
 
 class CausalAttention(nn.Module):
@@ -84,6 +84,7 @@ class GPT(nn.Module):
         self,
         input_shape: Sequence[int],
         outputs: int,
+        *,
         width: int = 384,
         blocks: int = 6,
         heads: int = 6,
@@ -93,14 +94,17 @@ class GPT(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
-        _check(input_shape, width, blocks, heads, context)
+        _check(input_shape, width=width, blocks=blocks, heads=heads, context=context)
         self.checkpoint_activations = checkpoint_activations
         self.tokens = TokenEmbedding(outputs, width)
         self.positions = PositionEmbedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         slot_widths = {f"layer{i + 1}": width for i in range(blocks)}
         self.slots = Slots(
-            list(slot_widths)[(blocks - 1) % 2 :: 2] if slots is None else slots, slot_widths, "sequence", isolate
+            list(slot_widths)[(blocks - 1) % 2 :: 2] if slots is None else slots,
+            slot_widths,
+            layout="sequence",
+            isolate=isolate,
         )
         self.norm = nn.LayerNorm(width)
 
@@ -112,13 +116,15 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
+            assert isinstance(block, Block)
             for last in (block.attention.project, block.mlp[-1]):
+                assert isinstance(last, nn.Linear)
                 nn.init.normal_(last.weight, std=INITIAL_STD / math.sqrt(2 * len(self.blocks)), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T] int64 -> [B, T, outputs]
         x = self.positions(self.tokens(x))
         for i in range(len(self.blocks)):
-            x = run_block(self, partial(self._block, i), x, self.checkpoint_activations)
+            x = run_block(self, partial(self._block, i), x, checkpoint_activations=self.checkpoint_activations)
         # Not a second, tied Parameter: it would lose the tie when a host is built on the meta device.
         return self.tokens.logits(self.norm(x))
 
@@ -126,7 +132,7 @@ class GPT(nn.Module):
         return self.slots.forward_at(f"layer{i + 1}", self.blocks[i](x))
 
 
-def _check(input_shape: Sequence[int], width: int, blocks: int, heads: int, context: int) -> None:
+def _check(input_shape: Sequence[int], *, width: int, blocks: int, heads: int, context: int) -> None:
     if len(input_shape) != 1:
         raise ValueError(f"host GPT needs sequences of tokens of shape (T,), the task gives {tuple(input_shape)}")
     if width < 1 or blocks < 1 or heads < 1:

@@ -48,7 +48,7 @@ class RolloutCollector:
 
     Args:
         pool: The environments.
-        policy: Policy that acts. Its recurrent state is kept here between steps.
+        policy: Policy that acts. Its recurrent state is stored here between steps.
         observation_norm: Normaliser of observed features, frozen within a rollout and updated at its end.
         value_norm: Normaliser of values, frozen within a rollout and updated at its end.
         config: Settings of PPO.
@@ -60,6 +60,7 @@ class RolloutCollector:
         self,
         pool: VectorEnv,
         policy: Policy,
+        *,
         observation_norm: nn.Module,
         value_norm: RunningMeanStd,
         config: PPOConfig,
@@ -78,7 +79,7 @@ class RolloutCollector:
         self.generator = torch.Generator(pool.device).manual_seed(run_rng_seed)  # exploration and minibatches
         self.buffer = RolloutBuffer(pool, policy, config.sequence)
         self.raw_features = torch.zeros(pool.horizon, *pool.observation.features.shape, device=pool.device)
-        self.raw_privileged = torch.zeros_like(self.buffer.privileged) if policy.asymmetric else None
+        self.raw_privileged = None if self.buffer.privileged is None else torch.zeros_like(self.buffer.privileged)
         # V of the last states of truncated episodes, [T, N], which an autoreset hides from the next observation.
         self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
         self.state = policy.initial_state(pool.n_envs)
@@ -90,7 +91,7 @@ class RolloutCollector:
     def reset(self) -> None:
         """Begin a rollout: reset the environments and the recurrent state, except under autoreset after the first."""
         if not (self.has_reset and self.pool.autoreset):
-            self.pool.reset(episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, self.pool.n_envs))
+            self.pool.reset(episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, n_envs=self.pool.n_envs))
             self.state = self.policy.initial_state(self.pool.n_envs)
             self.starts.fill_(True)
             self.has_reset = True
@@ -106,10 +107,13 @@ class RolloutCollector:
             masks, privileged = clone_record(self.pool.masks), self._normalise_privileged(self.pool.privileged)
             observation, state = self._normalise_observation(clone_record(self.pool.observation)), self.state
             privileged = None if privileged is None else privileged.clone()
-            distribution, values, self.state = self.policy.step(observation, state, masks, self.starts, privileged)
+            distribution, values, self.state = self.policy.step(
+                observation, state, masks, starts=self.starts, privileged=privileged
+            )
             action = distribution.sample(self.generator)
             self.raw_features[length].copy_(self.pool.observation.features)
             if self.raw_privileged is not None:
+                assert self.pool.privileged is not None
                 self.raw_privileged[length].copy_(self.pool.privileged)
         with torch.enable_grad():
             step = self.pool.step(action)
@@ -148,7 +152,7 @@ class RolloutCollector:
         privileged = self._normalise_privileged(ended.privileged)
         return self.value_norm.inverse(
             self.policy.estimate_value(
-                self._normalise_observation(ended.observation), self.state, no_starts, privileged
+                self._normalise_observation(ended.observation), self.state, no_starts, privileged=privileged
             )
         )
 
@@ -168,7 +172,7 @@ class RolloutCollector:
         # V of the state after the last action, with the recurrent state after it.
         privileged = self._normalise_privileged(self.pool.privileged)
         last_value = self.policy.estimate_value(
-            self._normalise_observation(self.pool.observation), self.state, self.starts, privileged
+            self._normalise_observation(self.pool.observation), self.state, self.starts, privileged=privileged
         )
         values = self.value_norm.inverse(buffer.values)
         next_values = torch.cat([values[1:], self.value_norm.inverse(last_value)[None]])
@@ -178,7 +182,13 @@ class RolloutCollector:
         elif config.horizon_is_end:
             terminated = terminated | truncated
         advantages, returns = gae(
-            buffer.rewards, values, next_values, terminated, truncated & ~terminated, config.gamma, config.gae_lambda
+            buffer.rewards,
+            values,
+            next_values,
+            terminated=terminated,
+            truncated=truncated & ~terminated,
+            gamma=config.gamma,
+            lam=config.gae_lambda,
         )
         active = ~buffer.masks.ended  # steps of a host whose episode ended before the horizon are padding
         explained = explained_variance(values[active], returns[active]).item()
@@ -201,6 +211,7 @@ class RolloutCollector:
             # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
             self.observation_norm.update(self.raw_features[active])
         if isinstance(self.privileged_norm, RunningMeanStd):
+            assert self.raw_privileged is not None
             self.privileged_norm.update(self.raw_privileged[active])
         if buffer.sequence_states is not None:
             rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)

@@ -8,6 +8,7 @@ def gae(
     rewards: Tensor,  # [T, N]
     values: Tensor,  # [T, N]  V(s_t)
     next_values: Tensor,  # [T, N]  V(s_{t+1}), taken before any reset
+    *,
     terminated: Tensor,  # [T, N]  bool: s_{t+1} is terminal and has value 0
     truncated: Tensor,  # [T, N]  bool: time limit; s_{t+1} keeps its value
     gamma: float,

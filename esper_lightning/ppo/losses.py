@@ -157,7 +157,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
 
 
-def value_loss(values: Tensor, old: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+def value_loss(values: Tensor, old: Tensor, targets: Tensor, *, clip: float | None) -> Tensor:
     """Return half the squared error per step; with `clip`, the larger of it and that of the clipped value."""
     error = (values - targets).square()
     if clip is not None:
@@ -192,7 +192,9 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         ratio_low, ratio_high = ratio.aminmax()
     return PPOTerms(
         policy=masked_mean(surrogate, unforced),
-        value=masked_mean(value_loss(values, rollout.values, rollout.targets, config.value_clip), ~rollout.masks.ended),
+        value=masked_mean(
+            value_loss(values, rollout.values, rollout.targets, clip=config.value_clip), ~rollout.masks.ended
+        ),
         entropy=masked_mean((entropy * relevance * head_weights).sum(-1), unforced),
         head_entropy=head_entropy,
         head_freedom=free_steps / unforced.sum().clamp(min=1),

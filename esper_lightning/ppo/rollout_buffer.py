@@ -115,7 +115,10 @@ class RolloutBuffer:
         self.action = like(env.space.zeros(n, device))
         self.log_prob, self.values, self.rewards = zeros(), zeros(), zeros()
         self.terminated, self.truncated, self.starts = (zeros(dtype=torch.bool) for _ in range(3))
-        self.privileged = zeros(env.privileged.shape[-1]) if policy.asymmetric else None
+        self.privileged: Tensor | None = None
+        if policy.asymmetric:
+            assert env.privileged is not None, "policy_shape has seen them"
+            self.privileged = zeros(env.privileged.shape[-1])
         self.state = RecurrentState(*(torch.zeros_like(part) for part in policy.initial_state(n)))
         n_splits = self.ticks // self.sequence_length - 1
         # Recurrent states before each sequence but the first, [cuts, N, width].
@@ -147,7 +150,10 @@ class RolloutBuffer:
     def _tensors_of(self, record: "Experience | RolloutBuffer") -> tuple[Tensor, ...]:
         """Return the tensors of one step or of all steps, in the order of a checkpoint."""
         observed = (*record.observation, *record.masks, record.values, record.starts)
-        extra = () if self.privileged is None else (record.privileged,)
+        extra: tuple[Tensor, ...] = ()
+        if self.privileged is not None:
+            assert record.privileged is not None, "an asymmetric critic needs the privileged features"
+            extra = (record.privileged,)
         return (*observed, *extra, *record.action, record.log_prob, record.rewards, record.terminated, record.truncated)
 
     def state_dict(self) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def rent(
     parameters: Tensor,
     host_parameters: Tensor | int,
     config: ObjectiveConfig,
+    *,
     price: Tensor | None = None,
     compute_cost: Tensor | float = 0.0,
 ) -> Tensor:
@@ -104,6 +105,7 @@ def objective(
     accuracy: Tensor,
     parameters: Tensor,
     host_parameters: Tensor | int,
+    *,
     config: ObjectiveConfig,
     price: Tensor | None = None,
     compute_cost: Tensor | float = 0.0,
@@ -112,4 +114,4 @@ def objective(
 
     The reward of a step is the change of J, so the rewards of an episode sum to J at its end minus J at its start.
     """
-    return accuracy - rent(parameters, host_parameters, config, price, compute_cost)
+    return accuracy - rent(parameters, host_parameters, config, price=price, compute_cost=compute_cost)

@@ -1,6 +1,5 @@
 """Strict checks for `load_state_dict`: torch's own loaders convert dtypes, broadcast, and check sizes late."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -47,7 +46,7 @@ def check_count(label: str, value: Any, maximum: int = 2**53) -> int:
     return value
 
 
-def check_numbers(label: str, values: Any, length: int | None = None, finite: bool = False) -> list[float]:
+def check_numbers(label: str, values: Any, length: int | None = None, *, finite: bool = False) -> list[float]:
     """Return the values as a list. Raises ValueError unless they are (finite) numbers, and `length` many if given."""
     if not isinstance(values, list | tuple) or length not in (None, len(values)):
         raise ValueError(f"{label} is not a list of {length if length is not None else ''} numbers".replace("  ", " "))
@@ -75,9 +74,9 @@ def load_module(module: nn.Module, saved: Any) -> None:
     for name, tensor in current.items():
         if isinstance(tensor, Tensor):  # a module checks its extra state itself
             check_matching_tensor(f"the network's {name}", saved[name], tensor)
-    ordered = OrderedDict((name, saved[name]) for name in current)
-    ordered._metadata = current._metadata  # module versions of this program, not of the file
-    module.load_state_dict(ordered)
+    for name in current:  # in place, to keep the module versions of this program instead of the file's
+        current[name] = saved[name]
+    module.load_state_dict(current)
 
 
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:

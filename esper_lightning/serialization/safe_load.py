@@ -95,8 +95,10 @@ def check_archive(path: Path) -> None:
 def check_globals(pickled: bytes) -> None:
     """Raise ValueError if unpickling would create anything but containers, numbers, strings and tensors."""
     for operation, argument, _ in pickletools.genops(pickled):
-        if operation.name == "GLOBAL" and ALLOWED_GLOBALS.fullmatch(argument) is None:
-            raise ValueError(f"it would make a {argument.replace(' ', '.')}")
+        if operation.name == "GLOBAL":
+            assert isinstance(argument, str), "the name of the global"
+            if ALLOWED_GLOBALS.fullmatch(argument) is None:
+                raise ValueError(f"it would make a {argument.replace(' ', '.')}")
 
 
 def check_content(content: Any, size: int) -> None:

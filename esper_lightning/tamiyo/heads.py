@@ -238,13 +238,15 @@ class HostDistribution(FactoredDistribution):
         op_weights = op.unsqueeze(-1) * self.relevant[:, columns]  # [..., ops, heads]
         relevances = op_weights.sum(-2)
         pairs = [
-            self._mean_of_head(head, row_values(head), op_weights[..., i], relevances[..., i])
+            self._mean_of_head(head, row_values(head), op_weights[..., i], relevance=relevances[..., i])
             for i, head in enumerate(self.heads)
         ]
         means, head_relevances = zip(*pairs, strict=True)
         return torch.stack(means, -1), torch.stack(head_relevances, -1)
 
-    def _mean_of_head(self, head: str, per_row: Tensor, op_weights: Tensor, relevance: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean_of_head(
+        self, head: str, per_row: Tensor, op_weights: Tensor, *, relevance: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the mean of one head over its contexts, and the probability that the head matters.
 
         Args:

@@ -107,6 +107,7 @@ class Policy(nn.Module):
 
     def _initialise(self) -> None:
         for layer, gain in ((self.encoder, math.sqrt(2)), (self.value[0], math.sqrt(2)), (self.value[2], 1.0)):
+            assert isinstance(layer, nn.Linear)
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
         if self.lstm is None:
@@ -116,8 +117,9 @@ class Policy(nn.Module):
                 nn.init.orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
+        bias = self.lstm.get_parameter("bias_ih_l0")
         with torch.no_grad():
-            self.lstm.bias_ih_l0[self.width : 2 * self.width] = 1.0  # forget gate: keep the state at first
+            bias[self.width : 2 * self.width] = 1.0  # forget gate: keep the state at first
 
     def initial_state(self, n_envs: int) -> RecurrentState:
         """Return the recurrent state at the start of an episode."""
@@ -143,27 +145,30 @@ class Policy(nn.Module):
         return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
 
     def step(
-        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor, privileged: Tensor | None = None
+        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor, privileged: Tensor | None = None
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process one step: as `forward`, but without the axis T."""
         hidden, state = self._encode_step(observation, state, starts)
         return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
 
     def step_actor(
-        self, observation: Any, state: RecurrentState, masks: Any, starts: Tensor
+        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor
     ) -> tuple[Any, RecurrentState]:
         """Process one step without the critic, whose privileged features may be unavailable after training."""
         hidden, state = self._encode_step(observation, state, starts)
         return self.heads.distribution(hidden, masks), state
 
     def estimate_value(
-        self, observation: Any, state: RecurrentState, starts: Tensor, privileged: Tensor | None = None
+        self, observation: Any, state: RecurrentState, starts: Tensor, *, privileged: Tensor | None = None
     ) -> Tensor:  # [N]
         """Return the normalised values of one step, without an action distribution."""
         return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
 
     def _critic_value(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
-        return self.value(torch.cat([hidden, privileged], -1) if self.asymmetric else hidden).squeeze(-1)
+        if self.asymmetric:
+            assert privileged is not None, "an asymmetric critic needs the privileged features"
+            hidden = torch.cat([hidden, privileged], -1)
+        return self.value(hidden).squeeze(-1)
 
     def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         hidden, state = self._encode([part[None] for part in observation], state, starts[None])
@@ -180,6 +185,7 @@ class Policy(nn.Module):
         return self.lstm_norm(recurrent + encoded), state
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        assert self.lstm is not None
         before = RecurrentState(*(part * ~starts[0, :, None] for part in state))
         # A single step needs no transfer from the device.
         if len(x) == 1 or not starts[1:].any():

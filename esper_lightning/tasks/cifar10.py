@@ -31,6 +31,7 @@ class CIFAR10(Task):
     def __init__(
         self,
         root: str = "data",
+        *,
         download: bool = False,
         validation: int = 5000,
         train: int | None = None,
@@ -59,9 +60,10 @@ class CIFAR10(Task):
         def split(images: Tensor, labels: Tensor) -> Split:
             return Split((images.float() - mean) / deviation, labels)
 
-        train_and_validation = [split(images[part], labels[part]) for part in (rest, held_out)]
-        test = split(*(part[: self.test] for part in self._read(train=False)))
-        return TaskData(*train_and_validation, test, classes=10)
+        train, validation = (split(images[part], labels[part]) for part in (rest, held_out))
+        test_images, test_labels = self._read(train=False)
+        test = split(test_images[: self.test], test_labels[: self.test])
+        return TaskData(train, validation, test, classes=10)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:  # [n, 3, 32, 32] uint8, [n] int64
         from torchvision.datasets import CIFAR10 as Stored  # imported late: it takes a second

@@ -1,5 +1,9 @@
 """Handwritten digits from scikit-learn: 1,797 real images of 8×8 pixels, without a download."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -38,6 +42,7 @@ class Digits(Task):
         return TaskData(*splits, classes=10)
 
 
-def _split(indices: object, digits: object, held_out: int) -> tuple[list[int], list[int]]:
+def _split(indices: Sequence[int], digits: np.ndarray, held_out: int) -> tuple[list[int], list[int]]:
     labels = [digits[i] for i in indices]
-    return train_test_split(list(indices), test_size=held_out, random_state=SPLIT_RNG_SEED, stratify=labels)
+    parts: list[Any] = train_test_split(list(indices), test_size=held_out, random_state=SPLIT_RNG_SEED, stratify=labels)
+    return parts[0], parts[1]

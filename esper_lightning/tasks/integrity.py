@@ -46,6 +46,6 @@ def fingerprint(data: TaskData) -> str:
     for split in data[:3]:
         for tensor in split:
             numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            checksum = zlib.crc32(memoryview(numbers.numpy()), checksum)
+            checksum = zlib.crc32(numbers.numpy().data, checksum)
     sizes = " + ".join(str(split.samples) for split in data[:3])
     return f"{sizes} samples of {data.classes} classes, checksum {checksum:08x}"

@@ -23,6 +23,7 @@ class Synthetic(Task):
         self,
         shape: Sequence[int] = (3, 32, 32),
         classes: int = 10,
+        *,
         train: int = 1024,
         validation: int = 256,
         test: int = 256,

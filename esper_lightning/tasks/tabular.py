@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Tabular(Task):
         validation, test: Share of the rows in each split.
     """
 
-    def __init__(self, source: str, target: str | None = None, validation: float = 0.2, test: float = 0.3) -> None:
+    def __init__(self, source: str, target: str | None = None, *, validation: float = 0.2, test: float = 0.3) -> None:
         if min(validation, test) <= 0.0 or validation + test >= 1.0:
             raise ValueError(
                 f"Tabular: validation and test must be positive and leave rows to learn from, got {validation} and "
@@ -67,9 +68,12 @@ class Tabular(Task):
 
     def _split(self, rows: np.ndarray, targets: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return train_test_split(rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=targets[rows])
+            parts: list[Any] = train_test_split(
+                rows, test_size=share, random_state=SPLIT_RNG_SEED, stratify=targets[rows]
+            )
         except ValueError as error:  # the split would have fewer rows than there are classes
             raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
+        return parts[0], parts[1]
 
     def _read(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the columns, each [rows] of floats or words, and the labels [rows]."""
@@ -137,4 +141,4 @@ def encode_column(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows
         transform = OneHotEncoder(
             handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False
         )
-    return transform.fit(column[train, None]).transform(column[:, None])
+    return np.asarray(transform.fit(column[train, None]).transform(column[:, None]))

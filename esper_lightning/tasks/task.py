@@ -87,7 +87,8 @@ class TaskData(NamedTuple):
 
     def copy_to(self, devices: Sequence[torch.device]) -> "TaskData":
         """Return the data set with a copy on each of these devices; data already there are not copied."""
-        return TaskData(*(split.copy_to(devices) for split in self[:3]), self.classes)
+        train, validation, test = (split.copy_to(devices) for split in self[:3])
+        return TaskData(train, validation, test, self.classes)
 
 
 class Measures(NamedTuple):

@@ -34,6 +34,7 @@ class Text(Task):
     def __init__(
         self,
         source: str = PYTHON_REFERENCE,
+        *,
         tokens: Literal["bytes", "bpe"] = "bytes",
         vocabulary: int = 1024,
         length: int = 64,

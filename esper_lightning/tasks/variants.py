@@ -116,5 +116,5 @@ def make_variants(data: TaskData, variants: Sequence[Variant]) -> TaskData:
     """Return all variants in one data set, on the CPU. Raises ValueError if one cannot be made of `data`."""
     for variant in variants:
         variant.check(data)
-    made = [variant.apply(data) for variant in variants]
-    return data._replace(**{name: VariedSplit.join([getattr(one, name) for one in made]) for name in SPLITS})
+    varied = [variant.apply(data) for variant in variants]
+    return data._replace(**{name: VariedSplit.join([getattr(part, name) for part in varied]) for name in SPLITS})

@@ -23,7 +23,7 @@ class Anomaly(NamedTuple):
     """New level of the anomaly: `warning`, `critical`, or `cleared`."""
     value: float
     threshold: float
-    """Bound that the value crossed, or no longer crosses."""
+    """Bound that the value crossed, in either direction."""
     update: int
     """Number of the PPO update, counted from 1."""
     cause: str
@@ -52,7 +52,7 @@ class AnomalyState(NamedTuple):
     """Updates in a row with the metric not beyond the critical bound."""
 
 
-def next_state(state: AnomalyState, rule: Rule, value: float, limits: Limits, bounds: Bounds) -> AnomalyState:
+def next_state(state: AnomalyState, rule: Rule, value: float, *, limits: Limits, bounds: Bounds) -> AnomalyState:
     """Return the state after one more PPO update. A value that is not finite is beyond every bound."""
     unknown = not math.isfinite(value)
     critical = limits.critical is not None and (unknown or rule.is_out_of_bounds(value, limits.critical))
@@ -136,10 +136,12 @@ class AnomalyDetector:
             for key in rule.matching_metrics(numbers):
                 name, value = rule.anomaly_name(key), numbers[key]
                 before = self.states.get(name, AnomalyState())
-                after = self.states[name] = next_state(before, rule, value, limits, bounds)
+                after = self.states[name] = next_state(before, rule, value, limits=limits, bounds=bounds)
                 if after.level != before.level:
                     crossed = max(before.level, after.level)
-                    threshold = limits.critical if crossed == 2 else limits.warning
+                    critical = limits.critical if crossed == 2 else None
+                    # A resumed run may have dropped the critical bound that an earlier one has crossed.
+                    threshold = limits.warning if critical is None else critical
                     level = LEVELS[after.level] if after.level else "cleared"
                     what = key.removeprefix(rule.metric.removesuffix("*"))
                     cause = rule.cause.format(what=what)
@@ -170,7 +172,7 @@ class AnomalyDetector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
-        what = "what is known of anomalies"
+        what = "the state of the anomalies"
         check_keys(what, state, ("watches", "grad_norm"))
         watches = {}
         for name, numbers in check_keys(what, state["watches"], ()).items():

@@ -52,6 +52,7 @@ class RolloutGradients:
                     continue
                 if slot.age == 1:
                     self._replace_silent(i, k)
+                    assert slot.blueprint is not None, "that of the live seed"
                     if env.host_gradient.health >= MIN_HOST_GRADIENT_HEALTH:
                         self.born[slot.blueprint] += 1
                         self.silent[i, k] = slot.blueprint
@@ -82,7 +83,7 @@ class RolloutGradients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state within a rollout. Raises ValueError if it is damaged."""
-        what = "what is known of gradients"
+        what = "the statistics of gradients"
         check_keys(what, state, ("born", "gone", "silent", "health", "host_ticks"))
         self.clear()
         for name in ("born", "gone"):

@@ -90,8 +90,8 @@ class Scoreboard:
     @property
     def durations(self) -> dict[Stage, float]:
         """Mean host epochs that a seed spent in each stage, for the stages that some seed left in this rollout."""
-        left, ticks = self.stages
-        return {stage: ticks[stage] / left[stage] for stage in sorted(LIVE) if left[stage] > 0.0}
+        seeds_that_left, ticks = self.stages
+        return {stage: ticks[stage] / seeds_that_left[stage] for stage in sorted(LIVE) if seeds_that_left[stage] > 0.0}
 
     def update(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
         """Process one environment step."""
@@ -164,7 +164,7 @@ class Scoreboard:
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in PARTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; with another number of hosts only the sums, since the episodes start anew then.
+        """Restore the state; with another number of hosts only the sums, since episodes then start again.
 
         Raises ValueError if the state is damaged.
         """

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.blueprint_stats import SeedStats
@@ -56,7 +58,7 @@ def growth_timeline(trace: EpisodeTrace, slots: Sequence[str]) -> Figure:
         axes.imshow(
             stage_image(stage[..., k].T, alpha[..., k].T), aspect="auto", interpolation="nearest", extent=extent
         )
-        draw_cell_borders(axes, hosts, trace.length, slot)
+        draw_cell_borders(axes, hosts, trace.length, title=slot)
         ticks, host_indices = np.nonzero(trace.rolled_back[: trace.length, :hosts].numpy())
         axes.scatter(ticks + 1, host_indices, marker="v", s=14, color="black", zorder=3)
     present = [(name.name, colour) for name, colour in STAGE_COLOURS.items() if (stage == name).any()]
@@ -79,12 +81,12 @@ def op_map(trace: EpisodeTrace) -> Figure:
     op = trace.op[: trace.length].numpy()
     hosts = min(op.shape[1], MAX_HOSTS_SHOWN)
     figure, (left, right) = make_panels(2, trace.length, hosts, sharey=False)
-    draw_cells(left, op[:, :hosts].T, list(OP_COLOURS.values()), f"the first {hosts} hosts")
+    draw_cells(left, op[:, :hosts].T, list(OP_COLOURS.values()), title=f"the first {hosts} hosts")
     edges = np.repeat(np.arange(trace.length + 1) + 0.5, 2)[1:-1]  # of each tick, on both sides
     right.stackplot(edges, np.repeat(op_shares(op), 2, axis=1), colors=list(OP_COLOURS.values()))
     right.set(xlabel="tick", ylabel="share", xlim=(0.5, trace.length + 0.5), ylim=(0.0, 1.0))
     right.set_title(f"all {op.shape[1]} hosts", fontsize=9)
-    right.xaxis.get_major_locator().set_params(integer=True)
+    show_integers(right.xaxis)
     add_legend(figure, [(name, colour) for i, (name, colour) in enumerate(OP_COLOURS.items()) if (op == i).any()])
     return figure
 
@@ -128,7 +130,7 @@ def blueprint_scoreboard(score: SeedStats, blueprints: Sequence[str], slots: Seq
     return figure
 
 
-def make_panels(number: int, ticks: int, hosts: int, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
+def make_panels(number: int, ticks: int, hosts: int, *, sharey: bool = True) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with `number` panels side by side, high enough for one row per host."""
     figure = Figure(figsize=(1.0 + number * max(2.4, 0.17 * ticks), 1.6 + 0.2 * hosts))
     panels = figure.subplots(1, number, sharey=sharey, squeeze=False)[0]
@@ -139,26 +141,35 @@ def make_panels(number: int, ticks: int, hosts: int, sharey: bool = True) -> tup
     return figure, panels
 
 
-def set_margins(figure: Figure, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35) -> None:
+def set_margins(
+    figure: Figure, *, left: float = 0.6, right: float = 0.2, bottom: float = 0.6, top: float = 0.35
+) -> None:
     """Set the space around the panels in inches: matplotlib's automatic layout takes longer than the whole drawing."""
     width, height = figure.get_size_inches()
     sides = {"left": left / width, "right": 1.0 - right / width, "bottom": bottom / height, "top": 1.0 - top / height}
     figure.subplots_adjust(**sides, wspace=0.1)
 
 
-def draw_cells(axes: Axes, numbers: np.ndarray, colours: Sequence[str], title: str) -> None:
+def draw_cells(axes: Axes, numbers: np.ndarray, colours: Sequence[str], *, title: str) -> None:
     """Draw numbers [H, T] as coloured cells."""
     cells = ListedColormap(colours)
     hosts, ticks = numbers.shape
     norm = BoundaryNorm(np.arange(len(colours) + 1) - 0.5, cells.N)
     axes.imshow(numbers, cmap=cells, norm=norm, aspect="auto", extent=(0.5, ticks + 0.5, hosts - 0.5, -0.5))
-    draw_cell_borders(axes, hosts, ticks, title)
+    draw_cell_borders(axes, hosts, ticks, title=title)
 
 
-def draw_cell_borders(axes: Axes, hosts: int, ticks: int, title: str) -> None:
+def show_integers(axis: Axis) -> None:
+    """Label an axis at integers only."""
+    locator = axis.get_major_locator()
+    assert isinstance(locator, MaxNLocator), "matplotlib's default for numbers"
+    locator.set_params(integer=True)
+
+
+def draw_cell_borders(axes: Axes, hosts: int, ticks: int, *, title: str) -> None:
     """Draw thin lines between the cells of H hosts and T ticks, and label the axes."""
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    show_integers(axes.xaxis)
+    show_integers(axes.yaxis)
     axes.set_xticks(np.arange(1.5, ticks), minor=True)
     axes.set_yticks(np.arange(0.5, hosts), minor=True)
     axes.grid(which="minor", color="white", lw=0.6)

@@ -17,7 +17,7 @@ class DetailLevel:
     """
 
     def __init__(self, level: Level, ticks: int) -> None:
-        self.level = level
+        self.level: Level = level
         self.ticks = ticks
         self.raised_since = self.raised_until = 0  # the level is raised in the ticks (since, until]
 

@@ -64,10 +64,10 @@ def gradient_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
     ]
     found = {}
     for name, stats in (("host", hosts), ("seed", seeds)):
-        norms = [one.norm for one in stats if math.isfinite(one.norm)]
+        norms = [gradient.norm for gradient in stats if math.isfinite(gradient.norm)]
         if norms:
             found[f"gradients/{name}_norm"] = sum(norms) / len(norms)
-            found[f"gradients/{name}_health"] = sum(one.health for one in stats) / len(stats)
+            found[f"gradients/{name}_health"] = sum(gradient.health for gradient in stats) / len(stats)
     return found
 
 
@@ -79,7 +79,7 @@ def contribution_values(envs: Sequence["HostEnv"]) -> list[float]:
         for slot, record in zip(env.slots, env.records, strict=True)
         if slot.blended and record.contribution is not None
     ]
-    return [one for one in points if math.isfinite(one)]
+    return [point for point in points if math.isfinite(point)]
 
 
 def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -95,13 +95,13 @@ def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
     """Return the mean Shapley value by blueprint, and the mean interaction of pairs of fossilized seeds."""
     shares: dict[str, list[float]] = {}
-    for one in credit_events:
-        shares.setdefault(one.blueprint, []).append(one.shapley)
+    for event in credit_events:
+        shares.setdefault(event.blueprint, []).append(event.shapley)
     found = {f"credit/{name}": sum(values) / len(values) for name, values in shares.items()}
-    seeds_per_host = Counter(one.host for one in credit_events)
+    seeds_per_host = Counter(event.host for event in credit_events)
     # Each pair of seeds in a host counts twice: in the sums of both seeds.
     pairs = sum(seeds * (seeds - 1) for seeds in seeds_per_host.values())
-    interactions = [one.interaction for one in credit_events if one.interaction is not None]
+    interactions = [event.interaction for event in credit_events if event.interaction is not None]
     if pairs and len(interactions) == len(credit_events):
         found["credit/interaction"] = sum(interactions) / pairs
     return found
@@ -133,7 +133,7 @@ def lstm_metrics(state: Iterable[Tensor]) -> dict[str, float]:
     return {f"lstm/{name}": value for name, value in zip(names, torch.stack(numbers).tolist(), strict=True)}
 
 
-def choice_metrics(action: Any, masks: Any, space: Any, relevant: Tensor) -> dict[str, float]:
+def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> dict[str, float]:
     """Return the frequency of each choice of each head where the head mattered, and of each op being possible.
 
     Args:
@@ -164,10 +164,10 @@ def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
 
 def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str, float]:
     """Return counts of hosts that are suspicious or ended, of rollbacks in this episode, and of vetoes in this step."""
-    guards = [env.monitor for env in envs if env.monitor is not None]
+    monitors = [env.monitor for env in envs if env.monitor is not None]
     return {
-        "governor/suspicious": float(sum(guard.governor_state.consecutive_anomalies > 0 for guard in guards)),
-        "governor/rollbacks": float(sum(guard.governor_state.rollbacks for guard in guards)),
+        "governor/suspicious": float(sum(monitor.governor_state.consecutive_anomalies > 0 for monitor in monitors)),
+        "governor/rollbacks": float(sum(monitor.governor_state.rollbacks for monitor in monitors)),
         "governor/ended": float(sum(env.ended for env in envs)),
         "governor/vetoes": float(len(step.vetoes)),
     }
@@ -184,7 +184,7 @@ def phase_shares(seconds: Mapping[str, float], elapsed: float) -> dict[str, floa
     return shares | {"other": 1.0 - sum(shares.values())}
 
 
-def throughput(pool: "HostPool", seconds: Mapping[str, float], trained: int, validated: int) -> dict[str, float]:
+def throughput(pool: "HostPool", *, seconds: Mapping[str, float], trained: int, validated: int) -> dict[str, float]:
     """Return the samples of all hosts per second in the phases `train` and `validate`; nothing for one that took none.
 
     Args:

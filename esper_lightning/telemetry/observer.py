@@ -1,4 +1,4 @@
-"""Observer of all hosts: collects per environment step the data from which metrics, events and figures are made."""
+"""Observer of all hosts: collects statistics in every environment step, and makes the events and figures of hosts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,26 @@ if TYPE_CHECKING:
     from esper_lightning.envs.host_env import HostEnv
     from esper_lightning.growth.growing_network import RefusalReasons
 
-
 GATED_TRANSITIONS = {Stage.TRAINING: Stage.BLENDING, Stage.PROBATIONARY: Stage.FOSSILIZED}
 """Stages that a gate guards the exit of, and the stage that follows each."""
+
+PARTS = ("gradients", "scoreboard", "trace", "gates")
+"""Attributes of an Observer that have a state."""
 
 
 def rollbacks(step: "StepResult", tick: int) -> list[Event]:
     """Return one event for each host that the Governor rolled back or gave up in this step."""
-    words = (word for word in step.verdicts if word.verdict.diverged)
+    host_verdicts = (host_verdict for host_verdict in step.verdicts if host_verdict.verdict.diverged)
     return [
-        RolledBack(tick, word.host, word.rng_seed, word.verdict.outcome.value, word.verdict.cause, word.restored_tick)
-        for word in words
+        RolledBack(
+            tick,
+            host_verdict.host,
+            host_verdict.rng_seed,
+            host_verdict.verdict.outcome.value,
+            host_verdict.verdict.cause,
+            host_verdict.restored_tick,
+        )
+        for host_verdict in host_verdicts
     ]
 
 
@@ -69,7 +78,7 @@ class GateRefusals:
     """Reports gates that refuse a seed whose minimum time in its stage is over: once per seed and stage."""
 
     def __init__(self) -> None:
-        self.refused: dict[tuple[int, str], str] = {}  # host, slot -> the stage that its seed is kept from
+        self.refused: dict[tuple[int, str], str] = {}  # host, slot -> the stage that the gate refuses to its seed
 
     def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int) -> list[Event]:
         """Process one step of `envs` and return new refusals; `tick` counts steps since the run began.
@@ -83,19 +92,19 @@ class GateRefusals:
             for slot, reasons in refusal_reasons(env, refusals)
         }
         events: list[Event] = [
-            GateRefused(tick, *place, *refusal)
-            for place, refusal in refusals_now.items()
-            if self.refused.get(place) != refusal[1] or envs[0].tick == 1  # another episode
+            GateRefused(tick, *key, *refusal)
+            for key, refusal in refusals_now.items()
+            if self.refused.get(key) != refusal[1] or envs[0].tick == 1  # the first step of an episode
         ]
-        self.refused = {place: stage for place, (_, stage, _) in refusals_now.items()}
+        self.refused = {key: stage for key, (_, stage, _) in refusals_now.items()}
         return events
 
     def state_dict(self) -> list[list[Any]]:
-        return [[*place, stage] for place, stage in self.refused.items()]
+        return [[*key, stage] for key, stage in self.refused.items()]
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
-        what = "what is known of gates"
+        what = "the state of the gates"
         if not isinstance(state, list) or not all(isinstance(row, list) and len(row) == 3 for row in state):
             raise ValueError(f"{what} is no list of hosts, slots and stages")
         self.refused = {(check_count(what, host), str(slot)): str(stage) for host, slot, stage in state}
@@ -115,9 +124,6 @@ def refusal_reasons(env: "HostEnv", refusals: Sequence["RefusalReasons"]) -> Ite
             yield slot, reasons
 
 
-PARTS = ("gradients", "scoreboard", "trace", "gates")
-
-
 class Observer:
     """Collects statistics of the hosts, their seeds, and the actions applied to them.
 
@@ -133,7 +139,7 @@ class Observer:
         self.trace = EpisodeTrace(pool.horizon, pool.n_envs, len(space.slot))
         self.gates = GateRefusals()
 
-    def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, all_events: bool) -> list[Event]:
+    def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, *, all_events: bool) -> list[Event]:
         """Process one environment step and return its events.
 
         Args:
@@ -171,7 +177,7 @@ class Observer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
-        check_keys("what is known of the hosts", state, PARTS)
+        check_keys("the state of the observer", state, PARTS)
         for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
         saved = check_keys("the trace of the rollout", state["trace"], ("length",))["length"]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+# protobuf makes these classes at run time, and there are no stubs.
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -60,6 +62,7 @@ class TensorBoardWriter:
         """Make readers drop everything that an earlier process wrote after `tick`."""
         if tick:
             start = SessionLog(status=SessionLog.START)
+            assert self.writer.file_writer is not None, "the run's logger is open"
             self.writer.file_writer.add_event(Event(step=tick + 1, session_log=start))
 
     @property
@@ -72,6 +75,7 @@ class TensorBoardWriter:
         self.writer.add_custom_scalars(CUSTOM_SCALARS)
         self.writer.add_text("guide", guide(), 0)
         values = {name: parse_setting(value) for name, value in settings.items()}
+        assert self.writer.file_writer is not None, "the run's logger is open"
         for summary in hparams(values, dict.fromkeys(HPARAM_METRICS, 0.0)):
             self.writer.file_writer.add_summary(summary)
 

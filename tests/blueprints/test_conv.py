@@ -38,7 +38,7 @@ def new_seed_in(slot_name: str, blueprint: str, stage: Stage) -> tuple[nn.Module
     """Return a host and its new, untrained seed in `stage`."""
     network = small_cnn([slot_name])
     slot = slot_named(network, slot_name)
-    germinate(slot, blueprint, DEFAULT_RAMP, generator_of(2))
+    germinate(slot, blueprint, DEFAULT_RAMP, generator=generator_of(2))
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         slot.move_to(step)
     return network, slot.seed
@@ -80,7 +80,7 @@ def test_a_norm_learns_from_a_detached_feature_in_either_memory_format(size: tup
     x = torch.randn(3, 8, *size, generator=generator_of())
     gradients = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
-        seed = build_seed("norm", "image", 8, torch.device("cpu"), generator_of(), "random")
+        seed = build_seed("norm", "image", 8, device=torch.device("cpu"), generator=generator_of(), birth="random")
         seed(x.contiguous(memory_format=memory_format)).square().sum().backward()  # torch 2.11 would crash
         gradients.append(torch.cat([p.grad.flatten() for p in seed.parameters()]))
     torch.testing.assert_close(*gradients)

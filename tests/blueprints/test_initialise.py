@@ -58,7 +58,9 @@ def test_the_same_generator_seed_gives_the_same_host() -> None:
 @pytest.mark.parametrize(("layout", "name"), HERE)
 @pytest.mark.parametrize("birth", ["identity", "random"])
 def test_the_same_generator_seed_gives_the_same_seed(layout: str, name: str, birth: Birth) -> None:
-    first, second, other = (build_seed(name, layout, 8, CPU, seeded(i), birth) for i in (3, 3, 4))
+    first, second, other = (
+        build_seed(name, layout, 8, device=CPU, generator=seeded(i), birth=birth) for i in (3, 3, 4)
+    )
     assert same(first, second)
     assert birth == "identity" or not same(first, other)
     assert all(torch.isfinite(value).all() for value in first.state_dict().values())
@@ -80,7 +82,7 @@ def test_the_global_random_state_is_left_alone() -> None:
     host = build_on(CPU, cnn, seeded())
     initialise(host, seeded(1))
     for layout, name in HERE:
-        build_seed(name, layout, 8, CPU, seeded(), "random")
+        build_seed(name, layout, 8, device=CPU, generator=seeded(), birth="random")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -192,11 +194,11 @@ def test_layers_draw_from_the_generator_alone(layer: nn.Module) -> None:
 def test_weights_depend_on_the_generator_alone(seed: int, layout: tuple[str, str], width: int) -> None:
     on, name = layout
     before = torch.get_rng_state()
-    first = build_seed(name, on, width, CPU, seeded(seed), "random")
+    first = build_seed(name, on, width, device=CPU, generator=seeded(seed), birth="random")
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng():
         torch.manual_seed(seed + 1)
-        assert same(build_seed(name, on, width, CPU, seeded(seed), "random"), first)
+        assert same(build_seed(name, on, width, device=CPU, generator=seeded(seed), birth="random"), first)
 
 
 def test_a_module_with_its_own_method_has_the_last_word() -> None:

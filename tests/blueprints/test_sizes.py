@@ -59,7 +59,7 @@ def test_the_number_of_parameters_is_known_before_the_seed_is_built(layout: str,
 def test_the_number_of_operations_is_what_pytorch_counts(
     layout: str, name: str, width: int, positions: tuple[int, int]
 ) -> None:
-    seed = build_seed(name, layout, width, CPU, seeded())
+    seed = build_seed(name, layout, width, device=CPU, generator=seeded())
     count = 1 if layout == "vector" else positions[0] * positions[1]
     for samples in (1, 3):
         # Attention as plain matrix products: not every PyTorch counts its fused kernel on a CPU.

@@ -38,14 +38,17 @@ def test_four_heads_where_they_divide_the_width(width: int, heads: int) -> None:
 
 @pytest.mark.parametrize(("width", "heads"), [(8, 4), (6, 2), (5, 1)])
 def test_attention_by_hand(width: int, heads: int) -> None:
-    seed = build_seed("attention", "sequence", width, CPU, seeded(), "random").double()
+    seed = build_seed("attention", "sequence", width, device=CPU, generator=seeded(), birth="random").double()
     x = feature("sequence", width, positions=(3, 4)).double()
     torch.testing.assert_close(seed(x), attention_by_hand(seed, x, heads, window=12))
 
 
 @pytest.mark.parametrize("name", blueprint_names("sequence", CPU))
 def test_a_later_position_cannot_change_an_earlier_output(name: str) -> None:
-    seed, x = build_seed(name, "sequence", 8, CPU, seeded(), "random"), feature("sequence", 8, positions=(1, 12))
+    seed, x = (
+        build_seed(name, "sequence", 8, device=CPU, generator=seeded(), birth="random"),
+        feature("sequence", 8, positions=(1, 12)),
+    )
     for t in range(12):
         changed = x.clone()
         changed[:, t] += 10.0
@@ -54,7 +57,10 @@ def test_a_later_position_cannot_change_an_earlier_output(name: str) -> None:
 
 
 def test_attention_hears_of_every_earlier_position() -> None:
-    seed, x = build_seed("attention", "sequence", 8, CPU, seeded(), "random"), feature("sequence", 8, positions=(1, 12))
+    seed, x = (
+        build_seed("attention", "sequence", 8, device=CPU, generator=seeded(), birth="random"),
+        feature("sequence", 8, positions=(1, 12)),
+    )
     x.requires_grad_()
     (seed(x)[:, -1] ** 3).sum().backward()
     assert x.grad.flatten(0, 1).any(dim=1).all()
@@ -65,7 +71,7 @@ def test_flex_attention_is_offered_only_where_it_runs() -> None:
     assert "flex_attention" in blueprint_names("sequence", CUDA)
     assert "flex_attention" in blueprint_names("sequence", torch.device("cuda:1"))
     with pytest.raises(ValueError, match=r"^blueprint 'flex_attention' does not run on cpu; it runs on: cuda$"):
-        build_seed("flex_attention", "sequence", 8, CPU, seeded())
+        build_seed("flex_attention", "sequence", 8, device=CPU, generator=seeded())
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ def test_every_seed_has_a_mask_of_its_own() -> None:
 @pytest.mark.parametrize("positions", [WINDOW - 5, 3 * WINDOW + 1])
 def test_flex_attention_is_attention_under_a_windowed_mask(width: int, positions: int) -> None:
     generator = torch.Generator(CUDA).manual_seed(0)
-    seed = build_seed("flex_attention", "sequence", width, CUDA, generator, "random")
+    seed = build_seed("flex_attention", "sequence", width, device=CUDA, generator=generator, birth="random")
     x = feature("sequence", width, positions=(1, positions)).to(CUDA).requires_grad_()
 
     place = torch.arange(positions, device=CUDA)

@@ -45,9 +45,9 @@ def test_the_hosts_depend_on_the_evaluations_seed_alone(tmp_path: Path) -> None:
 
 
 def test_no_evaluated_host_was_ever_trained_on() -> None:
-    trained = {seed for episode in range(50) for seed in episode_rng_seeds(0, TRAINING, episode, 48)}
+    trained = {seed for episode in range(50) for seed in episode_rng_seeds(0, TRAINING, episode, n_envs=48)}
 
     assert len(trained) == 50 * 48
-    assert not trained & set(episode_rng_seeds(0, EVALUATION, 0, 64))
+    assert not trained & set(episode_rng_seeds(0, EVALUATION, 0, n_envs=64))
     assert {seed % 2 for seed in trained} == {0}
-    assert {seed % 2 for seed in episode_rng_seeds(0, EVALUATION, 0, 64)} == {1}
+    assert {seed % 2 for seed in episode_rng_seeds(0, EVALUATION, 0, n_envs=64)} == {1}

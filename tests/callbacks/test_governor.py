@@ -37,11 +37,11 @@ class SpoilHosts(Callback):
         pool, last = pl_module.collector.pool, trainer.is_last_batch
         tick = pool.executor.train_and_validate
 
-        def broken(*args: object) -> object:
+        def broken(*args: object, **more: object) -> object:
             pool.executor.train_and_validate = tick
             for host in (0, 1) if last else (0,):
                 set_weight_to_nan(pool.envs[host])
-            return tick(*args)
+            return tick(*args, **more)
 
         pool.executor.train_and_validate = broken
 

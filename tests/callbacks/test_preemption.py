@@ -78,10 +78,10 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Outcome:
+    def interrupted(*args: Any, **more: Any) -> Outcome:
         monkeypatch.undo()  # once: a second signal would end pytest
         os.kill(os.getpid(), signal.SIGINT)
-        return play_episode(*args)
+        return play_episode(*args, **more)
 
     monkeypatch.setattr("esper_lightning.evaluation.comparison.play_episode", interrupted)
 

@@ -26,7 +26,7 @@ def test_hosts_are_written_as_often_as_asked_and_rollouts_always(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def scalars(tmp_path_factory: pytest.TempPathFactory) -> Scalars:
-    """What a run of two rollouts has written, every tick."""
+    """Records of a run of two rollouts, written in every tick."""
     root = tmp_path_factory.mktemp("run")
     fit(root, "--trainer.max_epochs=2")
     return only_run(root).scalars()

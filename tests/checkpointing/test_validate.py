@@ -95,7 +95,7 @@ def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) 
     AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, tmp_path / "a.ckpt")
 
     assert not left.exists()
-    assert other.exists(), "somebody may be writing it"
+    assert other.exists(), "another process may be writing it"
 
 
 def test_tamiyos_optimizer_goes_on_with_its_state_and_the_settings_of_now() -> None:

@@ -126,7 +126,7 @@ def test_further_training_seeds_are_reported_one_by_one_and_together(trained: li
     for seed, folder in (("0", trained[0].folder / "evaluation"), ("1", tmp_path / "second")):
         alone = without_time([row for row in rows_of(folder) if row["controller"] == "tamiyo"])
         ours = [row for row in both if row["controller"] == "tamiyo" and row["training_seed"] == seed]
-        assert without_time(ours) == alone, "as if she had been alone"
+        assert without_time(ours) == alone, "as if the policy had been compared alone"
     summary = summary_of(tmp_path)
     assert [one["training_seed"] for one in summary["checkpoints"]] == [0, 1]
     lead = summary["controllers"]["small static"]
@@ -154,7 +154,7 @@ def test_schedules_search_and_seeds_are_on_offer(trained: list[Run], tmp_path: P
     assert {"best_schedule.json", "seeds.csv"} <= {path.name for path in (tmp_path / "out").iterdir()}
     still = {row["controller"]: row["accuracy"] for row in rows_of(tmp_path / "out") if row["host"] == "0"}
     assert still["fossilize_late"] == still["early"] == still["small static"], (
-        "what is never grown is the same whoever says so"
+        "an ungrown host does not depend on the controller"
     )
 
 

@@ -104,13 +104,13 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (("--evaluation.against", "[]"), "wants a rule for its twin"),
         (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
-        (("--evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each member"),
+        (("--evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each context"),
         (("--evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
         (
             ("--evaluation.against", "[best per price]", "--evaluation.search.steps", "960"),
             "'best per price' must be searched first; set evaluation.search.per_price",
         ),
-        (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out members"),
+        (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out contexts"),
     ],
 )
 def test_rivals_and_members_that_there_are_not_are_refused(
@@ -130,7 +130,7 @@ def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "value of information" in said and "objective.price" in said
     summary = json.loads((tmp_path / "information.json").read_text())
-    assert set(summary["gains"]) == {"host.kernel", "objective.price", "all facts"}
+    assert set(summary["gains"]) == {"host.kernel", "objective.price", "all variables"}
     assert len(summary["contexts"]) == 4 and (tmp_path / "best_schedule.json").is_file()
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from esper_lightning.__main__ import main
+from esper_lightning.cli.help import Parser
 from esper_lightning.cli.main import EsperCLI
 from tests.runs import CONFIGS, cli
 
@@ -30,6 +31,10 @@ def test_every_command_explains_its_settings(command: str, capsys: pytest.Captur
     assert "--data.n_envs N_ENVS Hosts trained side by side. (type: int, default: 48)" in words
     assert "esper_lightning.hosts.CNN" in words and "esper_lightning.tasks.Digits" in words
     assert "torch.nn.Linear" not in words, "a host could be any network; those that are none of ours are not listed"
+
+
+def test_the_help_takes_a_formatter_as_that_of_jsonargparse_does() -> None:
+    assert "usage: esper-lightning" in Parser(prog="esper-lightning").format_help(formatter=None)
 
 
 def test_the_program_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

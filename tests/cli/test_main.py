@@ -342,7 +342,7 @@ def test_what_has_changed_since_the_run_so_far_is_said(tmp_path: Path, capsys: p
 def test_ctrl_c_before_training_ends_in_one_line(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupted)
@@ -377,7 +377,7 @@ def test_ctrl_c_while_modules_are_imported_ends_a_real_process_in_one_line() -> 
 def test_ctrl_c_while_lightning_prepares_ends_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("esper_lightning.module.TamiyoModule.on_fit_start", interrupted)

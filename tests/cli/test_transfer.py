@@ -69,7 +69,7 @@ def test_on_hosts_of_another_task_she_is_compared_with_rules_that_know_everythin
         (("--transfer=true", "--data.env.actions.blueprints=[mlp]"), "name stand_ins among mlp"),
         (
             ("--transfer=true", "--data.host.init_args={width: 16, layers: 4}"),
-            "these hosts have 4 slots, Tamiyo knows 3",
+            "these hosts have 4 slots, the policy has 3",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

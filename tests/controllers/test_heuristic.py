@@ -113,9 +113,9 @@ def test_a_new_episode_forgets_the_last_one(pool: HostPool) -> None:
 
     rule.reset(pool)
     set_measurements(pool, FLAT, [2.0 * 0.9**t for t in range(9)])
-    assert decision(rule, pool) == WAIT, "stability must be seen anew"
+    assert decision(rule, pool) == WAIT, "stability must be observed again"
     set_measurements(pool, FLAT)
-    assert decision(rule, pool)[2] == 0, "and the rotation begins anew"
+    assert decision(rule, pool)[2] == 0, "the rotation begins at the first blueprint"
 
 
 @pytest.mark.parametrize(("contribution", "op"), [(0.99, Op.WAIT), (1.0, Op.FOSSILIZE), (7.0, Op.FOSSILIZE)])

@@ -262,7 +262,7 @@ def test_no_mask_is_ever_broken(make_pool: MakePool, changes: dict[str, Any], at
 
 def test_blueprints_that_are_not_on_offer_are_refused(pool: HostPool) -> None:
     with pytest.raises(
-        ValueError, match=r"climbing.blueprints: 'conv_lite' is not on offer; did you mean 'conv_light'"
+        ValueError, match=r"climbing.blueprints: 'conv_lite' is not available; did you mean 'conv_light'"
     ):
         list_candidates(pool, ClimbingConfig(blueprints=["conv_lite"]))
 

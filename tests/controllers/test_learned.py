@@ -51,9 +51,9 @@ def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
     shown: list[Observation] = []
     real = policy.step_actor
 
-    def watched(observation: Observation, *rest: object) -> object:
+    def watched(observation: Observation, *rest: object, **more: object) -> object:
         shown.append(observation)
-        return real(observation, *rest)
+        return real(observation, *rest, **more)
 
     monkeypatch.setattr(policy, "step_actor", watched)
     controller = LearnedController(policy, norm)
@@ -96,8 +96,8 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
     seen = Observation(norm(watched.observation.features), watched.observation.blueprints)
     never = torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
-        _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, never)
-        _, _, going_on = policy.step(seen, remembered, watched.masks, never)
+        _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, starts=never)
+        _, _, going_on = policy.step(seen, remembered, watched.masks, starts=never)
     for now, after_nothing, after_all in zip(controller.state, fresh, going_on, strict=True):
         torch.testing.assert_close(now[1], after_nothing[1])
         torch.testing.assert_close(now[[0, 2]], after_all[[0, 2]])

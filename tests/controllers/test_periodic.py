@@ -57,5 +57,5 @@ def test_settings_that_make_no_sense_are_refused(make_pool: MakePool) -> None:
         PeriodicConfig(every=0)
     with pytest.raises(ValueError, match=r"periodic\.blueprints is empty"):
         PeriodicConfig(blueprints=[])
-    with pytest.raises(ValueError, match=r"periodic\.blueprints: 'lora' is not on offer"):
+    with pytest.raises(ValueError, match=r"periodic\.blueprints: 'lora' is not available"):
         Periodic(PeriodicConfig(blueprints=["lora"])).reset(make_pool(1))

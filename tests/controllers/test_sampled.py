@@ -55,7 +55,7 @@ def test_choices_are_as_frequent_as_the_policy_finds_them_likely(
     with torch.no_grad():
         seen = fresh.observation._replace(features=norm(fresh.observation.features))
         never = torch.zeros(50, dtype=torch.bool)
-        distribution, *_ = policy.step(seen, policy.initial_state(50), fresh.masks, never)
+        distribution, *_ = policy.step(seen, policy.initial_state(50), fresh.masks, starts=never)
     p = distribution.log_probs["op"].exp().mean(0).flatten()[Op.GERMINATE].item()
     assert set(drawn) == {Op.WAIT, Op.GERMINATE}
     assert drawn[Op.GERMINATE] == pytest.approx(1000 * p, abs=5 * (1000 * p * (1 - p)) ** 0.5)

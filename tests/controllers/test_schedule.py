@@ -87,13 +87,13 @@ def test_names_become_the_pools_numbers_and_what_is_left_out_its_first_choice(po
             ScheduledAction(12, "CULL", "block3"),
             r"entry 2 of the schedule \(tick 12: CULL block3\): .* 12 ticks, 0 to 11",
         ),
-        (ScheduledAction(0, "GERMINATE", "block3", "conv_heavy"), r"entry 2 .*blueprint 'conv_heavy' is not on offer"),
+        (ScheduledAction(0, "GERMINATE", "block3", "conv_heavy"), r"entry 2 .*blueprint 'conv_heavy' is not available"),
         (
             ScheduledAction(0, "GERMINATE", "block3", "norm", tempo="FST"),
-            r"tempo 'FST' is not on offer here; did you mean 'FAST'",
+            r"tempo 'FST' is not available here; did you mean 'FAST'",
         ),
-        (ScheduledAction(0, "SET_ALPHA", "block3", target=0.7), r"target 0\.7 is not on offer here; did you mean"),
-        (ScheduledAction(0, "CULL", "block3", speed=1), r"speed 1 is not on offer"),
+        (ScheduledAction(0, "SET_ALPHA", "block3", target=0.7), r"target 0\.7 is not available here; did you mean"),
+        (ScheduledAction(0, "CULL", "block3", speed=1), r"speed 1 is not available"),
     ],
 )
 def test_a_schedule_for_other_choices_is_refused(pool: HostPool, entry: ScheduledAction, error: str) -> None:
@@ -108,7 +108,7 @@ def test_a_schedule_for_other_slots_ops_or_places_is_refused(
         actions_by_tick(Schedule(("block7",), ()), pool)
 
     few = make_pool(1, actions=ActionConfig(blueprints=["norm"], tempos={"FAST": 1}))
-    with pytest.raises(ValueError, match=r"entry 1 .*op 'ADVANCE' is not on offer here; there are: WAIT"):
+    with pytest.raises(ValueError, match=r"entry 1 .*op 'ADVANCE' is not available here; there are: WAIT"):
         actions_by_tick(Schedule(SLOTS, (ScheduledAction(0, "ADVANCE", "block3"),)), few)
 
 

@@ -148,12 +148,18 @@ def test_what_grows_on_hosts_of_another_task_alone_does_not_count(known: HostPoo
     config = replace(SMALL, actions=ActionConfig(tempos=SMALL.actions.tempos))
     common = SharedSpace(["place1", "place2"], ["conv_light", "lora"])
     pool = HostPool(
-        task, task.load(), lambda shape, outputs: MLP(shape, outputs, 4, 2), config, 2, CPU, shared_space=common
+        task,
+        task.load(),
+        lambda shape, outputs: MLP(shape, outputs, width=4, layers=2),
+        config=config,
+        n_envs=2,
+        device=CPU,
+        shared_space=common,
     )
     stranger = TrainingSpaces(known.space._replace(blueprint=["conv_light"]), known.feature_names, {})
 
     with pytest.raises(
-        ValueError, match=r"nothing that Tamiyo knows \(conv_light\) grows here; name stand_ins among lora"
+        ValueError, match=r"no blueprint of the policy \(conv_light\) grows here; name stand_ins among lora"
     ):
         SpaceAdapter(stranger, pool)
     with pytest.raises(ValueError, match="'conv_light' does not grow here"):
@@ -171,7 +177,14 @@ def test_an_mlp_that_knows_nothing_of_images_can_be_shown(known: HostPool, make_
     task = Synthetic(shape=[6], classes=3, train=64, validation=32, test=32)
     actions = ActionConfig(tempos=SMALL.actions.tempos)
     config = replace(SMALL, actions=actions)
-    pool = HostPool(task, task.load(), lambda shape, outputs: MLP(shape, outputs, 4, 2), config, 3, CPU)
+    pool = HostPool(
+        task,
+        task.load(),
+        lambda shape, outputs: MLP(shape, outputs, width=4, layers=2),
+        config=config,
+        n_envs=3,
+        device=CPU,
+    )
 
     taken = episode(
         pool,
@@ -190,19 +203,19 @@ def test_what_cannot_be_shown_is_refused_in_one_line(known: HostPool, abroad: Ho
     curious = TrainingSpaces(known.space, [*known.feature_names, "weather"], {})
     fewer = home_of(abroad)
     for home, pool, said in (
-        (stranger, abroad, r"nothing that Tamiyo knows \(norm\) grows here; name stand_ins among depthwise"),
+        (stranger, abroad, r"no blueprint of the policy \(norm\) grows here; name stand_ins among depthwise"),
         (other_tempos, abroad, r"chooses among \['ONE'\] with its tempo head"),
         (curious, abroad, "observes 'weather'"),
-        (fewer, make_pool(1), "these hosts have 3 slots, Tamiyo knows 2"),
+        (fewer, make_pool(1), "these hosts have 3 slots, the policy has 2"),
         (home_of(known, norm="depthwse"), abroad, "'depthwse' does not grow here; did you mean 'depthwise'"),
         (home_of(known, norm="conv_small"), abroad, "'conv_small' would be two of the policy.s blueprints"),
     ):
         with pytest.raises(ValueError, match=said):
             SpaceAdapter(home, pool)
     identity = {f"choices of the {head} head": choices for head, choices in known.space._asdict().items()}
-    with pytest.raises(ValueError, match="the policy knows no blueprint 'nrm'; did you mean 'norm'"):
+    with pytest.raises(ValueError, match="the policy has no blueprint 'nrm'; did you mean 'norm'"):
         TrainingSpaces.from_identity(identity | {"observed features": known.feature_names}, {"nrm": "depthwise"})
-    with pytest.raises(ValueError, match="does not say what its policy knows"):
+    with pytest.raises(ValueError, match="does not contain the spaces of its policy"):
         TrainingSpaces.from_identity(identity, {})
 
 

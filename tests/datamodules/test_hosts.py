@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def hosts(n_envs: int = 2, batch_size: int = 32) -> HostPoolData:
     env = EnvConfig(horizon=3, training=HostTraining(batch_size=batch_size, batches=1))
-    return HostPoolData(Digits(), tiny_host, env, n_envs)
+    return HostPoolData(Digits(), tiny_host, env, n_envs=n_envs)
 
 
 def test_a_loader_numbers_the_ticks_of_every_rollout() -> None:

@@ -32,13 +32,13 @@ def breaking_epoch(pool: HostPool, hosts: Sequence[int]) -> Iterator[None]:
     """Break the weights of these hosts at the start of the next host epoch, after the action is chosen."""
     tick = pool.executor.train_and_validate
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **more: Any) -> Any:
         pool.executor.train_and_validate = tick
         for host in hosts:
             set_weight_to_nan(pool.envs[host])
-        return tick(*args)
+        return tick(*args, **more)
 
     pool.executor.train_and_validate = broken
     yield
-    assert pool.executor.train_and_validate is tick or not hosts, "nobody has trained"
+    assert pool.executor.train_and_validate is tick or not hosts, "no host has trained"
     pool.executor.train_and_validate = tick

@@ -45,7 +45,7 @@ class Episode:
 
     Args:
         pool: Pool, which is reset.
-        seed: RNG seed of hosts and actions.
+        rng_seed: RNG seed of hosts and actions.
     """
 
     def __init__(self, pool: HostPool, rng_seed: int) -> None:
@@ -93,7 +93,7 @@ def restored_by_hand(pool: HostPool, state: dict[str, Any], host: int, good: dic
     accuracy = validation.all_seeds.accuracy
     parameters = 390 + sum(p.numel() for slot in env.slots for p in slot.seed.parameters())
     price = pool.config.objective
-    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price).item()
+    env.objective = objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, config=price).item()
     pool.load_state_dict(deepcopy(pool.state_dict()))  # updates observation and masks
     return pool
 

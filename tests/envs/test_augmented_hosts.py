@@ -138,7 +138,7 @@ def test_a_pool_whose_inputs_are_no_images_is_refused() -> None:
 
     message = r"^training\.augment needs images of shape \(C, H, W\), the task gives \(64,\); leave it off$"
     with pytest.raises(ValueError, match=message):
-        HostPool(task, data, mlp, replace(SMALL, training=TRAINING), 1, CPU)
+        HostPool(task, data, mlp, config=replace(SMALL, training=TRAINING), n_envs=1, device=CPU)
 
 
 @pytest.mark.parametrize("name", ["pad", "cutout"])

@@ -96,9 +96,16 @@ def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     """S3: a step waits for the GPU only in its two transfers. Torch raises an error at any other synchronisation, also
     at copies from pageable memory."""
     gpu, task = torch.device("cuda", 0), Digits(validation=100, test=100)
-    pool = HostPool(task, task.load(), small_host, replace(SMALL, executor=executor), 3, gpu)
+    pool = HostPool(task, task.load(), small_host, config=replace(SMALL, executor=executor), n_envs=3, device=gpu)
     norms = RunningMeanStd((len(pool.feature_names),)).to(gpu), RunningMeanStd((), clip=float("inf")).to(gpu)
-    loop = RolloutCollector(pool, make_policy(pool).to(gpu), *norms, PPOConfig(), run_rng_seed=7)
+    loop = RolloutCollector(
+        pool,
+        make_policy(pool).to(gpu),
+        observation_norm=norms[0],
+        value_norm=norms[1],
+        config=PPOConfig(),
+        run_rng_seed=7,
+    )
     loop.reset()
     loop.step()  # creates what is cached
     shapes = []

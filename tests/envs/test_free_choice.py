@@ -328,6 +328,10 @@ def test_an_event_of_alpha_names_its_seed(pool: HostPool) -> None:
 
     (event,) = step.events
     assert event.seed_event == SeedEvent(
-        "block1.pool", "conv_small", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 0.5 in 2 ticks"
+        "block1.pool",
+        "conv_small",
+        before=Stage.PROBATIONARY,
+        after=Stage.PROBATIONARY,
+        cause="alpha to 0.5 in 2 ticks",
     )
     assert (event.host, event.tick) == (0, 5)

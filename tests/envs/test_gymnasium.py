@@ -122,7 +122,15 @@ def test_a_policy_acts_there_and_its_ratio_is_one(given: dict[str, str] | None) 
     torch.manual_seed(0)
     policy = Policy(policy_shape(pool), PolicyConfig(width=8, asymmetric=True))
     norms = RunningMeanStd((2,)), RunningMeanStd((), clip=float("inf"))
-    loop = RolloutCollector(pool, policy, *norms, PPOConfig(), run_rng_seed=0, privileged_norm=RunningMeanStd((2,)))
+    loop = RolloutCollector(
+        pool,
+        policy,
+        observation_norm=norms[0],
+        value_norm=norms[1],
+        config=PPOConfig(),
+        run_rng_seed=0,
+        privileged_norm=RunningMeanStd((2,)),
+    )
     for _ in range(3):
         loop.reset()
         for _ in range(7):

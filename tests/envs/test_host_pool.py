@@ -63,7 +63,7 @@ def test_an_environment_does_not_depend_on_its_neighbours_nor_on_their_number(
 
     for member in (0, 5, 7):
         (alone,) = play_episode(make_pool(1), [member])
-        assert same(alone, among_eight[member]), f"member {member} lives differently among eight"
+        assert same(alone, among_eight[member]), f"host {member} differs among eight"
     assert same(elsewhere[1], among_eight[5])
     assert not same(among_eight[4], among_eight[5])
 
@@ -91,7 +91,7 @@ def test_rewards_sum_to_what_the_episode_made_of_the_objective(make_pool: Callab
         kept = [slot for slot in env.slots if slot.name not in without]
         parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
         accuracy = accuracy_of(env.network, validation, without)
-        return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, price)
+        return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, config=price)
 
     pool.reset([walk, walk + 50])
     begin = torch.cat([worth(env, ()) for env in pool.envs])

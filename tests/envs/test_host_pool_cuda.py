@@ -17,7 +17,15 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 def make_pool(others: Sequence[torch.device] = (), **changes: str) -> HostPool:
     task = Digits(validation=100, test=100)
-    return HostPool(task, task.load(), small_host, replace(SMALL, **changes), 3, torch.device("cuda"), others)
+    return HostPool(
+        task,
+        task.load(),
+        small_host,
+        config=replace(SMALL, **changes),
+        n_envs=3,
+        device=torch.device("cuda"),
+        extra_devices=others,
+    )
 
 
 @pytest.mark.parametrize("executor", ["loop", "streams"])

@@ -27,7 +27,7 @@ SEEDS = [11, 12, 13]
 
 def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
     """Host with two slots, one fewer than the hosts of the image task."""
-    return MLP(input_shape, outputs, 4, 2)
+    return MLP(input_shape, outputs, width=4, layers=2)
 
 
 KINDS: dict[str, tuple[Task, TaskData, Any, list[str]]] = {
@@ -40,7 +40,7 @@ def pool_of(kind: str, n_envs: int, common: SharedSpace | None = None, executor:
     task, data, host, blueprints = KINDS[kind]
     actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
     config = replace(SMALL, executor=executor, actions=actions)
-    return HostPool(task, data, host, config, n_envs, CPU, shared_space=common)
+    return HostPool(task, data, host, config=config, n_envs=n_envs, device=CPU, shared_space=common)
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +156,11 @@ def test_a_bench_refuses_useless_seeds_only_where_there_is_nothing_in_common(com
     config = replace(SMALL, actions=ActionConfig(blueprints=["conv_small"], tempos=SMALL.actions.tempos))
 
     with pytest.raises(ValueError, match="nothing can grow there"):
-        EnvFactory(task, data, host, config, [CPU])
-    assert EnvFactory(task, data, host, config, [CPU], shared_space=common).space.blueprint == common.blueprints
+        EnvFactory(task, data, host, config=config, devices=[CPU])
+    assert (
+        EnvFactory(task, data, host, config=config, devices=[CPU], shared_space=common).space.blueprint
+        == common.blueprints
+    )
 
 
 def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
@@ -166,7 +169,9 @@ def test_each_task_offers_what_it_was_told_to_and_no_more() -> None:
 
     def pool_with(blueprints: list[str], common: SharedSpace | None = None) -> HostPool:
         actions = ActionConfig(blueprints=blueprints, tempos=SMALL.actions.tempos)
-        return HostPool(task, data, host, replace(SMALL, actions=actions), 1, CPU, shared_space=common)
+        return HostPool(
+            task, data, host, config=replace(SMALL, actions=actions), n_envs=1, device=CPU, shared_space=common
+        )
 
     alone = [pool_with(["norm"]), pool_with(["conv_small", "norm"])]
     both = union_of_slots([(pool.space, pool.env_factory.growable) for pool in alone])

@@ -95,5 +95,5 @@ def test_every_controller_goes_through_the_same_step(
     assert stepped == [pool]
     for controller in (LearnedController(loop.policy, loop.observation_norm), Heuristic()):
         stepped.clear()
-        play_episode(pool, "any", controller, [1, 2])
+        play_episode(pool, "any", controller, rng_seeds=[1, 2])
         assert stepped == [pool] * pool.config.horizon

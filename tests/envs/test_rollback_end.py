@@ -71,7 +71,7 @@ def live(env: HostEnv) -> list[str]:
 def test_a_policy_without_masks_learns_nothing_from_an_ended_host_either(make_pool: MakePool) -> None:
     pool = make_pool(3, governor=STRICT, horizon=HORIZON, sight=ObservationConfig(masks=False))
     play_until_ended(pool)
-    assert pool.masks.op.all(), "everything is on offer, also where it is over"
+    assert pool.masks.op.all(), "everything is possible, also for ended hosts"
     assert pool.masks.forced.tolist() == [False, True, False]
 
 

@@ -29,7 +29,14 @@ def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> Mak
     def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
         pool = make_pool(3, governor=governor)
         norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=math.inf)
-        return RolloutCollector(pool, make_policy(pool), *norms, PPOConfig(**ppo), run_rng_seed=7)
+        return RolloutCollector(
+            pool,
+            make_policy(pool),
+            observation_norm=norms[0],
+            value_norm=norms[1],
+            config=PPOConfig(**ppo),
+            run_rng_seed=7,
+        )
 
     return make
 

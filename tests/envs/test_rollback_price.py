@@ -87,7 +87,7 @@ def measure_objective(pool: HostPool, host: int, committed: bool = False) -> flo
     gone = [slot.name for slot in env.slots if slot not in kept] if committed else []
     accuracy = accuracy_by_forward_pass(env.network, pool.data.validation, gone)
     parameters = 390 + sum(p.numel() for slot in kept for p in slot.seed.parameters())
-    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, pool.config.objective).item()
+    return objective(torch.tensor([accuracy]), torch.tensor([parameters]), 390, config=pool.config.objective).item()
 
 
 def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snapshotting_pool: HostPool) -> None:

@@ -43,11 +43,11 @@ def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> Step
     """Step the pool with the fault of FAULTS: the host has scaled weights for this tick only."""
     real, host = pool.executor.train_and_validate, FAULTS.get(tick)
 
-    def faulty(*args: Any) -> Any:
+    def faulty(*args: Any, **more: Any) -> Any:
         head = list(pool.envs[host].network.head.parameters())
         sound = [parameter.detach().clone() for parameter in head]
         blow_up(pool.envs[host])
-        measured = real(*args)
+        measured = real(*args, **more)
         with torch.no_grad():
             for parameter, value in zip(head, sound, strict=True):
                 parameter.copy_(value)

@@ -56,7 +56,7 @@ def test_training_compute_is_what_pytorch_counts(
 ) -> None:
     pool = make_pool(2, training=HostTraining(batches=2, batch_size=16))
     with counted_training(pool, monkeypatch) as counts:
-        played = play_episode(pool, "static", StaticController(topologies), SEEDS)
+        played = play_episode(pool, "static", StaticController(topologies), rng_seeds=SEEDS)
 
     counted = np.array(counts).reshape(-1, 2).sum(0)  # [T, H] -> [H]
     samples = 6 * 2 * 16
@@ -69,7 +69,7 @@ def test_seeds_count_from_the_tick_in_which_they_germinate_to_that_in_which_they
 ) -> None:
     pool = make_pool(8)
     with counted_training(pool, monkeypatch) as counts:
-        played = play_episode(pool, "random", RandomValid(3), range(8))
+        played = play_episode(pool, "random", RandomValid(3), rng_seeds=range(8))
 
     counted = np.array(counts).reshape(-1, 8)
     changes = np.diff(counted, axis=0)
@@ -82,10 +82,10 @@ def test_seeds_count_from_the_tick_in_which_they_germinate_to_that_in_which_they
 
 def test_a_host_that_has_stopped_costs_nothing(make_pool: MakePool) -> None:
     pool = make_pool(2)
-    whole = play_episode(pool, "wait", WaitOnly(), SEEDS)
+    whole = play_episode(pool, "wait", WaitOnly(), rng_seeds=SEEDS)
 
-    part = play_episode(pool, "wait", WaitOnly(), SEEDS, tick_limits=[0, 4])
-    more = play_episode(pool, "wait", WaitOnly(), SEEDS, tick_limits=[6, 9])
+    part = play_episode(pool, "wait", WaitOnly(), rng_seeds=SEEDS, tick_limits=[0, 4])
+    more = play_episode(pool, "wait", WaitOnly(), rng_seeds=SEEDS, tick_limits=[6, 9])
 
     assert (part.flops / whole.flops).tolist() == [0.0, 4 / 6]
     assert (more.flops / whole.flops).tolist() == [1.0, 9 / 6]
@@ -115,7 +115,7 @@ def test_all_controllers_see_the_same_data_whatever_they_do(
 ) -> None:
     pool = make_pool(2, executor=executor)
     controllers: list[Controller] = [WaitOnly(), RandomValid(0), RandomValid(1), StaticController([BARE, GROWN])]
-    ops = [play_episode(pool, "one", controller, SEEDS).trace.ops for controller in controllers]
+    ops = [play_episode(pool, "one", controller, rng_seeds=SEEDS).trace.ops for controller in controllers]
 
     assert (ops[1] == Op.GERMINATE).any(), "or they would have seen the same anyhow"
     assert set(orders) == {(seed, tick) for seed in SEEDS for tick in range(6)}
@@ -139,6 +139,6 @@ def test_outside_of_a_comparison_a_germination_changes_the_data(
 
 def test_nothing_of_a_comparison_is_left_in_the_pool(make_pool: MakePool) -> None:
     pool = make_pool(2)
-    play_episode(pool, "wait", WaitOnly(), SEEDS)
+    play_episode(pool, "wait", WaitOnly(), rng_seeds=SEEDS)
 
     assert not [env for env in pool.envs if env.data_order is not None or env.on_batches is not None]

@@ -36,7 +36,7 @@ def played(host: object, executor: str = "loop", ticks: int = 6) -> HostPool:
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         actions=ActionConfig(tempos={"FAST": 1}),
     )
-    pool = HostPool(task, task.load(), host, config, 4, torch.device("cpu"))
+    pool = HostPool(task, task.load(), host, config=config, n_envs=4, device=torch.device("cpu"))
     controller = RandomValid(1)
     for _ in range(ticks):
         pool.step(controller.act(pool))

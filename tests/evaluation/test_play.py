@@ -67,7 +67,7 @@ class OnlyGerminates:
 
 @pytest.mark.parametrize(("keep", "parameters"), [(0, 390), (1, 390 + 20), (2, 390 + 20 + 72)])
 def test_only_committed_seeds_are_judged_and_paid_for(pool: HostPool, keep: int, parameters: int) -> None:
-    played = play_episode(pool, "grower", OnlyGerminates(keep), [1, 3])
+    played = play_episode(pool, "grower", OnlyGerminates(keep), rng_seeds=[1, 3])
 
     inputs, targets = pool.data.test
     for i, env in enumerate(pool.envs):
@@ -86,10 +86,10 @@ def test_only_committed_seeds_are_judged_and_paid_for(pool: HostPool, keep: int,
 
 
 def test_a_game_is_reproducible_whatever_was_played_before(pool: HostPool) -> None:
-    first = play_episode(pool, "random", RandomValid(0), [1, 3])
-    play_episode(pool, "wait", WaitOnly(), [7, 9])
-    again = play_episode(pool, "random", RandomValid(0), [1, 3])
-    other = play_episode(pool, "random", RandomValid(0), [7, 9])
+    first = play_episode(pool, "random", RandomValid(0), rng_seeds=[1, 3])
+    play_episode(pool, "wait", WaitOnly(), rng_seeds=[7, 9])
+    again = play_episode(pool, "random", RandomValid(0), rng_seeds=[1, 3])
+    other = play_episode(pool, "random", RandomValid(0), rng_seeds=[7, 9])
 
     for column in ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks"):
         assert np.array_equal(getattr(first, column), getattr(again, column)), column
@@ -100,14 +100,14 @@ def test_a_game_is_reproducible_whatever_was_played_before(pool: HostPool) -> No
 
 
 def test_controllers_meet_the_same_hosts(pool: HostPool) -> None:
-    one, other = (play_episode(pool, name, WaitOnly(), [1, 3]) for name in ("one", "other"))
+    one, other = (play_episode(pool, name, WaitOnly(), rng_seeds=[1, 3]) for name in ("one", "other"))
 
     assert paired_difference(one, other) == Interval(0.0, 0.0, 0.0)
     assert one.accuracy[0] != one.accuracy[1], "and no two hosts are alike"
 
 
 def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
-    trace = play_episode(pool, "grower", OnlyGerminates(1), [1, 3]).trace
+    trace = play_episode(pool, "grower", OnlyGerminates(1), rng_seeds=[1, 3]).trace
 
     assert trace.ops[:3, 0].tolist() == [Op.GERMINATE] * 3
     assert (trace.ops[:, 0] == Op.FOSSILIZE).sum() == 1
@@ -116,7 +116,7 @@ def test_a_trace_says_what_was_done_and_what_came_of_it(pool: HostPool) -> None:
     assert not (trace.stages[:kept, :, 0] == Stage.FOSSILIZED).any()
     for i, env in enumerate(pool.envs):
         assert trace.accuracy[:-1, i] == pytest.approx(env.history.accuracy[1:-1])
-        assert trace.accuracy[-1, i] == pytest.approx(env.validated.fossilized.accuracy), "of what is kept alone"
+        assert trace.accuracy[-1, i] == pytest.approx(env.validated.fossilized.accuracy), "of fossilized seeds alone"
 
 
 def test_rollbacks_are_counted_host_by_host(pool: HostPool) -> None:
@@ -129,4 +129,4 @@ def test_rollbacks_are_counted_host_by_host(pool: HostPool) -> None:
                     next(pool.envs[1].network.parameters()).fill_(float("nan"))
             return super().act(pool)
 
-    assert play_episode(pool, "poisons", Poisons(), [1, 3]).rollbacks.tolist() == [0, 1]
+    assert play_episode(pool, "poisons", Poisons(), rng_seeds=[1, 3]).rollbacks.tolist() == [0, 1]

@@ -53,7 +53,7 @@ class RecordsInitialNetworks(StaticController):
 def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool) -> None:
     pool = make_pool(2, training=TRAINING, lifecycle=replace(SMALL.lifecycle, birth="random"))
     controller = RecordsInitialNetworks(TOPOLOGIES)
-    played = play_episode(pool, "static", controller, SEEDS)
+    played = play_episode(pool, "static", controller, rng_seeds=SEEDS)
 
     inputs, targets = pool.data.train
     for i, (network, seed) in enumerate(zip(controller.plain, SEEDS, strict=True)):
@@ -87,7 +87,7 @@ def test_hosts_begin_with_the_weights_that_they_always_begin_with(make_pool: Mak
 
 
 def test_seeds_are_fossils_at_full_alpha_from_the_first_tick_to_the_last(make_pool: MakePool) -> None:
-    played = play_episode(make_pool(2), "static", StaticController(TOPOLOGIES), SEEDS)
+    played = play_episode(make_pool(2), "static", StaticController(TOPOLOGIES), rng_seeds=SEEDS)
 
     assert played.topologies == TOPOLOGIES
     assert played.fossils.tolist() == [2, 1]
@@ -120,7 +120,7 @@ def test_a_rollback_goes_back_to_the_static_network(make_pool: MakePool) -> None
 
 def test_nothing_built_in_is_the_host_that_never_grows(make_pool: MakePool) -> None:
     pool = make_pool(2)
-    static, wait = (play_episode(pool, "one", one, SEEDS) for one in (StaticController([(), ()]), WaitOnly()))
+    static, wait = (play_episode(pool, "one", one, rng_seeds=SEEDS) for one in (StaticController([(), ()]), WaitOnly()))
 
     assert np.array_equal(static.accuracy, wait.accuracy)
     assert np.array_equal(static.loss, wait.loss)
@@ -129,10 +129,10 @@ def test_nothing_built_in_is_the_host_that_never_grows(make_pool: MakePool) -> N
 def test_a_static_twin_with_equal_compute_spends_no_more_and_could_not_afford_another_tick(make_pool: MakePool) -> None:
     pool = make_pool(4)
     seeds = [1, 3, 5, 7]
-    grown = play_episode(pool, "random", RandomValid(0), seeds)
-    whole = play_episode(pool, "static", StaticController(grown.topologies), seeds)
+    grown = play_episode(pool, "random", RandomValid(0), rng_seeds=seeds)
+    whole = play_episode(pool, "static", StaticController(grown.topologies), rng_seeds=seeds)
     ticks = affordable_ticks(whole, grown.flops)
-    equal = play_episode(pool, "equal", StaticController(grown.topologies), seeds, ticks)
+    equal = play_episode(pool, "equal", StaticController(grown.topologies), rng_seeds=seeds, tick_limits=ticks)
 
     per_tick = whole.flops / 6
     assert equal.ticks.tolist() == ticks

@@ -79,7 +79,7 @@ def make_reference(start: Start, flags: Sequence[str], root: Path) -> Reference:
     program = _start(start, flags, root)
     began = _wait_for_training(program, root)
     if program.ended() != 0:
-        raise RuntimeError(f"the run that nobody touched failed:\n{program.output.read_text()}")
+        raise RuntimeError(f"the undisturbed run failed:\n{program.output.read_text()}")
     seconds = time.monotonic() - began
     run = _last_run(root)
     ending = result_of(run)
@@ -144,7 +144,7 @@ def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkp
 
 
 def _size(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if it no longer exists."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _wait_for_training(program: Program, root: Path) -> float:
 
 
 def _last_run(root: Path) -> Run:
-    """Resume the run, or start it anew in a folder of its own if it was killed before its first checkpoint."""
+    """Return the latest run below `root`: one that was killed before its first checkpoint was started again."""
     return Run(max(root.glob("version_*"), key=lambda folder: int(folder.name.removeprefix("version_"))))
 
 

@@ -1,4 +1,4 @@
-"""A run that is told to stop, at any tick or while it starts, stops with one line; resumed, it ends equal."""
+"""A run that receives a stop signal at any tick or while it starts, stops with one line; resumed, it ends equal."""
 
 import os
 from collections.abc import Sequence

@@ -107,7 +107,7 @@ def verdicts(losses: Sequence[float], watch: GovernorState) -> list[Verdict]:
     """Return the Governor's verdicts on host epochs with these losses."""
     taken = []
     for loss in losses:
-        verdict, watch = judge(watch, EpochStats(loss, 1.0), CHANCE, CONFIG)
+        verdict, watch = judge(watch, EpochStats(loss, 1.0), CHANCE, config=CONFIG)
         taken.append(verdict.outcome)
     return taken
 

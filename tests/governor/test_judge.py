@@ -48,7 +48,7 @@ def reading(loss: float, **more: Any) -> EpochStats:
 
 
 def of(loss: float, watch: GovernorState, config: GovernorConfig = CONFIG, **more: Any) -> Judgement:
-    return judge(watch, reading(loss, **more), CHANCE, config)[0]
+    return judge(watch, reading(loss, **more), CHANCE, config=config)[0]
 
 
 def through(
@@ -57,7 +57,7 @@ def through(
     """Return the verdicts on host epochs with these losses, one after the other, and the final state."""
     decisions = []
     for loss in losses:
-        verdict, watch = judge(watch, reading(loss), CHANCE, config)
+        verdict, watch = judge(watch, reading(loss), CHANCE, config=config)
         decisions.append(verdict.outcome)
     return decisions, watch
 
@@ -70,7 +70,7 @@ def test_what_is_no_number_leads_to_a_rollback_at_once(number: float) -> None:
         (EpochStats(1.0, 1.0, (0.1, number)), "a gradient's norm is"),
     ):
         for watch in (GovernorState(), GovernorState(WAVES), GovernorState(WAVES, cooldown=5, rollbacks=1)):
-            verdict, after = judge(watch, wrong, CHANCE, CONFIG)
+            verdict, after = judge(watch, wrong, CHANCE, config=CONFIG)
             assert verdict.outcome is ROLL_BACK and verdict.diverged
             assert verdict.cause == f"{name} {number}"
             assert after == GovernorState(cooldown=5, rollbacks=watch.rollbacks + 1)
@@ -91,7 +91,7 @@ def test_a_host_that_unlearns_little_by_little_had_learned_all_the_same() -> Non
     assert through(slowly)[0] == [HEALTHY] * 10 + [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
     after = through(slowly[:10])[1]
     assert after.trained_epochs > 0
-    assert judge(after, reading(2.2, seed_lost_weight=True), CHANCE, CONFIG)[1] == GovernorState((2.2,))
+    assert judge(after, reading(2.2, seed_lost_weight=True), CHANCE, config=CONFIG)[1] == GovernorState((2.2,))
 
 
 def test_a_host_that_has_not_learned_yet_may_guess() -> None:
@@ -175,7 +175,7 @@ def test_a_verdict_gives_the_numbers_that_it_rests_on() -> None:
 
 
 def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
-    verdict, after = judge(GovernorState(LEARNED), reading(5.0, seed_lost_weight=True), CHANCE, CONFIG)
+    verdict, after = judge(GovernorState(LEARNED), reading(5.0, seed_lost_weight=True), CHANCE, config=CONFIG)
 
     assert of(5.0, GovernorState(LEARNED)).outcome is SUSPICIOUS
     assert verdict.outcome is HEALTHY and after == GovernorState((5.0,))
@@ -188,7 +188,7 @@ def test_after_a_seed_lost_weight_the_past_says_nothing() -> None:
 def test_a_host_that_takes_no_step_is_suspicious_and_in_the_end_rolled_back() -> None:
     watch, decisions = GovernorState(WAVES), []
     for _ in range(3):
-        verdict, watch = judge(watch, reading(1.0, all_steps_skipped=True), CHANCE, CONFIG)
+        verdict, watch = judge(watch, reading(1.0, all_steps_skipped=True), CHANCE, config=CONFIG)
         decisions.append(verdict.outcome)
 
     assert decisions == [SUSPICIOUS, SUSPICIOUS, ROLL_BACK]
@@ -226,9 +226,11 @@ def test_whatever_comes_only_healthy_losses_become_normal(readings: list[EpochSt
     watch, normal, calm = GovernorState(), [], 0
     for one in readings:
         before = watch
-        verdict, watch = judge(before, one, CHANCE, config)
+        verdict, watch = judge(before, one, CHANCE, config=config)
 
-        assert judge(before, one, CHANCE, config) == (verdict, watch) or math.isnan(one.loss + verdict.mean), "pure"
+        assert judge(before, one, CHANCE, config=config) == (verdict, watch) or math.isnan(one.loss + verdict.mean), (
+            "pure"
+        )
         if verdict.diverged or one.seed_lost_weight:
             normal.clear()
         if verdict.outcome is HEALTHY:
@@ -249,7 +251,7 @@ def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
 ) -> None:
     watch, rolled_back = GovernorState(), 0
     for one in readings:
-        verdict, watch = judge(watch, one, CHANCE, config)
+        verdict, watch = judge(watch, one, CHANCE, config=config)
         if verdict.diverged:
             assert (verdict.outcome is END) == (rolled_back == config.max_rollbacks)
         rolled_back += verdict.outcome is ROLL_BACK
@@ -260,26 +262,29 @@ def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
 
 @pytest.mark.parametrize("op", ["GERMINATE", "ADVANCE", "FOSSILIZE"])
 def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str) -> None:
-    assert veto_reasons(op, 1.0, GovernorState(WAVES, consecutive_anomalies=2), CONFIG) == [
+    assert veto_reasons(op, 1.0, GovernorState(WAVES, consecutive_anomalies=2), config=CONFIG) == [
         "the loss has been out of range for 2 host epochs"
     ]
-    assert veto_reasons(op, 1.0, GovernorState(WAVES), CONFIG) == []
+    assert veto_reasons(op, 1.0, GovernorState(WAVES), config=CONFIG) == []
 
 
 @pytest.mark.parametrize("op", ["WAIT", "CULL", "SET_ALPHA"])
 def test_what_takes_away_is_always_allowed(op: str) -> None:
-    assert veto_reasons(op, 99.0, GovernorState(WAVES, consecutive_anomalies=2), replace(CONFIG, max_growth=2.0)) == []
+    assert (
+        veto_reasons(op, 99.0, GovernorState(WAVES, consecutive_anomalies=2), config=replace(CONFIG, max_growth=2.0))
+        == []
+    )
 
 
 def test_a_host_may_be_too_large_for_another_seed() -> None:
     limited = replace(CONFIG, max_growth=2.0)
 
-    assert veto_reasons("GERMINATE", 2.0, GovernorState(), limited) == []
-    (reason,) = veto_reasons("GERMINATE", 2.01, GovernorState(), limited)
+    assert veto_reasons("GERMINATE", 2.0, GovernorState(), config=limited) == []
+    (reason,) = veto_reasons("GERMINATE", 2.01, GovernorState(), config=limited)
     assert "2.01 times the parameters" in reason and "governor.max_growth = 2" in reason
-    assert veto_reasons("FOSSILIZE", 2.01, GovernorState(), limited) == []
-    assert veto_reasons("GERMINATE", 100.0, GovernorState(), CONFIG) == []
-    assert len(veto_reasons("GERMINATE", 3.0, GovernorState(consecutive_anomalies=1), limited)) == 2
+    assert veto_reasons("FOSSILIZE", 2.01, GovernorState(), config=limited) == []
+    assert veto_reasons("GERMINATE", 100.0, GovernorState(), config=CONFIG) == []
+    assert len(veto_reasons("GERMINATE", 3.0, GovernorState(consecutive_anomalies=1), config=limited)) == 2
 
 
 @pytest.mark.parametrize(

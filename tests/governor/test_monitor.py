@@ -20,7 +20,7 @@ CHANCE = math.log(10.0)
 
 
 def guard() -> HostMonitor:
-    return HostMonitor(CONFIG, CHANCE, steps_per_epoch=4)
+    return HostMonitor(CONFIG, chance_loss=CHANCE, steps_per_epoch=4)
 
 
 def tick(guard: HostMonitor, loss: float = 1.0, skipped: int = 0, alphas: tuple[float, ...] = (0.0, 0.0)) -> Judgement:

@@ -33,7 +33,7 @@ def wanderer_pool(device: torch.device) -> HostPool:
     training = HostTraining(batches=1, batch_size=8, onednn=False)
     config = replace(SMALL, horizon=HORIZON, training=training, governor=EAGER)
     task = Digits(validation=20, test=20)
-    return HostPool(task, task.load(), host, config, HOSTS, device)
+    return HostPool(task, task.load(), host, config=config, n_envs=HOSTS, device=device)
 
 
 def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:

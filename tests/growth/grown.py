@@ -55,7 +55,7 @@ class TinyHost(nn.Module):
     def __init__(self, layout: Layout, width: int = 6, isolate: bool | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, width), nn.Linear(width, width)])
-        self.slots = nn.ModuleList(SeedSlot(name, layout, width, isolate) for name in ("first", "second"))
+        self.slots = nn.ModuleList(SeedSlot(name, layout, width, detach_input=isolate) for name in ("first", "second"))
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:  # -> [B, 3]
@@ -113,7 +113,7 @@ def grow(
     style: BlendStyle = "add",
 ) -> None:
     """Put a seed with noisy weights in the empty `slot` and advance it to `stage`."""
-    germinate(slot, blueprint, ramp, generator_of(seed), style)
+    germinate(slot, blueprint, ramp, generator=generator_of(seed), style=style)
     add_noise(slot.seed, seed)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         if step is Stage.PROBATIONARY:

@@ -56,7 +56,7 @@ def test_a_slot_sees_what_its_module_gives_and_the_next_module_sees_the_slot() -
 def test_seeds_isolate_as_the_layout_suggests_or_as_told() -> None:
     assert [slot.detach_input for slot in attach_slots(small_network(), ["0", "5"], images()).values()] == [True, False]
     for isolate in (True, False):
-        slots = attach_slots(small_network(), ["0", "5"], images(), isolate)
+        slots = attach_slots(small_network(), ["0", "5"], images(), detach_input=isolate)
         assert [slot.detach_input for slot in slots.values()] == [isolate, isolate]
 
 

@@ -115,6 +115,17 @@ def test_there_is_nothing_to_detach_where_nothing_was_attached() -> None:
     for network in (small_network(), TinyHost("vector")):
         with pytest.raises(ValueError, match="the network has no attached slots; there is nothing to detach"):
             detach_slots(network)
+        with pytest.raises(ValueError, match="the network has no attached slots; there is nothing to detach"):
+            detach_slots(network, ["2"])
+        detach_slots(network, [])
+
+
+def test_a_slot_that_is_not_attached_cannot_be_detached() -> None:
+    network = small_network()
+    attach_slots(network, ["0", "2"], images())
+    with pytest.raises(ValueError, match="unknown slot '4'; there are: 0, 2"):
+        detach_slots(network, ["0", "4"])
+    assert [record["slot"] for record in attachment_records(network)] == ["0", "2"]
 
 
 def test_an_example_that_does_not_fit_leaves_the_network_as_it_was() -> None:

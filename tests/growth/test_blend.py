@@ -1,7 +1,5 @@
 """Blending of a seed's output into the host's feature."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -107,7 +105,7 @@ def test_the_host_keeps_its_precision_and_its_numbers_whatever_the_seeds(host: s
     h, s = feature("vector", getattr(torch, host)), 3.0 * feature("vector", getattr(torch, seed))
     nothing, everything = torch.zeros(()), torch.ones(())
     gate = torch.rand(3, 1, generator=generator_of(1)).to(s.dtype)
-    for blended in (add(h, s, nothing), add(h, s, nothing * gate), multiply(h, s, h, nothing)):
+    for blended in (add(h, s, nothing), add(h, s, nothing * gate), multiply(h, s, h, alpha=nothing)):
         assert blended.dtype == h.dtype
         assert torch.equal(blended, h)
     assert torch.equal(add(h, s, everything), s.to(h.dtype))
@@ -186,7 +184,7 @@ def test_adding_is_the_host_at_alpha_0_and_the_seed_at_alpha_1(h: float, s: floa
 
 @given(h=finite, s=finite)
 def test_multiplying_is_the_host_at_alpha_0(h: float, s: float) -> None:
-    assert torch.equal(multiply(row(h), row(s), row(h), torch.tensor(0.0)), row(h))
+    assert torch.equal(multiply(row(h), row(s), row(h), alpha=torch.tensor(0.0)), row(h))
 
 
 @given(h=st.floats(-10, 10, width=32), s=st.floats(-10, 10, width=32), alpha=st.floats(0, 1, width=32))
@@ -197,7 +195,7 @@ def test_adding_stays_between_host_and_seed(h: float, s: float, alpha: float) ->
 
 @given(h=finite, s=finite, alpha=st.floats(0, 1, width=32))
 def test_multiplying_neither_turns_a_number_round_nor_more_than_doubles_it(h: float, s: float, alpha: float) -> None:
-    factor = multiply(scalar(h), scalar(s), scalar(h), torch.tensor(alpha)).item() / h if h else 1.0
+    factor = multiply(scalar(h), scalar(s), scalar(h), alpha=torch.tensor(alpha)).item() / h if h else 1.0
     assert 0.0 <= factor <= 2.0 + 1e-6
 
 
@@ -211,7 +209,7 @@ def test_adding_shares_values_and_gradients_by_alpha() -> None:
 
 def test_a_seed_that_multiplies_and_agrees_with_the_host_changes_nothing_but_learns() -> None:
     h, s = scalar(2.0), scalar(2.0)
-    blended = multiply(h, s, h.detach(), torch.tensor(0.25))
+    blended = multiply(h, s, h.detach(), alpha=torch.tensor(0.25))
     blended.backward()
     assert blended.item() == 2.0
     assert (h.grad.item(), s.grad.item()) == (1.0, 2.0 * 0.25)  # ds: h·alpha·(1 - tanh²(0))
@@ -219,7 +217,7 @@ def test_a_seed_that_multiplies_and_agrees_with_the_host_changes_nothing_but_lea
 
 @every_layout
 def test_the_gate_opens_for_each_sample_by_itself(layout: Layout) -> None:
-    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator_of()).gate
+    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator=generator_of()).gate
     add_noise(gate, seed=4, scale=2.0)
     h = feature(layout)
     opened = gate(h)
@@ -235,7 +233,7 @@ def test_the_gate_opens_for_each_sample_by_itself(layout: Layout) -> None:
 @every_layout
 def test_the_gate_does_not_care_for_the_order_of_positions(layout: Layout) -> None:
     h = feature(layout)
-    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator_of()).gate
+    gate = new_seed(SeedSlot("place", layout, 8), BLUEPRINT[layout], "gate", generator=generator_of()).gate
     turned = {"image": lambda: h.flip((2, 3)), "sequence": lambda: h.flip(1), "vector": lambda: h}[layout]()
     torch.testing.assert_close(gate(turned), gate(h))
 
@@ -259,6 +257,9 @@ def test_the_gate_travels_with_its_seed(layout: Layout) -> None:
 
 def test_a_gated_seed_and_a_plain_one_from_one_generator_are_the_same_seed() -> None:
     slot = SeedSlot("place", "image", 8)
-    make: Callable[[BlendStyle], nn.Module] = lambda style: new_seed(slot, "conv_heavy", style, generator_of(5))  # noqa: E731
+
+    def make(style: BlendStyle) -> nn.Module:
+        return new_seed(slot, "conv_heavy", style, generator=generator_of(5))
+
     plain, gated = make("add").state_dict(), make("gate").seed.state_dict()
     assert all(torch.equal(plain[name], gated[name]) for name in plain)

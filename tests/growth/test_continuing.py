@@ -218,7 +218,7 @@ def test_networks_of_several_inputs_and_named_outputs_are_measured_and_can_train
     def right(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return -F.cross_entropy(outputs["logits"], targets, reduction="none")
 
-    measured = measure_variants(network, leave_one_out(["middle"]), [((x, scale), y)], right)
+    measured = measure_variants(network, leave_one_out(["middle"]), [((x, scale), y)], score=right)
 
     whole = -F.cross_entropy(network(x, scale)["logits"], y)
     growing.slots["middle"].empty()

@@ -42,7 +42,7 @@ def by_hand(network: nn.Module, variant: SeedVariant) -> float:
 def test_combinations_are_measured_over_batches_of_any_size() -> None:
     network = grown_cnn(3)
     variants = [*all_variants(PLACES), frozenset(PLACES[:1]), frozenset()]
-    measured = measure_variants(network, variants, unequal_batches(), log_likelihood)
+    measured = measure_variants(network, variants, unequal_batches(), score=log_likelihood)
     expected = [by_hand(network, variant) for variant in variants]
     torch.testing.assert_close(measured, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 

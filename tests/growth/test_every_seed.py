@@ -32,7 +32,7 @@ def newborn(
     """Return a host and its first slot with an untrained seed in `stage`; alpha is 1 once it is blended."""
     host = host_of(layout).train()
     slot = next(iter(slots_of(host).values()))
-    germinate(slot, blueprint, DEFAULT_RAMP, generator_of(1), style, birth)
+    germinate(slot, blueprint, DEFAULT_RAMP, generator=generator_of(1), style=style, birth=birth)
     for step in LIFE[1 : LIFE.index(stage) + 1]:
         slot.move_to(step)
     return host, slot

@@ -55,12 +55,14 @@ def seen_until_gone(network: GrowingNetwork, contribution: float = 2.0) -> tuple
 def test_a_slow_cull_falls_along_its_curve_and_ends_when_nothing_is_left(curve: Curve, ticks: int) -> None:
     network = growing()
     event = network.cull("block1", ticks=ticks, curve=curve)
-    assert event == SeedEvent("block1", "norm", Stage.PROBATIONARY, Stage.PROBATIONARY, f"alpha to 0 in {ticks} ticks")
+    assert event == SeedEvent(
+        "block1", "norm", before=Stage.PROBATIONARY, after=Stage.PROBATIONARY, cause=f"alpha to 0 in {ticks} ticks"
+    )
     alphas, events = seen_until_gone(network)
     assert alphas == pytest.approx([1.0 - CURVES[curve](k / ticks) for k in range(1, ticks)])
     assert alphas == sorted(alphas, reverse=True)
     assert alphas[-1] > 0.0
-    assert events == [SeedEvent("block1", "norm", Stage.PROBATIONARY, Stage.CULLED, "faded out")]
+    assert events == [SeedEvent("block1", "norm", before=Stage.PROBATIONARY, after=Stage.CULLED, cause="faded out")]
     assert slot_of(network).alpha.item() == 0.0
 
 
@@ -72,14 +74,14 @@ def test_a_slow_cull_in_the_middle_of_the_rise_begins_where_alpha_is() -> None:
     network.cull("block1", ticks=5)  # alpha was 0.5 in the last epoch
     alphas, events = seen_until_gone(network)
     assert alphas == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert events == [SeedEvent("block1", "norm", Stage.BLENDING, Stage.CULLED, "faded out")]
+    assert events == [SeedEvent("block1", "norm", before=Stage.BLENDING, after=Stage.CULLED, cause="faded out")]
 
 
 @pytest.mark.parametrize("ticks", [0, 1])
 def test_a_cull_that_leaves_nothing_for_the_coming_epoch_is_at_once(ticks: int) -> None:
     network = growing()
     event = network.cull("block1", ticks=ticks)
-    assert event == SeedEvent("block1", "norm", Stage.PROBATIONARY, Stage.CULLED, "cull")
+    assert event == SeedEvent("block1", "norm", before=Stage.PROBATIONARY, after=Stage.CULLED, cause="cull")
     assert not slot_of(network).occupied
     assert group_names(network.optimizer) == [""]
 
@@ -99,7 +101,9 @@ def test_a_seed_that_has_faded_out_leaves_nothing_behind_and_its_slot_stays_clos
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
 def test_what_is_not_blended_has_nothing_to_fade_and_goes_at_once(stage: Stage) -> None:
     network = growing(stage, LifecycleConfig(training_ticks=9, min_cull_age=0))
-    assert network.cull("block1", ticks=3) == SeedEvent("block1", "norm", stage, Stage.CULLED, "cull")
+    assert network.cull("block1", ticks=3) == SeedEvent(
+        "block1", "norm", before=stage, after=Stage.CULLED, cause="cull"
+    )
     assert group_names(network.optimizer) == [""]
 
 
@@ -157,7 +161,9 @@ def test_a_fading_seed_can_be_rescued_and_kept() -> None:
     tick(network)
     assert slot_of(network).alpha.item() == 0.5
     event = network.set_alpha("block1", 1.0, ticks=2)
-    assert event == SeedEvent("block1", "norm", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 1 in 2 ticks")
+    assert event == SeedEvent(
+        "block1", "norm", before=Stage.PROBATIONARY, after=Stage.PROBATIONARY, cause="alpha to 1 in 2 ticks"
+    )
     assert not slot_of(network).fading
     assert slot_of(network).alpha.item() == 0.875  # alpha was 0.75 in the last epoch
     assert [tick(network) for _ in range(9)] == [[]] * 9

@@ -181,9 +181,9 @@ def test_a_blueprint_of_ones_own_folds_where_it_is_one_small_convolution(
     monkeypatch: pytest.MonkeyPatch, build: Callable[[int], nn.Module], kernel: int | None
 ) -> None:
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
-    registry.register("own", {"image"}, lambda c: 0, lambda c, n: 0)(build)
+    registry.register("own", {"image"}, parameters=lambda c: 0, flops=lambda c, n: 0)(build)
     network, x = chain("image", nn.Tanh(), nn.Tanh()).double(), example("image").double()
-    germinate(network.slot, "own", DEFAULT_RAMP, generator_of(), birth="random")
+    germinate(network.slot, "own", DEFAULT_RAMP, generator=generator_of(), birth="random")
     add_noise(network.slot.seed)
     for stage in LIFE[1:]:
         network.slot.move_to(stage)

@@ -93,10 +93,14 @@ def test_where_it_is_switched_off_a_seed_advances_when_it_is_told_to() -> None:
     network.germinate("block1", "norm", ticks=2)
     assert [describe_events(epoch(network)) for _ in range(4)] == [["block1: TRAINING"], [], [], []]
     assert network.reasons_against_advancing("block1") == []
-    assert network.advance("block1") == SeedEvent("block1", "norm", Stage.TRAINING, Stage.BLENDING, "advance")
+    assert network.advance("block1") == SeedEvent(
+        "block1", "norm", before=Stage.TRAINING, after=Stage.BLENDING, cause="advance"
+    )
     assert network.reasons_against_advancing("block1") == ["alpha at 0.00 of its target, below 0.95"]
     assert [describe_events(epoch(network)) for _ in range(4)] == [[]] * 4
-    assert network.advance("block1") == SeedEvent("block1", "norm", Stage.BLENDING, Stage.PROBATIONARY, "advance")
+    assert network.advance("block1") == SeedEvent(
+        "block1", "norm", before=Stage.BLENDING, after=Stage.PROBATIONARY, cause="advance"
+    )
 
 
 @pytest.mark.parametrize(

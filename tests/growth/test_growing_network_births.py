@@ -49,7 +49,7 @@ def test_by_default_a_seed_does_not_repeat_the_hosts_first_weights() -> None:
 def test_seeds_come_from_the_generator_that_was_given() -> None:
     network = growing(generator=generator_of(11))
     network.germinate("block1", "conv_heavy")
-    expected = build_seed("conv_heavy", "image", 4, CPU, generator_of(11))
+    expected = build_seed("conv_heavy", "image", 4, device=CPU, generator=generator_of(11))
     assert all(
         torch.equal(a, b) for a, b in zip(network.slots["block1"].seed.parameters(), expected.parameters(), strict=True)
     )

@@ -42,11 +42,13 @@ def test_a_seed_grows_from_germination_to_fossil_in_its_time() -> None:
     slot = slot_named(network, "block2.pool")
     before = count_parameters(network)
 
-    born = germinate(slot, "conv_small", THREE_TICKS, generator_of())
+    born = germinate(slot, "conv_small", THREE_TICKS, generator=generator_of())
     lived = [pass_tick(slot, config) for _ in range(8)]
     kept = fossilize(slot)
 
-    assert born == SeedEvent("block2.pool", "conv_small", Stage.DORMANT, Stage.GERMINATED, "germinate")
+    assert born == SeedEvent(
+        "block2.pool", "conv_small", before=Stage.DORMANT, after=Stage.GERMINATED, cause="germinate"
+    )
     assert lived == [
         ["TRAINING: placed"],
         [],
@@ -57,25 +59,27 @@ def test_a_seed_grows_from_germination_to_fossil_in_its_time() -> None:
         ["PROBATIONARY: alpha reached its target"],  # after three host epochs at 1/3, 2/3 and 1
         [],
     ]
-    assert kept == SeedEvent("block2.pool", "conv_small", Stage.PROBATIONARY, Stage.FOSSILIZED, "fossilize")
+    assert kept == SeedEvent(
+        "block2.pool", "conv_small", before=Stage.PROBATIONARY, after=Stage.FOSSILIZED, cause="fossilize"
+    )
     assert [pass_tick(slot, config, contribution=-9.0) for _ in range(20)] == [[]] * 20
     assert count_parameters(network) == before + 8 * 8 + 8
 
 
 def test_without_waiting_times_a_seed_blends_after_its_first_tick_and_its_slot_reopens_at_once() -> None:
     slot, config = image_slot(), LifecycleConfig(training_ticks=0, embargo_ticks=0)
-    germinate(slot, "norm", THREE_TICKS._replace(ticks=1), generator_of())
+    germinate(slot, "norm", THREE_TICKS._replace(ticks=1), generator=generator_of())
     assert pass_tick(slot, config) == ["TRAINING: placed", "BLENDING: ready to blend"]
     assert slot.alpha.item() == 1.0
     assert pass_tick(slot, config) == ["PROBATIONARY: alpha reached its target"]
     cull(slot)
     assert pass_tick(slot, config) == ["EMBARGOED: removed", "DORMANT: embargo over"]
-    germinate(slot, "norm", DEFAULT_RAMP, generator_of())
+    germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
 
 
 def test_the_tick_of_germination_does_not_count_as_training() -> None:
     slot, config = image_slot(), LifecycleConfig(training_ticks=1)
-    germinate(slot, "norm", THREE_TICKS, generator_of())
+    germinate(slot, "norm", THREE_TICKS, generator=generator_of())
     assert [pass_tick(slot, config) for _ in range(2)] == [["TRAINING: placed"], ["BLENDING: ready to blend"]]
 
 
@@ -92,14 +96,16 @@ def test_culling_removes_every_trace_of_a_seed_and_closes_the_slot(stage: Stage)
     network = small_cnn()
     slot, bare = slot_named(network, "block1.pool"), small_cnn()
     grow(slot, stage, "bottleneck", THREE_TICKS)
-    assert cull(slot, "too old") == SeedEvent("block1.pool", "bottleneck", stage, Stage.CULLED, "too old")
+    assert cull(slot, "too old") == SeedEvent(
+        "block1.pool", "bottleneck", before=stage, after=Stage.CULLED, cause="too old"
+    )
     assert slot.stage is Stage.CULLED
     assert (slot.blueprint, slot.age, slot.ticks_in_stage, slot.alpha.item()) == (None, 0, 0, 0.0)
     expected = bare.state_dict()
     assert list(network.state_dict()) == list(expected)
     assert torch.equal(loss_of(network), loss_of(bare))
     with pytest.raises(ValueError, match="CULLED cannot become GERMINATED; allowed: EMBARGOED"):
-        germinate(slot, "norm", DEFAULT_RAMP, generator_of())
+        germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
 
 
 @pytest.mark.parametrize(
@@ -122,14 +128,17 @@ def test_an_unhealthy_seed_stays_in_training() -> None:
     for _ in range(10):
         slot.end_epoch()
         assert (
-            auto_transition(slot, evidence_of(slot, gradient=CALM._replace(exploded=1.0)), LifecycleConfig(), 50) == []
+            auto_transition(
+                slot, evidence_of(slot, gradient=CALM._replace(exploded=1.0)), LifecycleConfig(), horizon=50
+            )
+            == []
         )
     assert slot.stage is Stage.TRAINING
 
 
 def test_a_seed_that_no_optimizer_holds_waits() -> None:
     slot, config = image_slot(), LifecycleConfig()
-    germinate(slot, "norm", DEFAULT_RAMP, generator_of())
+    germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
     for _ in range(3):
         slot.end_epoch()
         assert auto_transition(slot, evidence_of(slot, in_optimizer=False), config, horizon=50) == []
@@ -138,20 +147,24 @@ def test_a_seed_that_no_optimizer_holds_waits() -> None:
 
 def test_where_it_is_switched_off_nothing_advances_by_itself() -> None:
     slot, config = image_slot(), LifecycleConfig(auto_blend=False, auto_probation=False)
-    germinate(slot, "norm", THREE_TICKS, generator_of())
+    germinate(slot, "norm", THREE_TICKS, generator=generator_of())
     assert pass_tick(slot, config) == ["TRAINING: placed"]
     assert [pass_tick(slot, config) for _ in range(9)] == [[]] * 9
-    assert advance(slot) == SeedEvent("block1", "norm", Stage.TRAINING, Stage.BLENDING, "advance")
+    assert advance(slot) == SeedEvent("block1", "norm", before=Stage.TRAINING, after=Stage.BLENDING, cause="advance")
     assert [pass_tick(slot, config) for _ in range(9)] == [[]] * 9
     assert slot.alpha.item() == 1.0
-    assert advance(slot) == SeedEvent("block1", "norm", Stage.BLENDING, Stage.PROBATIONARY, "advance")
+    assert advance(slot) == SeedEvent(
+        "block1", "norm", before=Stage.BLENDING, after=Stage.PROBATIONARY, cause="advance"
+    )
 
 
 def test_what_fades_is_culled_when_nothing_is_left_of_it_and_for_no_other_reason() -> None:
     slot, config = image_slot(), LifecycleConfig(probation_ticks=0, probation_share=0.0)
     grow(slot, Stage.PROBATIONARY)
-    event = retarget_alpha(slot, 0.0, 4, "linear")
-    assert event == SeedEvent("block1", "conv_light", Stage.PROBATIONARY, Stage.PROBATIONARY, "alpha to 0 in 4 ticks")
+    event = retarget_alpha(slot, 0.0, 4, curve="linear")
+    assert event == SeedEvent(
+        "block1", "conv_light", before=Stage.PROBATIONARY, after=Stage.PROBATIONARY, cause="alpha to 0 in 4 ticks"
+    )
     lived = [(slot.alpha.item(), pass_tick(slot, config, contribution=-5.0)) for _ in range(3)]
     assert lived == [(0.75, []), (0.5, []), (0.25, ["CULLED: faded out"])]
 
@@ -160,7 +173,7 @@ def test_a_seed_that_fades_in_blending_does_not_reach_probation() -> None:
     slot, config = image_slot(), LifecycleConfig(min_alpha_reached=0.0)
     grow(slot, Stage.BLENDING)
     slot.end_epoch()
-    retarget_alpha(slot, 0.0, 3, "cosine")
+    retarget_alpha(slot, 0.0, 3, curve="cosine")
     with pytest.raises(ValueError, match=r"^slot 'block1': the seed is being culled and cannot advance; set_alpha "):
         advance(slot)
     lived = [(slot.alpha.item(), pass_tick(slot, config)) for _ in range(2)]
@@ -174,7 +187,7 @@ def test_alpha_goes_on_from_what_the_host_has_seen_last_whatever_was_asked_in_be
     slot.end_epoch()
     assert slot.alpha.item() == 0.5  # but alpha was 1/4 in the last epoch
     for target in asked:
-        retarget_alpha(slot, target, 3, "linear")
+        retarget_alpha(slot, target, 3, curve="linear")
     assert (slot.alpha_before, slot.alpha.item(), slot.alpha_velocity) == (0.25, 0.5, 0.25)
     slot.end_epoch()
     assert slot.alpha.item() == 0.75
@@ -184,7 +197,7 @@ def test_a_seed_that_is_given_another_alpha_has_its_probation_again_from_when_al
     slot, config = image_slot(), LifecycleConfig(probation_ticks=3, probation_share=0.0)
     grow(slot, Stage.PROBATIONARY)
     assert [pass_tick(slot, config) for _ in range(2)] == [[]] * 2
-    retarget_alpha(slot, 0.5, 2, "linear")
+    retarget_alpha(slot, 0.5, 2, curve="linear")
     assert slot.ticks_in_stage == 0
     assert [pass_tick(slot, config) for _ in range(3)] == [[], [], ["CULLED: on probation for 3 ticks"]]
 
@@ -196,7 +209,7 @@ def test_a_seed_that_is_given_another_alpha_has_its_probation_again_from_when_al
 def test_no_seed_is_culled_by_itself_while_its_alpha_moves(contribution: float, limit: int, cause: str) -> None:
     slot, config = image_slot(), LifecycleConfig(probation_ticks=limit, probation_share=0.0)
     grow(slot, Stage.PROBATIONARY)
-    retarget_alpha(slot, 0.5, 3, "linear")
+    retarget_alpha(slot, 0.5, 3, curve="linear")
     lived = [pass_tick(slot, config, contribution) for _ in range(3)]
     assert lived == [[], [], [f"CULLED: {cause}"]]  # after the third epoch, the first at 1/2
 
@@ -206,14 +219,14 @@ def test_operations_out_of_turn_are_refused_and_change_nothing(stage: Stage) -> 
     ramping = {Stage.BLENDING, Stage.PROBATIONARY}
     operations: list[tuple[Callable[[SeedSlot], SeedEvent], set[Stage], str]] = [
         (
-            lambda slot: germinate(slot, "norm", DEFAULT_RAMP, generator_of()),
+            lambda slot: germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of()),
             {Stage.DORMANT},
             f"{stage.name} cannot become",
         ),
         (fossilize, {Stage.PROBATIONARY}, f"{stage.name} cannot become"),
         (cull, set(LIFE[:-1]), f"{stage.name} cannot become"),
         (advance, {Stage.TRAINING, Stage.BLENDING}, f"nothing to advance in {stage.name}"),
-        (lambda slot: retarget_alpha(slot, 0.5, 3, "linear"), ramping, f"alpha does not move in {stage.name}"),
+        (lambda slot: retarget_alpha(slot, 0.5, 3, curve="linear"), ramping, f"alpha does not move in {stage.name}"),
     ]
     for operation, possible, refusal in operations:
         slot = image_slot()
@@ -237,7 +250,7 @@ def test_operations_out_of_turn_are_refused_and_change_nothing(stage: Stage) -> 
 def test_a_blueprint_that_cannot_grow_leaves_the_slot_empty(blueprint: str, layout: str, message: str) -> None:
     slot = SeedSlot("block1", layout, 4)
     with pytest.raises(ValueError, match=message):
-        germinate(slot, blueprint, DEFAULT_RAMP, generator_of())
+        germinate(slot, blueprint, DEFAULT_RAMP, generator=generator_of())
     assert (slot.stage, slot.blueprint) == (Stage.DORMANT, None)
 
 

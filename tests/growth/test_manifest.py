@@ -107,7 +107,7 @@ def test_a_rebuilt_seed_goes_on_fading() -> None:
     network, copy = small_cnn(), small_cnn(seed=9)
     slot = slot_named(network, "block1.pool")
     grow(slot, Stage.PROBATIONARY)
-    retarget_alpha(slot, 0.0, 4, "linear")
+    retarget_alpha(slot, 0.0, 4, curve="linear")
     slot.end_epoch()
     slot = slot_named(rebuild_from(network, copy), "block1.pool")
     lived = []
@@ -115,7 +115,7 @@ def test_a_rebuilt_seed_goes_on_fading() -> None:
         alpha = slot.alpha.item()
         slot.end_epoch()
         lived.append(
-            (alpha, [event.cause for event in auto_transition(slot, evidence_of(slot), LifecycleConfig(), 50)])
+            (alpha, [event.cause for event in auto_transition(slot, evidence_of(slot), LifecycleConfig(), horizon=50)])
         )
     assert lived == [(0.5, []), (0.25, ["faded out"])]
 

@@ -39,18 +39,18 @@ def test_neither_germination_nor_rebuilding_draws_from_the_global_generator() ->
 def test_a_seed_has_its_hosts_precision() -> None:
     network, copy = host_of("vector").double(), host_of("vector", seed=9).double()
     for slot in slots_of(network).values():
-        germinate(slot, "mlp", DEFAULT_RAMP, generator_of(), style="gate")
+        germinate(slot, "mlp", DEFAULT_RAMP, generator=generator_of(), style="gate")
     rebuild(copy, manifest(network))
     assert {p.dtype for each in (network, copy) for p in each.parameters()} == {torch.float64}
 
 
 def test_a_seed_is_born_into_its_hosts_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
-    registry.register("dropout", {"image"}, lambda c: c * c + c, lambda c, n: 0)(
+    registry.register("dropout", {"image"}, parameters=lambda c: c * c + c, flops=lambda c, n: 0)(
         lambda c: nn.Sequential(nn.Conv2d(c, c, 1), nn.Dropout(0.5))
     )
     network = small_cnn()
-    germinate(slot_named(network, "block1.pool"), "dropout", DEFAULT_RAMP, generator_of(), birth="random")
+    germinate(slot_named(network, "block1.pool"), "dropout", DEFAULT_RAMP, generator=generator_of(), birth="random")
     assert all(module.training for module in slot_named(network, "block1.pool").seed.modules())
     copy = small_cnn().eval()
     rebuild(copy, manifest(network))  # although it does not support birth "identity"

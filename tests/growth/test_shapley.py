@@ -180,12 +180,12 @@ def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
 
 def test_a_players_interaction_is_the_sum_of_those_of_its_pairs() -> None:
     worth, (a, b, c) = random_game(3)
-    shares = allocate_credit(asked(worth), [a, b, c], 2, np.random.default_rng(0))
+    shares = allocate_credit(asked(worth), [a, b, c], 2, rng=np.random.default_rng(0))
     pairs = interactions(worth, [a, b, c])
     expected = {a: pairs[a, b] + pairs[a, c], b: pairs[a, b] + pairs[b, c], c: pairs[a, c] + pairs[b, c]}
     assert {player: shares.interaction_of(player) for player in (a, b, c)} == pytest.approx(expected)
     worth, players = random_game(MAX_EXACT + 1)
-    assert allocate_credit(asked(worth), players, 2, np.random.default_rng(0)).interaction_of(players[0]) is None
+    assert allocate_credit(asked(worth), players, 2, rng=np.random.default_rng(0)).interaction_of(players[0]) is None
 
 
 @given(games(least=1, most=4), st.integers(2, 5), st.integers(0, 99))
@@ -193,7 +193,7 @@ def test_sampled_values_sum_to_the_whole_gain_whatever_is_drawn(
     game: tuple[Game, list[str]], pairs: int, seed: int
 ) -> None:
     worth, players = game
-    sampled = sampled_shapley(asked(worth), players, pairs, np.random.default_rng(seed))
+    sampled = sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(seed))
     gain = worth[frozenset(players)] - worth[NONE]
     assert list(sampled) == players
     assert math.fsum(each.value for each in sampled.values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
@@ -201,7 +201,7 @@ def test_sampled_values_sum_to_the_whole_gain_whatever_is_drawn(
 
 def test_sampled_values_are_the_mean_over_the_orders_drawn_and_their_reverses() -> None:
     worth, players = random_game(5)
-    sampled = sampled_shapley(asked(worth), players, 3, np.random.default_rng(4))
+    sampled = sampled_shapley(asked(worth), players, 3, rng=np.random.default_rng(4))
     rng = np.random.default_rng(4)
     pairs = []
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_sampled_values_are_unbiased_and_their_errors_honest() -> None:
     worth, players = random_game(6)
     exact = shapley_values(worth, players)
     rng = np.random.default_rng(0)
-    runs = [sampled_shapley(asked(worth), players, 8, rng) for _ in range(400)]
+    runs = [sampled_shapley(asked(worth), players, 8, rng=rng) for _ in range(400)]
     for player in players:
         values = np.array([run[player].value for run in runs])
         spread = values.std(ddof=1)
@@ -236,7 +236,7 @@ def test_the_standard_error_falls_with_the_root_of_the_number_of_pairs() -> None
     worth, players = random_game(6)
 
     def error(pairs: int) -> float:
-        sampled = sampled_shapley(asked(worth), players, pairs, np.random.default_rng(1))
+        sampled = sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(1))
         return float(np.mean([each.error for each in sampled.values()]))
 
     for pairs in (50, 200, 800):
@@ -246,7 +246,7 @@ def test_the_standard_error_falls_with_the_root_of_the_number_of_pairs() -> None
 def test_an_order_and_its_reverse_vary_less_than_two_orders() -> None:
     worth, players = monotone_game(6)
     rng = np.random.default_rng(0)
-    paired = [sampled_shapley(asked(worth), players, 4, rng) for _ in range(200)]
+    paired = [sampled_shapley(asked(worth), players, 4, rng=rng) for _ in range(200)]
     apart = [[marginals(worth, [players[i] for i in rng.permutation(6)]) for _ in range(8)] for _ in range(200)]
     for player in players:
         with_reverse = np.var([run[player].value for run in paired])
@@ -262,14 +262,14 @@ def test_worth_is_asked_once_and_for_no_combination_twice() -> None:
         questions.append(variants)
         return [worth[variant] for variant in variants]
 
-    sampled_shapley(ask, players, 3, np.random.default_rng(0))
+    sampled_shapley(ask, players, 3, rng=np.random.default_rng(0))
     (question,) = questions
     assert len(set(question)) == len(question) <= 2 + 3 * 2 * 5
     assert NONE in question
     assert frozenset(players) in question
 
     questions.clear()
-    credit(ask, players[:MAX_EXACT], 3, np.random.default_rng(0))
+    credit(ask, players[:MAX_EXACT], 3, rng=np.random.default_rng(0))
     (question,) = questions
     assert sorted(map(sorted, question)) == sorted(map(sorted, subsets(players[:MAX_EXACT])))
 
@@ -278,24 +278,24 @@ def test_worth_is_asked_once_and_for_no_combination_twice() -> None:
 def test_too_few_pairs_for_a_standard_error_are_refused(pairs: int) -> None:
     worth, players = random_game(5)
     with pytest.raises(ValueError, match=f"at least 2 pairs of orders for a standard error, got {pairs}"):
-        sampled_shapley(asked(worth), players, pairs, np.random.default_rng(0))
+        sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("k", range(MAX_EXACT + 3))
 def test_credit_is_exact_for_a_few_players_and_sampled_for_more(k: int) -> None:
     worth, players = random_game(k)
-    measured = credit(asked(worth), players, 4, np.random.default_rng(2))
+    measured = credit(asked(worth), players, 4, rng=np.random.default_rng(2))
     if k <= MAX_EXACT:
         assert measured == {player: Credit(value, 0.0) for player, value in shapley_values(worth, players).items()}
     else:
-        assert measured == sampled_shapley(asked(worth), players, 4, np.random.default_rng(2))
+        assert measured == sampled_shapley(asked(worth), players, 4, rng=np.random.default_rng(2))
         assert all(each.error > 0.0 for each in measured.values())
 
 
 def test_an_exact_credit_draws_nothing() -> None:
     worth, players = random_game(MAX_EXACT)
     rng = np.random.default_rng(0)
-    credit(asked(worth), players, 2, rng)
+    credit(asked(worth), players, 2, rng=rng)
     assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
 
 
@@ -315,11 +315,11 @@ def test_values_of_seeds_in_a_network_sum_to_what_they_gain_together() -> None:
 
     for score in (accuracy, likelihood):
         family = all_variants(places)
-        worth = dict(zip(family, measure_variants(network, family, batches, score).tolist(), strict=True))
+        worth = dict(zip(family, measure_variants(network, family, batches, score=score).tolist(), strict=True))
         gain = worth[frozenset(places)] - worth[NONE]
-        values = credit(asked(worth), places, 2, np.random.default_rng(0))
+        values = credit(asked(worth), places, 2, rng=np.random.default_rng(0))
         assert gain != 0.0
         assert sum(each.value for each in values.values()) == pytest.approx(gain, abs=1e-6)
         assert {place: each.value for place, each in values.items()} == pytest.approx(over_all_orders(worth, places))
-        sampled = sampled_shapley(asked(worth), places, 2, np.random.default_rng(0))
+        sampled = sampled_shapley(asked(worth), places, 2, rng=np.random.default_rng(0))
         assert sum(each.value for each in sampled.values()) == pytest.approx(gain, abs=1e-6)

@@ -44,7 +44,7 @@ def bits(x: Tensor) -> Tensor:
 
 def tripling_slot(stage: Stage, isolate: bool | None, ramp: Ramp = SLOW) -> SeedSlot:
     """Return a slot whose seed multiplies by three."""
-    slot = SeedSlot("block1", "image", 4, isolate)
+    slot = SeedSlot("block1", "image", 4, detach_input=isolate)
     grow(slot, stage, "conv_small", ramp)
     convolution = slot.seed.body[-1]
     with torch.no_grad():
@@ -148,7 +148,7 @@ def gradient_by_hand(
 def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
     stage: Stage, isolate: bool, style: BlendStyle
 ) -> None:
-    slot = SeedSlot("layer1", "vector", 6, isolate).double()
+    slot = SeedSlot("layer1", "vector", 6, detach_input=isolate).double()
     grow(slot, stage, "lora", SLOW._replace(target=0.25), style=style)
     slot.alpha.fill_(0.25)
     add_noise(slot.seed, seed=1)
@@ -165,7 +165,7 @@ def test_the_gradient_that_reaches_the_host_is_the_one_computed_by_hand(
 def test_isolation_costs_the_seed_nothing_of_its_own_gradient(style: BlendStyle) -> None:
     gradients = []
     for isolate in (True, False):
-        slot, x = SeedSlot("layer1", "vector", 6, isolate), torch.randn(4, 6, generator=generator_of(3))
+        slot, x = SeedSlot("layer1", "vector", 6, detach_input=isolate), torch.randn(4, 6, generator=generator_of(3))
         grow(slot, Stage.PROBATIONARY, "mlp_small", SLOW, style=style)
         slot(x).square().sum().backward()
         gradients.append([p.grad for p in slot.seed.parameters()])

@@ -41,7 +41,7 @@ LEARNER = f"{Learner.__module__}.{Learner.__qualname__}"
 def attached(network: str = LEARNER, slots: tuple[str, ...] = ("body",), **settings: Any) -> nn.Module:
     """Build a host on the CPU, with initialised weights."""
     generator = torch.Generator().manual_seed(0)
-    return build_on(CPU, lambda: Attached(SHAPE, 5, network, list(slots), **settings), generator)
+    return build_on(CPU, lambda: Attached(SHAPE, 5, network=network, slots=list(slots), **settings), generator)
 
 
 def test_it_begins_as_its_own_constructor_makes_it() -> None:
@@ -101,11 +101,11 @@ def make_pool(network: str, slots: tuple[str, ...], executor: str) -> HostPool:
     """Return a pool of two hosts on images of 32×32 pixels."""
 
     def host(shape: Any, outputs: int) -> nn.Module:
-        return Attached(shape, outputs, network, list(slots))
+        return Attached(shape, outputs, network=network, slots=list(slots))
 
     task = Synthetic(shape=(3, 32, 32), classes=5, train=16, validation=8, test=8)
     config = EnvConfig(horizon=3, executor=executor, training=HostTraining(batches=1, batch_size=8, lr=1e-4))
-    return HostPool(task, task.load(), host, config, 2, CPU)
+    return HostPool(task, task.load(), host, config=config, n_envs=2, device=CPU)
 
 
 def test_what_cannot_be_stacked_is_refused_with_the_way_out() -> None:

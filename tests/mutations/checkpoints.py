@@ -76,12 +76,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A run goes on from the checkpoint of other hosts",
         "esper_lightning/checkpointing/validate.py",
-        "or before != ours",
+        "or saved_value != value",
         "",
         "tests/checkpointing/test_validate.py::test_a_run_is_continued_by_its_like_alone",
     ),
     Defect(
-        "Tamiyo's optimizer begins anew when a run goes on",
+        "Tamiyo's optimizer is reset when a run goes on",
         "esper_lightning/checkpointing/validate.py",
         "load_optimizer(fresh, states[0])",
         "pass",
@@ -90,7 +90,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A resumed run keeps the learning rate of the run so far, whatever its command says",
         "esper_lightning/checkpointing/validate.py",
-        "group.update(ours)",
+        "group.update(group_settings)",
         "pass",
         "tests/checkpointing/test_validate.py::test_tamiyos_optimizer_goes_on_with_its_state_and_the_settings_of_now",
     ),
@@ -104,8 +104,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A network's running statistics are not restored",
         "esper_lightning/serialization/checks.py",
-        "module.load_state_dict(ordered)",
-        "[p.data.copy_(ordered[name]) for name, p in module.named_parameters()]",
+        "module.load_state_dict(current)",
+        "[p.data.copy_(current[name]) for name, p in module.named_parameters()]",
         "tests/envs/test_host_env_resume.py::test_an_episode_that_is_saved_at_any_tick_continues_bit_for_bit",
     ),
     Defect(
@@ -116,7 +116,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/serialization/test_checks.py::test_momenta_of_another_shape_are_refused",
     ),
     Defect(
-        "A host's data begin anew when a run goes on",
+        "A host's data order is reset when a run goes on",
         "esper_lightning/growth/growing_network.py",
         '"generator": self.generator.get_state()',
         '"generator": torch.Generator().get_state()',
@@ -151,7 +151,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/test_host_env_resume.py::test_a_host_that_no_run_can_have_is_refused",
     ),
     Defect(
-        "Tamiyo's recurrent state begins anew in the middle of a rollout",
+        "Tamiyo's recurrent state is reset in the middle of a rollout",
         "esper_lightning/ppo/collector.py",
         "(check_matching_tensor(name, part, current).to(current.device)",
         "(check_matching_tensor(name, current, current)",
@@ -172,7 +172,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/callbacks/test_rollout_state.py::test_random_states_survive_a_checkpoint",
     ),
     Defect(
-        "The second half of a pair of Gaussian numbers is drawn anew",
+        "The second half of a pair of Gaussian numbers is drawn again",
         "callbacks/rollout_state.py",
         'np.random.set_state(tuple(states["numpy"]))',
         'np.random.set_state(tuple(states["numpy"][:3]))',
@@ -214,14 +214,14 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/test_provenance.py::test_what_is_set_aside_gets_the_next_number",
     ),
     Defect(
-        "Whoever repeats the config of a resumed run continues the old one",
+        "A run with the config of a resumed run continues the old one",
         "esper_lightning/provenance.py",
         "config.ckpt_path = None",
         "pass",
         "tests/test_provenance.py::test_whoever_repeats_a_resumed_run_does_not_continue_it",
     ),
     Defect(
-        "A resumed run tells the events after its checkpoint twice",
+        "A resumed run records the events after its checkpoint twice",
         "esper_lightning/telemetry/events.py",
         "file.truncate(length)",
         "pass",

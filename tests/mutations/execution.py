@@ -104,8 +104,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A stacked GroupNorm normalises over the channels of several hosts",
         "esper_lightning/envs/execution/fused/layers.py",
-        "group_norm(\n            x, self.stack_index.count * self.groups",
-        "group_norm(x, self.groups",
+        "self.stack_index.count * self.groups,\n            weight",
+        "self.groups,\n            weight",
         "tests/envs/execution/fused/test_layers.py::test_outputs_gradients_and_statistics_are_those_of_each",
     ),
     Defect(
@@ -139,8 +139,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A host meets its data in the same order in every tick",
         "esper_lightning/envs/host_env.py",
-        "self.rng_seed, self.generator)",
-        "self.rng_seed, torch.Generator().manual_seed(self.rng_seed))",
+        "self.rng_seed, generator=self.generator)",
+        "self.rng_seed, generator=torch.Generator().manual_seed(self.rng_seed))",
         "tests/envs/test_host_env.py::test_a_tick_goes_over_the_data_without_repetition",
     ),
     Defect(
@@ -165,7 +165,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/spaces/test_masks.py::test_a_slot_is_closed_for_the_embargo_after_a_cull",
     ),
     Defect(
-        "Fossils leave room for one more seed than max_seeds",
+        "Fossilized seeds leave room for one more seed than max_seeds",
         "esper_lightning/envs/spaces/masks.py",
         "sum(slot.occupied for",
         "sum(slot.live for",
@@ -179,7 +179,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/spaces/test_masks.py::test_a_blueprint_that_is_masked_for_a_slot_cannot_be_germinated_there",
     ),
     Defect(
-        "Rent is charged for seeds that are not kept",
+        "Rent is charged for seeds that are not fossilized",
         "esper_lightning/envs/host_env.py",
         "self.seed_parameters(frozenset({Stage.FOSSILIZED}))",
         "self.seed_parameters(OCCUPIED)",

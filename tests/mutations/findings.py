@@ -184,8 +184,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F12: values are clipped by the policy's range",
         "esper_lightning/ppo/losses.py",
-        "rollout.targets, config.value_clip)",
-        "rollout.targets, config.clip)",
+        "rollout.targets, clip=config.value_clip)",
+        "rollout.targets, clip=config.clip)",
         "tests/ppo/test_rollout_storage.py::test_the_value_clip_has_its_own_range",
     ),
     Defect(
@@ -316,14 +316,14 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/tamiyo/test_possible_actions.py::test_only_heads_that_matter_get_a_gradient",
     ),
     Defect(
-        "S1: the optimizer's state is made anew in every episode",
+        "S1: the optimizer's state is created again in every episode",
         "esper_lightning/envs/host_env.py",
         "self.growing.clear()  #",
         "self.growing.clear(), self.optimizer.state.clear()  #",
         "tests/envs/test_in_place.py::test_environments_are_reset_in_place",
     ),
     Defect(
-        "S1: streams are made anew whenever they are asked for",
+        "S1: streams are created at every request",
         "esper_lightning/envs/execution/streams.py",
         "if env not in self._streams:",
         "if True:",
@@ -345,7 +345,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/test_device_reads.py::test_a_tick_reads_the_device_twice",
     ),
     Defect(
-        "S4: the marks of beginning episodes are allocated anew in every tick",
+        "S4: the marks of beginning episodes are allocated again in every tick",
         "esper_lightning/ppo/collector.py",
         "self.starts.copy_(step.terminated)",
         "self.starts = step.terminated.clone()",
@@ -433,12 +433,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "S16: a host whose episode has ended is trained on",
         "esper_lightning/envs/host_pool.py",
-        "if not each.env.ended and each.env.failure is None]",
-        "if each.env.failure is None]",
+        "if not transition.env.ended and transition.env.failure is None",
+        "if transition.env.failure is None",
         "tests/envs/test_rollback_isolation.py::test_an_episode_ends_early_for_a_host_that_diverges_again_and_again",
     ),
     Defect(
-        "S16: Lightning's EarlyStopping is told of no objective",
+        "S16: Lightning's EarlyStopping receives no objective",
         "esper_lightning/module.py",
         'self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)',
         "pass",

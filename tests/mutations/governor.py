@@ -11,7 +11,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/governor/test_judge.py::test_what_is_no_number_leads_to_a_rollback_at_once",
     ),
     Defect(
-        "Nobody looks at the gradients of seeds that learn behind the host's back",
+        "The Governor ignores the gradients of seeds that learn behind the host's back",
         "esper_lightning/envs/host_env.py",
         "(training.host_gradient, *training.seed_gradients)",
         "(training.host_gradient,)",
@@ -130,7 +130,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/test_watched.py::test_a_snapshot_is_taken_of_healthy_hosts_alone",
     ),
     Defect(
-        "A rolled back host learns as fast as before, whatever lr_factor says",
+        "A rolled back host keeps its learning rate, whatever lr_factor says",
         "esper_lightning/envs/host_env.py",
         "self.lr_factor * self.monitor.config.lr_factor",
         "self.lr_factor",
@@ -146,15 +146,15 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A rollback takes away what was fossilized since the last snapshot",
         "esper_lightning/envs/host_pool.py",
-        "for each in transitions if has_fossilized(each))",
+        "for transition in transitions if has_fossilized(transition))",
         "for each in [])",
         "tests/envs/test_rollback_price.py::test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick",
     ),
     Defect(
         "A host whose episode is over trains on",
         "esper_lightning/envs/host_pool.py",
-        "if not each.env.ended and each.env.failure is None",
-        "if each.env.failure is None",
+        "if not transition.env.ended and transition.env.failure is None",
+        "if transition.env.failure is None",
         "tests/envs/test_rollback_end.py::test_a_host_that_diverges_once_too_often_is_restored_and_left_alone",
     ),
     Defect(
@@ -165,7 +165,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/ppo/test_collector.py::test_a_rollback_cuts_the_environment_concerned_alone",
     ),
     Defect(
-        "A restored host is not measured anew, without the seeds that it has lost",
+        "A restored host is not measured again, without the seeds that it has lost",
         "esper_lightning/envs/host_pool.py",
         "self._record_validations(restored, validated)",
         "pass",

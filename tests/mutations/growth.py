@@ -37,7 +37,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_slot.py::test_isolation_keeps_the_host_from_learning_through_a_blending_seed",
     ),
     Defect(
-        "A fossil stays cut off from what lies below it",
+        "A fossilized seed stays cut off from what lies below it",
         f"{G}/slot.py",
         "self.detach_input and self.live",
         "self.detach_input",
@@ -58,7 +58,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_blend.py::test_the_gate_opens_for_each_sample_by_itself",
     ),
     Defect(
-        "A fossil hands the host's next layer numbers of another precision",
+        "A fossilized seed hands the host's next layer numbers of another precision",
         f"{G}/slot.py",
         "self.seed(seed_input).to(x.dtype)",
         "self.seed(seed_input)",
@@ -102,7 +102,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     # Stages and gates.
     Defect(
-        "A seed may be kept for good without probation",
+        "A seed may be fossilized without probation",
         f"{G}/stages.py",
         "frozenset({Stage.PROBATIONARY, Stage.CULLED})",
         "frozenset({Stage.PROBATIONARY, Stage.FOSSILIZED, Stage.CULLED})",
@@ -116,7 +116,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_gates.py::test_a_gradient_must_be_known_calm_and_alive",
     ),
     Defect(
-        "A seed whose contribution is no number is kept for good",
+        "A seed whose contribution is no number is fossilized",
         f"{G}/gates.py",
         " or math.isnan(evidence.contribution)",
         "",
@@ -151,7 +151,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/growth/test_lifecycle.py::test_a_slot_stays_closed_for_five_ticks_after_a_cull",
     ),
     Defect(
-        "A seed is kept for good whatever it contributes",
+        "A seed is fossilized whatever it contributes",
         "esper_lightning/growth/growing_network.py",
         'self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))',
         "self._slot(slot)",
@@ -165,7 +165,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_fading.py::test_alpha_at_zero_is_no_rest_for_a_fading_seed",
     ),
     Defect(
-        "What a seed contributes while it fades is told of the seed",
+        "The contribution of a fading seed is recorded",
         "esper_lightning/growth/growing_network.py",
         "None if self.slots[slot].fading else self.measurements[slot].contribution",
         "self.measurements[slot].contribution",
@@ -296,7 +296,7 @@ DEFECTS: tuple[Defect, ...] = (
         "if player == pair[0]",
         f"{T}/test_shapley.py::test_a_players_interaction_is_the_sum_of_those_of_its_pairs",
     ),
-    # What is kept, folded and rebuilt.
+    # Fossilized, folded and rebuilt seeds.
     Defect(
         "The manifest forgets how far a ramp has come",
         f"{G}/manifest.py",
@@ -305,7 +305,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_manifest.py::test_a_rebuilt_seed_goes_on_along_its_ramp",
     ),
     Defect(
-        "The manifest forgets a layer that a fossil was folded into",
+        "The manifest forgets a layer that a fossilized seed was folded into",
         f"{G}/manifest.py",
         "None if slot.folded is None else slot.folded.kernel_size[0]",
         "None",
@@ -319,7 +319,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_manifest.py::test_the_manifest_alone_restores_alpha",
     ),
     Defect(
-        "A fossil that was kept at a part of its alpha is folded as a whole",
+        "A seed fossilized at a part of its alpha is folded as a whole",
         f"{G}/fold.py",
         "alpha * kernel, alpha * bias",
         "kernel, bias",
@@ -349,15 +349,15 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A slot beside a shortcut passes for one that sees all data",
         f"{G}/attach.py",
-        "slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs)",
+        "slot.on_single_path = _is_on_single_path(network, slot, example_input, outputs=outputs)",
         "slot.on_single_path = True",
         f"{T}/test_attach.py::test_the_trunk_is_where_all_data_passes",
     ),
     Defect(
         "A slot that is attached again has forgotten that a shortcut leads around it",
         f"{G}/attach.py",
-        ', record["trunk"])',
-        ")",
+        'on_single_path=record["trunk"],',
+        "",
         f"{T}/test_attach.py::test_where_slots_are_is_enough_to_attach_them_again",
     ),
     Defect(

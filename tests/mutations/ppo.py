@@ -90,8 +90,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The critic learns nothing from steps without a choice",
         f"{P}/losses.py",
-        "config.value_clip), ~rollout.masks.ended)",
-        "config.value_clip), unforced)",
+        "config.value_clip), ~rollout.masks.ended\n",
+        "config.value_clip), unforced\n",
         f"{T}/test_losses.py::test_the_critic_learns_from_forced_steps_too",
     ),
     Defect(
@@ -245,14 +245,14 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/ppo/test_rollout_buffer.py::test_the_minibatches_of_an_epoch_hold_every_environment_once",
     ),
     Defect(
-        "The critic's error is told in normalised units",
+        "The critic's error is reported in normalised units",
         ROLLOUT,
         "(values - returns)[active].square()",
         "(buffer.values - returns)[active].square()",
         SUMMARY,
     ),
     Defect(
-        "The spread of the advantages is told after they were normalised",
+        "The spread of the advantages is reported after they were normalised",
         ROLLOUT,
         "advantages[unforced].std(correction=0).item()",
         "normalised[unforced].std(correction=0).item()",
@@ -283,8 +283,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A new LSTM lets go of what it holds",
         POLICY,
-        "bias_ih_l0[self.width : 2 * self.width]",
-        "bias_ih_l0[: self.width]",
+        "bias[self.width : 2 * self.width]",
+        "bias[: self.width]",
         "tests/tamiyo/test_policy.py::test_a_new_memory_lets_go_slowly",
     ),
     Defect(
@@ -382,7 +382,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/test_module.py::test_what_is_seen_is_normalised_as_was_asked_for",
     ),
     Defect(
-        "Tamiyo is shown raw features once she has learned",
+        "Tamiyo is shown raw features after training",
         MODULE,
         "LearnedController(self.policy, self.observation_norm)",
         "LearnedController(self.policy, nn.Identity())",

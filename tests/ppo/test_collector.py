@@ -26,7 +26,7 @@ Play = Callable[[RolloutCollector], None]
 
 def test_seeds_of_training_and_of_evaluation_have_nothing_in_common() -> None:
     drawn = {
-        purpose: {s for episode in range(20) for s in episode_rng_seeds(3, purpose, episode, 50)}
+        purpose: {s for episode in range(20) for s in episode_rng_seeds(3, purpose, episode, n_envs=50)}
         for purpose in (TRAINING, EVALUATION)
     }
 
@@ -40,10 +40,12 @@ def test_seeds_of_training_and_of_evaluation_have_nothing_in_common() -> None:
 def test_seeds_are_reproducible_and_differ_by_run_episode_and_host() -> None:
     seeds = episode_rng_seeds(run_rng_seed=0, purpose=TRAINING, episode=4, n_envs=8)
 
-    assert seeds == episode_rng_seeds(0, TRAINING, 4, 8)
-    assert not set(seeds) & set(episode_rng_seeds(1, TRAINING, 4, 8))
-    assert not set(seeds) & set(episode_rng_seeds(0, TRAINING, 5, 8))
-    assert episode_rng_seeds(0, TRAINING, 4, 3) == seeds[:3], "a host does not depend on how many others there are"
+    assert seeds == episode_rng_seeds(0, TRAINING, 4, n_envs=8)
+    assert not set(seeds) & set(episode_rng_seeds(1, TRAINING, 4, n_envs=8))
+    assert not set(seeds) & set(episode_rng_seeds(0, TRAINING, 5, n_envs=8))
+    assert episode_rng_seeds(0, TRAINING, 4, n_envs=3) == seeds[:3], (
+        "a host does not depend on how many others there are"
+    )
 
 
 def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
@@ -56,8 +58,10 @@ def test_the_buffer_holds_exactly_what_the_policy_saw_and_did(
     done: list[list[Tensor]] = []
     decide, act = loop.policy.step, loop.pool.step
 
-    def watched_step(observation: Observation, state: RecurrentState, masks: Any, starts: Tensor, _: None) -> Any:
-        result = decide(observation, state, masks, starts)
+    def watched_step(
+        observation: Observation, state: RecurrentState, masks: Any, *, starts: Tensor, privileged: None
+    ) -> Any:
+        result = decide(observation, state, masks, starts=starts)
         seen.append([part.clone() for part in (*observation, *masks, starts, result[1])])
         return result
 
@@ -187,7 +191,9 @@ def make_watched(make_pool: Callable[..., HostPool], make_policy: Callable[..., 
         with torch.no_grad():
             policy.value[-1].weight.mul_(20.0)  # so that values differ from tick to tick
         norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=float("inf"))
-        return RolloutCollector(pool, policy, *norms, PPOConfig(**ppo), run_rng_seed=7)
+        return RolloutCollector(
+            pool, policy, observation_norm=norms[0], value_norm=norms[1], config=PPOConfig(**ppo), run_rng_seed=7
+        )
 
     return make
 
@@ -224,7 +230,7 @@ def test_credit_never_crosses_a_rollback(make_watched: MakeWatched, horizon_is_e
     play_broken(loop, CUTS)
     seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
     with torch.no_grad():
-        _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, loop.starts)
+        _, last, _ = loop.policy.step(seen, loop.state, loop.pool.masks, starts=loop.starts)
     rewards, values = loop.buffer.rewards.double(), loop.buffer.values.double()
     rollout, _ = loop.finish()
 

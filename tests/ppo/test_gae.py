@@ -51,7 +51,7 @@ def by_definition(s: Sample, gamma: float, lam: float) -> Tensor:
 
 @given(sample=samples(), gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
 def test_gae_matches_its_definition(sample: Sample, gamma: float, lam: float) -> None:
-    advantages, returns = gae(*sample, gamma=gamma, lam=lam)
+    advantages, returns = gae(**sample._asdict(), gamma=gamma, lam=lam)
 
     expected = by_definition(sample, gamma, lam)
     torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
@@ -88,7 +88,15 @@ def test_gae_matches_a_hand_computed_rollout() -> None:
 def test_only_a_time_limit_keeps_the_value_of_the_last_state(
     terminated: bool, truncated: bool, expected: float
 ) -> None:
-    _, returns = gae(column(1.0), column(7.0), column(4.0), column(terminated), column(truncated), gamma=1.0, lam=0.95)
+    _, returns = gae(
+        column(1.0),
+        column(7.0),
+        column(4.0),
+        terminated=column(terminated),
+        truncated=column(truncated),
+        gamma=1.0,
+        lam=0.95,
+    )
 
     torch.testing.assert_close(returns, column(expected))
 
@@ -97,7 +105,9 @@ def test_what_happens_after_an_end_changes_nothing_before_it() -> None:
     def advantage_of_the_first_step(later_reward: float) -> float:
         ends = column(False, True, False)
         rewards = column(1.0, 1.0, later_reward)
-        return gae(rewards, column(0, 0, 0.0), column(0, 9.0, 0), ends, ends & False, 1.0, 1.0)[0][0].item()
+        return gae(
+            rewards, column(0, 0, 0.0), column(0, 9.0, 0), terminated=ends, truncated=ends & False, gamma=1.0, lam=1.0
+        )[0][0].item()
 
     assert advantage_of_the_first_step(0.0) == advantage_of_the_first_step(1e6) == 2.0
 
@@ -164,7 +174,8 @@ def test_advantages_of_all_environments_come_from_the_same_calls() -> None:
 
     def run(columns: slice) -> tuple[Tensor, int]:
         with CountedCalls() as counted:
-            advantages, _ = gae(*(part[:, columns] for part in (rewards, values, after, ends, cuts)), 0.9, 0.8)
+            parts = Sample(*(part[:, columns] for part in (rewards, values, after, ends, cuts)))
+            advantages, _ = gae(**parts._asdict(), gamma=0.9, lam=0.8)
         return advantages, counted.calls
 
     together, calls = run(slice(None))

@@ -48,7 +48,7 @@ def test_the_surrogate_is_pessimistic(ratio: float, advantage: float, loss: floa
 def test_the_value_loss_is_half_the_squared_error_and_clipped_on_request(
     value: float, old: float, target: float, clip: float | None, loss: float
 ) -> None:
-    assert value_loss(*torch.tensor([value, old, target]), clip).item() == pytest.approx(loss)
+    assert value_loss(*torch.tensor([value, old, target]), clip=clip).item() == pytest.approx(loss)
 
 
 @given(log_ratio=st.floats(-20.0, 10.0))

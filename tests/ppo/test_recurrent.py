@@ -89,7 +89,7 @@ def test_the_bootstrap_is_the_value_of_the_state_after_the_last_action(make_loop
     none_start = torch.zeros(2, dtype=torch.bool)
     seen = Observation(loop.observation_norm(loop.pool.observation.features), loop.pool.observation.blueprints)
     with torch.no_grad():
-        _, after, _ = loop.policy.step(seen, loop.state, loop.pool.masks, none_start)
+        _, after, _ = loop.policy.step(seen, loop.state, loop.pool.masks, starts=none_start)
     rewards, values = loop.buffer.rewards.clone(), loop.buffer.values.clone()
 
     returns = returns_of(loop)
@@ -133,7 +133,7 @@ def test_an_end_in_mid_rollout_resets_the_recurrent_state_of_that_environment_al
         part[2] = 0.0
     none_start = torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
-        expected = loop.policy.step(seen, forgotten, masks, none_start)[2]
+        expected = loop.policy.step(seen, forgotten, masks, starts=none_start)[2]
 
     loop.step()
 

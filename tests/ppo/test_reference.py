@@ -34,7 +34,15 @@ def make_loop(config: PPOConfig = CONFIG, **policy: Any) -> RolloutCollector:
         for parameter in made.parameters():  # arbitrary weights in place of the small initial ones
             parameter.add_(0.3 * torch.randn_like(parameter))
     norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
-    return RolloutCollector(env, made, *norms, config, run_rng_seed=3, privileged_norm=RunningMeanStd((CUE,)))
+    return RolloutCollector(
+        env,
+        made,
+        observation_norm=norms[0],
+        value_norm=norms[1],
+        config=config,
+        run_rng_seed=3,
+        privileged_norm=RunningMeanStd((CUE,)),
+    )
 
 
 def play(loop: RolloutCollector) -> tuple[Rollout, list[ReferenceRollout], list[reference.State]]:

@@ -18,7 +18,9 @@ def make_loop(sequence: int | None) -> RolloutCollector:
     torch.manual_seed(0)
     policy = Policy(policy_shape(env), PolicyConfig(width=8))
     norms = RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf"))
-    return RolloutCollector(env, policy, *norms, PPOConfig(sequence=sequence), run_rng_seed=3)
+    return RolloutCollector(
+        env, policy, observation_norm=norms[0], value_norm=norms[1], config=PPOConfig(sequence=sequence), run_rng_seed=3
+    )
 
 
 def play(loop: RolloutCollector, ticks: int = TICKS) -> None:

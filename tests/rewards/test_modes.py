@@ -220,7 +220,7 @@ def test_escrow_pays_in_all_what_the_kept_seed_is_credited_with(seen: list[tuple
         (slot_step(ON_PROBATION, ON_PROBATION, CULLED, contribution=50.0), False),
         (slot_step(ON_PROBATION, contribution=50.0), True),
     ],
-    ids=["culled", "went by itself", "not kept in time"],
+    ids=["culled", "went by itself", "not fossilized in time"],
 )
 def test_escrow_takes_everything_back_from_a_seed_that_is_not_kept(slot: SlotStep, last: bool) -> None:
     alive = [slot_step(BLENDING, contribution=40.0, account=SeedAccount(accuracy_at_germination=0.1))] * 5

@@ -54,23 +54,25 @@ def test_rent_stops_at_its_cap_exactly() -> None:
 
 
 def test_by_default_no_network_is_worth_less_than_minus_one() -> None:
-    worst = objective(float_tensor(0.0), float_tensor(1e30), 1, ObjectiveConfig(price=100.0))
+    worst = objective(float_tensor(0.0), float_tensor(1e30), 1, config=ObjectiveConfig(price=100.0))
     assert worst.item() == -1.0
 
 
 def test_without_a_price_only_accuracy_counts() -> None:
     free = ObjectiveConfig(price=0.0)
-    assert torch.equal(objective(float_tensor(0.3, 0.9), float_tensor(1000, 10**6), HOST, free), float_tensor(0.3, 0.9))
+    assert torch.equal(
+        objective(float_tensor(0.3, 0.9), float_tensor(1000, 10**6), HOST, config=free), float_tensor(0.3, 0.9)
+    )
 
 
 def test_the_objective_is_accuracy_minus_rent() -> None:
-    worth = objective(float_tensor(0.5, 0.9, 0.9), float_tensor(1000, 1000, 2000), HOST, CONFIG)
+    worth = objective(float_tensor(0.5, 0.9, 0.9), float_tensor(1000, 1000, 2000), HOST, config=CONFIG)
     torch.testing.assert_close(worth, float_tensor(0.5, 0.9, 0.8653426))
 
 
 def test_a_seed_is_worth_keeping_when_it_brings_more_than_its_rent() -> None:
     parameters = float_tensor(1000, 2000, 2000)  # doubling costs 3.47 points
-    alone, poor, good = objective(float_tensor(0.90, 0.93, 0.94), parameters, HOST, CONFIG).tolist()
+    alone, poor, good = objective(float_tensor(0.90, 0.93, 0.94), parameters, HOST, config=CONFIG).tolist()
     assert poor < alone < good
 
 
@@ -87,7 +89,7 @@ def test_rent_never_falls_with_size_and_stays_between_nothing_and_its_cap(
 def test_below_the_cap_every_parameter_costs_something(host: int, extra: int, price: float) -> None:
     config = ObjectiveConfig(price=price, rent_cap=1e9)
     sizes = torch.tensor([host + extra - 1, host + extra], dtype=torch.float64)
-    fewer, more = objective(torch.full((2,), 0.5, dtype=torch.float64), sizes, host, config).tolist()
+    fewer, more = objective(torch.full((2,), 0.5, dtype=torch.float64), sizes, host, config=config).tolist()
     assert more < fewer
 
 

@@ -137,7 +137,7 @@ def test_escrow_pays_in_all_what_kept_seeds_are_credited_with(pool_of: Callable[
         torch.testing.assert_close(torch.stack(rewards).sum(0), torch.tensor(owed[-1]), rtol=0.0, atol=1e-4)
     assert min(owed[5]) > 0.0, "all three have earned something"
     assert [credit > 0.0 for credit in owed[-1]] == [True, False, False]
-    assert owed[-1][0] == owed[5][0], "frozen when it was kept"
+    assert owed[-1][0] == owed[5][0], "frozen when it was fossilized"
 
 
 def test_the_start_of_a_seed_is_the_accuracy_that_it_met(pool_of: Callable[..., HostPool]) -> None:

@@ -48,7 +48,7 @@ def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, sty
             continue
         network = build().eval()
         for slot in slots_of(network).values():
-            germinate(slot, blueprint, DEFAULT_RAMP, torch.Generator().manual_seed(0), style)
+            germinate(slot, blueprint, DEFAULT_RAMP, generator=torch.Generator().manual_seed(0), style=style)
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
                 slot.move_to(stage)
         grown = compute.host + sum(compute.seed_flops(slot) for slot in slots_of(network).values())
@@ -121,7 +121,7 @@ def test_the_same_hosts_cost_the_same_under_every_controller(make_pool: Callable
     config = ObjectiveConfig(price=0.1, price_to=0.6, compute_price_to=0.3)
     pool = make_pool(3, objective=config, actions=ActionConfig(blueprints=["conv_light"], tempos={"FAST": 1}))
     for controller in (RandomValid(1), WaitOnly()):
-        outcome = play_episode(pool, "somebody", controller, [7, 8, 9])
+        outcome = play_episode(pool, "controller", controller, rng_seeds=[7, 8, 9])
         for i, env in enumerate(pool.envs):
             price, compute_price = config.prices((7, 8, 9)[i])
             rent = price * torch.log1p(torch.tensor(outcome.parameters[i] / env.host_parameters - 1.0))

@@ -46,7 +46,7 @@ def pool() -> HostPool:
     few = Split(digits.train.inputs[:64], digits.train.targets[:64])
     data = TaskData(few, digits.validation, digits.test, digits.classes)
     host = partial(CNN, base=4, blocks=2, kernel=1, slots=["block1", "block2"])
-    return HostPool(Digits(), data, host, CONFIG, n_envs=3, device=torch.device("cpu"))
+    return HostPool(Digits(), data, host, config=CONFIG, n_envs=3, device=torch.device("cpu"))
 
 
 @torch.no_grad()

@@ -131,9 +131,9 @@ def test_every_weight_of_the_heads_learns_and_a_new_policy_prefers_nothing() -> 
     [
         ({}, {}, "at least one choice"),
         ({"a": 0}, {}, "at least one choice"),
-        ({"a": 2, "b": 2}, {"a": "b"}, "'a' cannot know 'b'"),
-        ({"a": 2}, {"a": "a"}, "'a' cannot know 'a'"),
-        ({"a": 2}, {"c": "a"}, "'c' cannot know 'a'"),
+        ({"a": 2, "b": 2}, {"a": "b"}, "'a' cannot depend on 'b'"),
+        ({"a": 2}, {"a": "a"}, "'a' cannot depend on 'a'"),
+        ({"a": 2}, {"c": "a"}, "'c' cannot depend on 'a'"),
     ],
 )
 def test_an_impossible_order_of_heads_is_refused(sizes: dict[str, int], given: dict[str, str], message: str) -> None:

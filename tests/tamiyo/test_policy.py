@@ -42,8 +42,8 @@ def in_single_steps(
     """Return log-probabilities of the ops [T, N, ops], values [T, N] and the last state, computed tick by tick."""
     ops, values = [], []
     for t in range(TICKS):
-        now = Observation(*(part[t] for part in observation)), state, Masks(*(part[t] for part in masks)), starts[t]
-        distribution, value, state = policy.step(*now)
+        now = Observation(*(part[t] for part in observation)), state, Masks(*(part[t] for part in masks))
+        distribution, value, state = policy.step(*now, starts=starts[t])
         ops.append(distribution.log_probs["op"])
         values.append(value)
     return torch.stack(ops), torch.stack(values), state

@@ -23,7 +23,7 @@ def test_impossible_actions_are_never_drawn_and_never_carried_out(
     pool = make_pool(2)
     pool.step(act(germinate(0, 1), WAIT))
     policy, generator = make_policy(pool), torch.Generator().manual_seed(0)
-    distribution, _, _ = policy.step(pool.observation, policy.initial_state(2), pool.masks, torch.zeros(2) > 0)
+    distribution, _, _ = policy.step(pool.observation, policy.initial_state(2), pool.masks, starts=torch.zeros(2) > 0)
     ops = set()
     for _ in range(200):
         action = distribution.sample(generator)

@@ -86,7 +86,7 @@ def test_a_download_asks_for_the_archive_and_says_what_became_of_it(
 
     def offline(request: object, *_: object, **__: object) -> Callable:
         asked.append(request if isinstance(request, str) else request.full_url)
-        raise URLError("nobody is there")
+        raise URLError("host unreachable")
 
     monkeypatch.setattr("urllib.request.urlopen", offline)
 

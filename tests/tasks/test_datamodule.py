@@ -80,7 +80,7 @@ def test_data_that_are_drawn_by_numpy_or_python_are_the_same_again_too() -> None
         np.random.seed(seed)
         expected = (random.Random(seed).random(), np.random.RandomState(seed).rand())
         prints.append(fingerprint(FromDataModule(Divided()).load()))
-        assert (random.random(), np.random.rand()) == expected, "nobody else's numbers are used up"
+        assert (random.random(), np.random.rand()) == expected, "the global generators do not advance"
 
     assert prints[0] == prints[1]
 

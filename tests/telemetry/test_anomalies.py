@@ -26,7 +26,7 @@ def levels(values: list[float], rule: Rule = ABOVE, bounds: Bounds = TWICE) -> l
     """Return the level after each of these values."""
     watch, found = AnomalyState(), []
     for value in values:
-        watch = next_state(watch, rule, value, Limits(bounds.warning, bounds.critical), bounds)
+        watch = next_state(watch, rule, value, limits=Limits(bounds.warning, bounds.critical), bounds=bounds)
         found.append(watch.level)
     return found
 
@@ -84,6 +84,19 @@ def test_a_record_says_what_it_is_and_where_to_look() -> None:
         "look at model.ppo.lr, model.ppo.epochs, model.ppo.target_kl"
     ]
     assert said[1:] == [[], [], ["anomaly kl: cleared at update 4: 0.01, bound 0.1"]]
+
+
+def test_what_was_critical_eases_where_the_critical_bound_was_dropped() -> None:
+    strict = AnomalyDetector(replace(CONFIG, dead_seeds=Bounds(warning=0.5, critical=0.9, updates=1, clear=1)))
+    (raised,) = strict.observe({"dead_seeds.norm": 1.0}, 1, 0.0)
+    lenient = AnomalyDetector(replace(CONFIG, dead_seeds=Bounds(warning=0.5, updates=1, clear=1)))
+    lenient.load_state_dict(strict.state_dict())
+
+    (eased,) = lenient.observe({"dead_seeds.norm": 1.0}, 2, 0.0)
+
+    assert (raised.level, raised.threshold) == ("critical", 0.9)
+    assert (eased.level, eased.threshold) == ("warning", 0.5)
+    assert "bound 0.5" in str(eased)
 
 
 def test_what_is_not_measured_leaves_a_rule_as_it_is() -> None:
@@ -197,7 +210,7 @@ def test_a_saved_detector_goes_on_as_if_it_had_never_stopped(cut: int, tmp_path:
     ],
 )
 def test_a_damaged_state_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="what is known of anomalies"):
+    with pytest.raises(ValueError, match="the state of the anomalies"):
         AnomalyDetector(CONFIG).load_state_dict(state)
 
 

@@ -106,7 +106,7 @@ def test_a_saved_watch_goes_on_within_the_rollout(make_loop: Callable[..., Rollo
     ],
 )
 def test_a_damaged_watch_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="what is known of gradients"):
+    with pytest.raises(ValueError, match="the statistics of gradients"):
         RolloutGradients().load_state_dict(RolloutGradients().state_dict() | change)
 
 

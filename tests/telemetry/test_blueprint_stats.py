@@ -27,7 +27,7 @@ def counted_episodes() -> tuple[Scoreboard, dict[tuple[str, str], Counter[str]],
     config = EnvConfig(
         horizon=HORIZON, training=HostTraining(batches=3), lifecycle=lifecycle, actions=ActionConfig(tempos={"FAST": 1})
     )
-    pool = HostPool(task, task.load(), tiny_host, config, HOSTS, torch.device("cpu"))
+    pool = HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=torch.device("cpu"))
     board = Scoreboard(pool.space.blueprint, pool.space.slot, HOSTS)
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     points: dict[tuple[str, str], list[float]] = defaultdict(list)

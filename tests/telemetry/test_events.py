@@ -37,7 +37,7 @@ def test_what_is_written_is_there_at_once_and_reads_back(tmp_path: Path) -> None
     path = tmp_path / "events.jsonl"
     log = write_events(path, START, BORN)
 
-    assert list(read_events(path)) == [START, BORN], "nobody has closed the file"
+    assert list(read_events(path)) == [START, BORN], "the file was not closed"
     log.write([BORN._replace(tick=4)])
     assert [event.tick for event in read_events(path)] == [0, 3, 4]
 

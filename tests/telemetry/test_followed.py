@@ -28,7 +28,7 @@ def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
         lifecycle=LifecycleConfig(**{"training_ticks": 1, "min_contribution": None, "embargo_ticks": 1, **lifecycle}),
         actions=ActionConfig(tempos={"FAST": 2}, slow_cull=True, set_alpha=True, speeds=[0, 2]),
     )
-    return HostPool(task, task.load(), tiny_host, config, HOSTS, torch.device("cpu"))
+    return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=torch.device("cpu"))
 
 
 def observe_steps(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer, object]]:

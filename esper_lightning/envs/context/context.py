@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -18,6 +18,7 @@ class HostContext:
     """Settings of all hosts in one context, and the draws that depend on the RNG seed of an episode."""
 
     context: Context
+    _: KW_ONLY
     training: HostTraining
     """Training settings of the hosts."""
     variant_index: int
@@ -43,18 +44,20 @@ class HostContext:
         return [
             slot
             for slot in slots
-            if slot.occupied and seed_fails(rng_seed, slot.name, slot.blueprint, probability(slot.blueprint))
+            if slot.occupied
+            and slot.blueprint is not None
+            and seed_fails(rng_seed, slot.name, slot.blueprint, probability=probability(slot.blueprint))
         ]
 
     def draw_batches(
-        self, training: HostTraining, samples: int, rng_seed: int, generator: torch.Generator
+        self, training: HostTraining, samples: int, rng_seed: int, *, generator: torch.Generator
     ) -> Batches:  # [batches, B], on the generator's device
         """Draw the minibatches of one epoch: shuffled passes over the host's training data, as many as needed.
 
         Args:
             training: Batch size, number of batches and data augmentation.
             samples: Number of samples of each data variant. A context with fewer samples uses a fixed subset of them.
-            seed: RNG seed of the episode, which determines the subset.
+            rng_seed: RNG seed of the episode, which determines the subset.
             generator: Generator of the order.
         """
         size = training.batch_size
@@ -65,9 +68,8 @@ class HostContext:
         orders = [torch.randperm(num_own, generator=generator, device=device) for _ in range(passes)]
         indices = torch.cat(orders)[:needed].view(-1, size)
         if num_own < samples:
-            subset_generator = torch.Generator(device).manual_seed(
-                rng_seed
-            )  # a separate generator: the same subset in every epoch
+            # A separate generator, so that every epoch uses the same subset.
+            subset_generator = torch.Generator(device).manual_seed(rng_seed)
             indices = torch.randperm(samples, generator=subset_generator, device=device)[indices]
         if self.variant_index:
             indices = indices + self.variant_index * samples

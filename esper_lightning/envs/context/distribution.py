@@ -1,7 +1,7 @@
 """Distribution over contexts: episodes differ in hidden settings, as in a contextual Markov decision process.
 
-A *variable* (a "fact" in messages) is a setting that is drawn for every episode from its RNG seed alone. A *context*
-(a "member" of the family) has one value for each variable. Policies do not observe it.
+A *variable* is a setting that is drawn for every episode from its RNG seed alone. A *context* has one value for each
+variable. Policies do not observe it.
 """
 
 import math
@@ -84,21 +84,21 @@ class FamilyConfig:
         for name in ("train", "held_out"):
             _check_variables(f"family.{name}", getattr(self, name))
         if self.held_out and not self.train:
-            raise ValueError("family.held_out has members and family.train has none; name what training meets")
+            raise ValueError("family.held_out has contexts and family.train has none; name those of training")
         train_contexts = self.contexts()
         for context in self.contexts(held_out=True) if self.held_out else ():
             if context in train_contexts:
-                raise ValueError(f"family.held_out: {context} is a member of family.train; it would not be held out")
+                raise ValueError(f"family.held_out: {context} is a context of family.train; it would not be held out")
 
     def contexts(self, held_out: bool = False) -> list[Context]:
         """Return the distinct contexts of training or the held-out ones; a single empty context if there are none."""
         groups = self.held_out if held_out else self.train
         contexts = [
-            Context(tuple(sorted(zip(facts, values, strict=True))))
-            for facts in groups
-            for values in product(*facts.values())
+            Context(tuple(sorted(zip(values_by_name, values, strict=True))))
+            for values_by_name in groups
+            for values in product(*values_by_name.values())
         ]
-        return list({repr(member): member for member in contexts}.values()) or [Context()]
+        return list({repr(context): context for context in contexts}.values()) or [Context()]
 
     @property
     def checksum(self) -> str:
@@ -107,24 +107,24 @@ class FamilyConfig:
 
 
 def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
-    for facts in groups:
-        for name, values in facts.items():
+    for values_by_name in groups:
+        for name, values in values_by_name.items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{where}: {name} needs a list of values, got {values!r}")
             group, _, variable = name.partition(".")
             if group == DATA:
                 _check_name(where, name, [f"data.{option.name}" for option in fields(Variant)])
                 for value in values:
-                    _check_settings(where, name, Variant, {variable: value})
+                    _check_settings(where, name, Variant, settings={variable: value})
             elif group == TRAINING:
                 _check_name(where, name, [f"training.{option}" for option in TRAINING_VARIABLES])
                 if not all(map(_is_number, values)):
                     raise ValueError(f"{where}: {name} must be a number, got {values}")
                 for value in values:
-                    _check_settings(where, name, HostTraining, {variable: value})
+                    _check_settings(where, name, HostTraining, settings={variable: value})
             elif group == FAIL:
                 if variable:
-                    _check_settings(where, name, check_blueprint_name, {"name": variable})
+                    _check_settings(where, name, check_blueprint_name, settings={"name": variable})
                 if not all(_is_number(value) and 0.0 <= value <= 1.0 for value in values):
                     raise ValueError(f"{where}: {name} is a chance, from 0 to 1, got {values}")
             elif name == PRICE_VARIABLE:
@@ -132,21 +132,21 @@ def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
                     raise ValueError(f"{where}: {name} must not be negative, got {values}")
             elif group != HOST or not variable:
                 raise ValueError(
-                    f"{where}: unknown fact {name!r}; there are host.<argument>, data.<field>, training.lr, "
-                    f"{PRICE_VARIABLE}, fail and fail.<blueprint>"
+                    f"{where}: unknown variable {name!r}; there are host.<argument>, data.<field>, "
+                    f"training.lr, {PRICE_VARIABLE}, fail and fail.<blueprint>"
                 )
 
 
 def _check_name(where: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        raise ValueError(f"{where}: unknown fact {name!r}; {suggest_name(name, known)}")
+        raise ValueError(f"{where}: unknown variable {name!r}; {suggest_name(name, known)}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_settings(where: str, name: str, kind: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+def _check_settings(where: str, name: str, kind: Callable[..., Any], *, settings: Mapping[str, Any]) -> None:
     try:
         kind(**settings)
     except (TypeError, ValueError) as error:
@@ -155,13 +155,13 @@ def _check_settings(where: str, name: str, kind: Callable[..., Any], settings: M
 
 def distinct_values(contexts: Sequence[Context]) -> dict[str, list[Any]]:
     """Return the distinct values of each variable, in order; None where a context leaves it as configured."""
-    names = sorted({name for member in contexts for name, _ in member.variables})
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    for variables in (dict(member.variables) for member in contexts):
+    names = sorted({name for context in contexts for name, _ in context.variables})
+    values_by_name: dict[str, list[Any]] = {name: [] for name in names}
+    for variables in (dict(context.variables) for context in contexts):
         for name in names:
-            if variables.get(name) not in found[name]:
-                found[name].append(variables.get(name))
-    return found
+            if variables.get(name) not in values_by_name[name]:
+                values_by_name[name].append(variables.get(name))
+    return values_by_name
 
 
 class ContextDistribution:
@@ -174,13 +174,13 @@ class ContextDistribution:
 
     def __init__(self, config: FamilyConfig, held_out: bool = False) -> None:
         if held_out and not config.held_out:
-            raise ValueError("there are no held-out members; name some in data.env.family.held_out")
+            raise ValueError("there are no held-out contexts; name some in data.env.family.held_out")
         self.contexts = config.contexts(held_out)
         # The encoding depends on training contexts even if held-out ones are drawn: the critic was built for it.
         self.encoded_variables = {
             name: values for name, values in distinct_values(config.contexts()).items() if len(values) > 1
         }
-        self.seeds_may_fail = any(member.seeds_may_fail for member in config.contexts())
+        self.seeds_may_fail = any(context.seeds_may_fail for context in config.contexts())
 
     def draw(self, rng_seed: int) -> Context:
         """Draw the context of the episode with this RNG seed, from it alone, so all controllers meet the same."""
@@ -200,6 +200,6 @@ class ContextDistribution:
         ]
 
 
-def seed_fails(rng_seed: int, slot: str, blueprint: str, probability: float) -> bool:
+def seed_fails(rng_seed: int, slot: str, blueprint: str, *, probability: float) -> bool:
     """Return True if seeds of this blueprint receive no gradient in `slot`, in the episode with this RNG seed."""
     return probability > 0.0 and random.Random(f"graft {rng_seed} {slot} {blueprint}").random() < probability

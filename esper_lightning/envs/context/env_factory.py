@@ -27,7 +27,7 @@ class EnvFactory:
         config: Settings of the environments, with the distribution over contexts.
         devices: Devices of hosts, which are assigned to them in turn.
         held_out: True to draw held-out contexts.
-        common: Slots and blueprints shared with the hosts of other tasks.
+        shared_space: Slots and blueprints shared with the hosts of other tasks.
 
     Attributes:
         data: All data variants that the contexts need, on the devices.
@@ -42,6 +42,7 @@ class EnvFactory:
         task: Task,
         data: TaskData,
         host: HostFactory,
+        *,
         config: EnvConfig,
         devices: Sequence[torch.device],
         held_out: bool = False,
@@ -53,54 +54,56 @@ class EnvFactory:
         self.devices = devices
         self.num_classes = data.classes
         self.context_distribution = ContextDistribution(config.family, held_out)
-        self.variants = list(
-            dict.fromkeys(member.variant.without_subset for member in self.context_distribution.contexts)
-        )
+        contexts = self.context_distribution.contexts
+        self.variants = list(dict.fromkeys(context.variant.without_subset for context in contexts))
         unmodified = len(self.variants) == 1 and self.variants[0] == Context().variant
         self.data = data if unmodified else make_variants(data, self.variants).copy_to(devices)
         all_contexts = [
             *config.family.contexts(),
             *(config.family.contexts(held_out=True) if config.family.held_out else ()),
         ]
-        for member in all_contexts:
-            member.variant.check(data)
+        for context in all_contexts:
+            context.variant.check(data)
         self.steps_per_epoch = config.training.steps_per_epoch(data.train.samples)
         self.input_shape = data.input_shape
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
         # Held-out contexts are included even if they are not drawn here, because evaluation will use them.
-        architectures = {architecture_name(member): member for member in all_contexts}
+        architectures = {architecture_name(context): context for context in all_contexts}
         if config.training.compile is not None and len(architectures) > 1:
             raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
         action_spaces = {
-            kind: discover_action_space(
-                self._build_host(member, devices[0]), task, batch, config.actions, config.lifecycle.birth, shared_space
+            architecture: discover_action_space(
+                self._build_host(context, devices[0]),
+                task,
+                batch,
+                actions=config.actions,
+                birth=config.lifecycle.birth,
+                shared_space=shared_space,
             )
-            for kind, member in architectures.items()
+            for architecture, context in architectures.items()
         }
-        (_, (self.space, self.growable)), *others = action_spaces.items()
-        for kind, (space, growable) in others:
+        (_, (self.space, self.growable)), *further_spaces = action_spaces.items()
+        for architecture, (space, growable) in further_spaces:
             if space != self.space or not torch.equal(growable, self.growable):
                 raise ValueError(
-                    f"family: on hosts with {kind} other slots or seeds can grow than on the first; all members need "
-                    f"the same, name slots and blueprints that fit all"
+                    f"family: on hosts with {architecture} other slots or seeds can grow than on the first; all "
+                    f"contexts need the same, name slots and blueprints that fit all"
                 )
         self.host_flops = None
         if config.objective.charges_compute:
             self.host_flops = {
-                kind: measure_flops(self._build_host(member, devices[0]), batch.inputs[:1])
-                for kind, member in architectures.items()
+                architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
+                for architecture, context in architectures.items()
             }
         self.host_kind = self._describe()
-        self.host_contexts = {
-            repr(member): self._make_host_context(member) for member in self.context_distribution.contexts
-        }
+        self.host_contexts = {repr(context): self._make_host_context(context) for context in contexts}
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
 
     def _describe(self) -> str:
         """Describe the hosts of training, even if held-out contexts are drawn: policies are built for the former."""
         family = self.config.family
-        kinds = {architecture_name(member): member for member in family.contexts()}
-        hosts = [describe_host(self._build_host(member, self.devices[0])) for member in kinds.values()]
+        architectures = {architecture_name(context): context for context in family.contexts()}
+        hosts = [describe_host(self._build_host(context, self.devices[0])) for context in architectures.values()]
         return "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
 
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
@@ -120,7 +123,10 @@ class EnvFactory:
         variant = context.variant
         training = context.training(self.config.training)
         return HostContext(
-            context, training, self.variants.index(variant.without_subset), variant.classes or self.num_classes
+            context,
+            training=training,
+            variant_index=self.variants.index(variant.without_subset),
+            num_classes=variant.classes or self.num_classes,
         )
 
     def make(self, index: int, rng_seed: int) -> HostEnv:
@@ -129,8 +135,8 @@ class EnvFactory:
 
     def one_per_architecture(self) -> list[HostEnv]:
         """Return one environment of each architecture that may be drawn."""
-        kinds = {architecture_name(habitat.context): habitat for habitat in self.host_contexts.values()}
-        return [self._get_or_create(0, habitat) for habitat in kinds.values()]
+        by_architecture = {architecture_name(context.context): context for context in self.host_contexts.values()}
+        return [self._get_or_create(0, context) for context in by_architecture.values()]
 
     def _get_or_create(self, index: int, context: HostContext) -> HostEnv:
         architecture = architecture_name(context.context)
@@ -144,21 +150,25 @@ class EnvFactory:
 
     def _create(self, context: HostContext, architecture: str, device: torch.device) -> HostEnv:
         config = self.config
-        monitor = HostMonitor(config.governor, 0.0, self.steps_per_epoch, device) if config.governor.enabled else None
+        monitor = (
+            HostMonitor(config.governor, chance_loss=0.0, steps_per_epoch=self.steps_per_epoch, device=device)
+            if config.governor.enabled
+            else None
+        )
         return HostEnv(
             self._build_host(context.context, device),
             self.space,
             context,
-            config.lifecycle,
-            config.actions,
-            config.objective,
-            config.horizon,
-            device,
-            HostTimer(make_timer(device)),
-            monitor,
-            config.reward.needs_host_only,
-            self.host_flops[architecture] if self.host_flops is not None else None,
-            architecture,
+            lifecycle=config.lifecycle,
+            actions=config.actions,
+            objective=config.objective,
+            horizon=config.horizon,
+            device=device,
+            timer=HostTimer(make_timer(device)),
+            monitor=monitor,
+            measure_host_only=config.reward.needs_host_only,
+            flops=self.host_flops[architecture] if self.host_flops is not None else None,
+            architecture=architecture,
         )
 
     @property
@@ -174,7 +184,11 @@ class EnvFactory:
         values = self.context_distribution.encode(env.context.context)
         if self.context_distribution.seeds_may_fail:
             values += [
-                float(seed_fails(env.rng_seed, slot, blueprint, env.context.context.failure_probability(blueprint)))
+                float(
+                    seed_fails(
+                        env.rng_seed, slot, blueprint, probability=env.context.context.failure_probability(blueprint)
+                    )
+                )
                 for slot in self.space.slot
                 for blueprint in self.space.blueprint
             ]

@@ -1,4 +1,8 @@
-"""Choice of the fastest executor for a pool: measured on its own hosts, or cached by an earlier run."""
+"""Executor `auto`: the choice of the fastest executor for a pool.
+
+The speeds are measured on the pool's own hosts before the first rollout. The choice is cached in a file, by machine,
+software and hosts, and a resumed run continues with the executor that it had.
+"""
 
 import gc
 import hashlib
@@ -31,6 +35,34 @@ from esper_lightning.tasks import Task, TaskData
 
 PER_HOST_EXECUTORS = frozenset({"loop", "threads", "streams"})
 """Executors that compute each host separately by the same operations: with the same kernels their results are equal."""
+
+FILE_FORMAT = 1
+"""Version of the file format; a file of another version is replaced."""
+
+SPEED_NEUTRAL_SETTINGS = ("lr", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
+"""Fields of `HostTraining` that do not affect speed, or that belong to the candidates."""
+
+COMPARISON_SECONDS = 1.0
+"""Seconds of repeated measurement of all candidates together, after each was measured once.
+
+Enough to distinguish speeds that differ by 10 %, and short next to the minutes of a run."""
+
+MAX_FIRST_ROUND_SECONDS = 5.0
+"""Seconds of the first round of all candidates beyond which it is not repeated: start-up cost then hardly counts."""
+
+TRIAL_HOSTS, MIN_RELATIVE_SPEED = 4, 0.5
+"""Number of hosts in the trial, and the fraction of the best speed that a candidate must reach there.
+
+With heavy hosts a far slower candidate would take most of the time. No executor takes longer per host with more
+hosts."""
+
+TIMED_BATCHES = 4
+"""Number of minibatches in the longer of two timings; the other one has a single minibatch.
+
+The difference extrapolates to a whole epoch without multiplying what an executor does once per epoch."""
+
+SEED_STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
+"""Stages of the seeds on measured hosts, in the order of a seed's life."""
 
 
 class ExecutorChoice(NamedTuple):
@@ -78,17 +110,16 @@ def resume_choice(
     if saved == chosen:
         return chosen, None
     if saved in available:
-        return saved, f"executor {saved}, as the run so far, not {chosen}: so it goes on as if it had not been stopped"
+        return (
+            saved,
+            f"executor {saved}, as the run so far, not {chosen}: so it continues as if it had not been stopped",
+        )
     if saved.gives_same_results(chosen):
         return chosen, None
-    return chosen, f"executor {chosen}, the run so far had {saved}: it goes on within their tolerance, not bit for bit"
-
-
-FILE_FORMAT = 1
-"""Version of the file format; a file of another version is replaced."""
-
-SPEED_NEUTRAL_SETTINGS = ("lr", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
-"""Fields of `HostTraining` that do not affect speed, or that belong to the candidates."""
+    return (
+        chosen,
+        f"executor {chosen}, the run so far had {saved}: it continues within their tolerance, not bit for bit",
+    )
 
 
 def cache_file() -> Path:
@@ -97,7 +128,7 @@ def cache_file() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "esper-lightning" / "executors.json"
 
 
-def cache_key(env: HostEnv, data: TaskData, n_envs: int, available: Sequence[ExecutorChoice]) -> str:
+def cache_key(env: HostEnv, data: TaskData, n_envs: int, *, available: Sequence[ExecutorChoice]) -> str:
     """Return the cache key: everything that the speed of `n_envs` new environments like `env` depends on."""
     machine = f"{_processor_name()}, {usable_cores()} cores, {torch.get_num_threads()} per operator"
     device = {"cuda": torch.cuda.get_device_name}.get(env.device.type, str)(env.device)
@@ -170,29 +201,6 @@ def _read_cache(path: Path) -> tuple[dict[str, Any], str]:
     return entries, ""
 
 
-COMPARISON_SECONDS = 1.0
-"""Seconds of repeated measurement of all candidates together, after each was measured once.
-
-Enough to distinguish speeds that differ by 10 %, and short next to the minutes of a run."""
-
-MAX_FIRST_ROUND_SECONDS = 5.0
-"""Seconds of the first round of all candidates beyond which it is not repeated: start-up cost then hardly counts."""
-
-TRIAL_HOSTS, MIN_RELATIVE_SPEED = 4, 0.5
-"""Number of hosts in the trial, and the fraction of the best speed that a candidate must reach there.
-
-With heavy hosts a far slower candidate would take most of the time. No executor takes longer per host with more
-hosts."""
-
-TIMED_BATCHES = 4
-"""Number of minibatches in the longer of two timings; the other one has a single minibatch.
-
-The difference extrapolates to a whole epoch without multiplying what an executor does once per epoch."""
-
-SEED_STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED)
-"""Stages of the seeds on measured hosts, in the order of a seed's life."""
-
-
 class MeasuredChoice(NamedTuple):
     """Measured speed of one choice, or the reason why the hosts cannot be executed that way."""
 
@@ -225,22 +233,22 @@ class Selection(NamedTuple):
 
 
 def select_executor(
-    envs: Sequence[HostEnv], growable: Tensor, task: Task, data: TaskData, available: Sequence[ExecutorChoice]
+    envs: Sequence[HostEnv], growable: Tensor, task: Task, *, data: TaskData, available: Sequence[ExecutorChoice]
 ) -> Selection:
     """Return the fastest choice for these environments, which must be reset before any other use.
 
     Args:
         envs: All environments of a pool.
-        growable: Whether a blueprint can grow in a slot [K, blueprints] bool.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
         task: Task of the hosts.
         data: Training and validation data of the hosts.
         available: Choices to compare, see `available_choices`.
     """
-    key = cache_key(envs[0], data, len(envs), available)
+    key = cache_key(envs[0], data, len(envs), available=available)
     cached, warning = load_choice(key, available)
     if cached is not None:
         return Selection(cached, [], f"executor {cached}: the fastest when it was measured for hosts like these")
-    measured = measure_choices(envs, growable, task, data, available)
+    measured = measure_choices(envs, growable, task, data=data, available=available)
     fastest = max(measured, key=lambda candidate: candidate.speed).choice
     return Selection(
         fastest, measured, warning + store_choice(key, fastest, {str(c): speed for c, speed, _ in measured})
@@ -248,7 +256,7 @@ def select_executor(
 
 
 def measure_choices(
-    envs: Sequence[HostEnv], growable: Tensor, task: Task, data: TaskData, available: Sequence[ExecutorChoice]
+    envs: Sequence[HostEnv], growable: Tensor, task: Task, *, data: TaskData, available: Sequence[ExecutorChoice]
 ) -> list[MeasuredChoice]:
     """Measure how fast each choice trains and validates the hosts with seeds of all kinds and stages.
 
@@ -284,7 +292,7 @@ def measure_choices(
 
 def _too_slow(speeds: Mapping[ExecutorChoice, float]) -> list[ExecutorChoice]:
     """Return the choices that the trial rules out as too slow."""
-    return [choice for choice, found in speeds.items() if found < MIN_RELATIVE_SPEED * max(speeds.values())]
+    return [choice for choice, speed in speeds.items() if speed < MIN_RELATIVE_SPEED * max(speeds.values())]
 
 
 def _best_speeds(
@@ -304,7 +312,7 @@ def _best_speeds(
     while (
         first_round_end - start < MAX_FIRST_ROUND_SECONDS and time.perf_counter() < first_round_end + COMPARISON_SECONDS
     ):
-        best = {choice: max(found, best[choice]) for choice, found in measure_each().items()}
+        best = {choice: max(speed, best[choice]) for choice, speed in measure_each().items()}
     return best
 
 

@@ -20,7 +20,7 @@ from esper_lightning.tasks import Split
 logger = logging.getLogger(__name__)
 
 
-def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: LoopExecutor, batch: Split) -> None:
+def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: LoopExecutor, *, batch: Split) -> None:
     """Compile the hosts of `envs` after a trial: one training and validation pass of `trials` on `batch`.
 
     Raises ValueError if the trial fails, unless the settings allow a fallback to uncompiled hosts.
@@ -32,6 +32,7 @@ def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: 
         batch: Minibatch of training data.
     """
     config = trials[0].training.compile
+    assert config is not None, "the settings ask for it"
     try:
         for trial in trials:
             _try_out(trial, executor, batch)
@@ -51,6 +52,7 @@ def compile_hosts(envs: Sequence[HostEnv], trials: Sequence[HostEnv], executor: 
 def _try_out(trial: HostEnv, executor: LoopExecutor, batch: Split) -> None:
     batch = Split(*(part.clone() for part in batch))  # the first part, compiled for a view, would be recompiled
     trial.training = replace(trial.training, batches=1)
+    assert trial.training.compile is not None, "that of all trials"
     compile_parts(trial.network, trial.training.compile)
     generators = {"cuda": [trial.device]}.get(trial.device.type, [])  # beside that of the CPU; hosts may use dropout
     with torch.random.fork_rng(generators):
@@ -65,12 +67,12 @@ def _warn_once(message: str) -> None:
 
 def compile_parts(network: nn.Module, config: CompileConfig) -> None:
     """Compile the parts of a network in place. State dict and hooks do not change; deep copies are compiled, too."""
-    found = compilable_parts(network)
-    if not found:
+    parts = compilable_parts(network)
+    if not parts:
         raise ValueError(
             "the hosts cannot be compiled: no module of theirs holds parameters and no slot; leave training.compile out"
         )
-    for part in found:
+    for part in parts:
         device = next(part.parameters()).device
         part.forward = MethodType(_compiled_forward(repr(part), device, config), part)
 

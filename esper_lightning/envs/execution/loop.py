@@ -56,7 +56,7 @@ class LoopExecutor:
         """
 
     def train_and_validate(
-        self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
+        self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
         """Run one host epoch of every environment, then validate: returns what `train_epoch` and `validate` return."""
         host_timers = [env.timer for env in envs]
@@ -117,4 +117,4 @@ class LoopExecutor:
         means = torch.stack([measures.loss.view(n_outputs, -1).mean(1), measures.correct.view(n_outputs, -1).mean(1)])
         record_interval(n_outputs)
         # Slices, because an index list would be copied to the device synchronously.
-        return torch.stack([means[:, place] for place in output_index], 1)
+        return torch.stack([means[:, i] for i in output_index], 1)

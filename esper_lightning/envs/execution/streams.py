@@ -40,7 +40,7 @@ class StreamsExecutor(LoopExecutor):
         self._streams: WeakKeyDictionary[HostEnv, torch.cuda.Stream] = WeakKeyDictionary()
 
     def train_and_validate(
-        self, envs: Sequence[HostEnv], train: Split, validation: Split, clock: PhaseClock
+        self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
     ) -> tuple[Tensor, Tensor]:
         """Train and validate every environment; one host is validated while others still train."""
         validated: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Description of a host architecture and discovery of its action space, on a throw-away host."""
+"""The action space of hosts: discovery on a throw-away host, and the union over the hosts of several tasks."""
 
 import zlib
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
 
 
 def pad_slots(network: nn.Module, names: Sequence[str], device: torch.device) -> nn.Module:
-    """Rename the slots of a host to `places`, in order; missing ones are added as slots in which nothing can grow."""
+    """Rename the slots of a host to `names`, in order; missing ones are added as slots in which nothing can grow."""
     slots = list(slots_of(network).values())
-    assert len(slots) <= len(names), "as many places as the host with the most slots has"
+    assert len(slots) <= len(names), "as many names as the host with the most slots has slots"
     for slot, name in zip(slots, names, strict=False):
         slot.name = name
     missing = names[len(slots) :]
@@ -61,6 +61,7 @@ def discover_action_space(
     host: nn.Module,
     task: Task,
     batch: Split,
+    *,
     actions: ActionConfig,
     birth: Birth,
     shared_space: SharedSpace | None = None,
@@ -73,14 +74,14 @@ def discover_action_space(
         batch: Training data on which seeds are tried.
         actions: Configured choices.
         birth: Initialisation of seeds.
-        common: Slots and blueprints shared with hosts of other tasks, whether they can grow here or not; `host` must
-            already have these slots.
+        shared_space: Slots and blueprints shared with hosts of other tasks, including blueprints that cannot grow
+            here; `host` must already have these slots.
 
     Raises ValueError if the host has no slots, or a slot or a blueprint cannot be used at all.
     """
     slots = slots_of(host)
     if not slots:
-        raise ValueError("the host has no slots; name at least one place where seeds may grow")
+        raise ValueError("the host has no slots; name at least one where seeds may grow")
     layouts = {slot.layout: None for slot in slots.values()}
     available = dict.fromkeys(name for layout in layouts for name in blueprint_names(layout, batch.inputs.device))
     blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
@@ -88,7 +89,7 @@ def discover_action_space(
     def loss_of(network: nn.Module) -> Tensor:
         return task.measure(network(batch.inputs), batch.targets).loss.mean()
 
-    reasons = probe_seeds(host, blueprints, loss_of, birth)
+    reasons = probe_seeds(host, blueprints, loss_of, birth=birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])
     if shared_space is not None:
         allowed = [name in (actions.blueprints or blueprints) for name in blueprints]

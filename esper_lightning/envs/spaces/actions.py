@@ -126,9 +126,11 @@ class ActionConfig:
                 raise ValueError(f"actions.styles: unknown style {name!r}; {suggest_name(name, list(STYLES))}")
         for name in ("blueprints", "styles", "targets", "speeds", "curves"):
             choices = getattr(self, name)
-            if choices is not None and not choices:
+            if choices is None:
+                continue
+            if not choices:
                 raise ValueError(f"actions.{name} is empty; name at least one, or leave it out for the default")
-            for choice in choices or ():
+            for choice in choices:
                 if choices.count(choice) > 1:
                     raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
@@ -199,7 +201,7 @@ class ActionSpace(NamedTuple):
 
     def decode(self, action: Sequence[int]) -> "DecodedAction":
         """Return the choices that the indices of one environment's action stand for."""
-        return DecodedAction(*(choices[number] for choices, number in zip(self, action, strict=True)))
+        return DecodedAction._make(choices[number] for choices, number in zip(self, action, strict=True))
 
 
 class DecodedAction(NamedTuple):

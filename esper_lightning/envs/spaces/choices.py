@@ -41,7 +41,7 @@ class ChoiceSpace:
             raise ValueError(f"an action needs heads of at least one choice each, got {dict(self.sizes)}")
         for head, other in self.parents.items():
             if head not in names or other not in names[: names.index(head)]:
-                raise ValueError(f"parents: {head!r} cannot know {other!r}; heads are drawn in the order {names}")
+                raise ValueError(f"parents: {head!r} cannot depend on {other!r}; heads are drawn in the order {names}")
 
     @property
     def mask_shapes(self) -> dict[str, tuple[int, int]]:

@@ -57,6 +57,7 @@ def compute_masks(
     growing: GrowingNetwork,
     refusals: Sequence[RefusalReasons],
     space: ActionSpace,
+    *,
     config: ActionConfig,
     ended: bool = False,
 ) -> HostMasks:

@@ -123,6 +123,7 @@ def compute_features(env: HostEnv) -> dict[str, float]:
     prices = env.prices
     values["price"] = min(1.0, prices.parameters)
     if env.objective_config.charges_compute:
+        assert env.flops is not None, "they are counted where compute has a price"
         values["price.compute"] = min(1.0, prices.compute)
         values["compute.committed"] = clip(math.log(env.fossilized_flops / env.flops.host) / LOG_SIZE_SCALE)
     values["parameters.committed"] = log_size(env.fossilized_parameters - env.host_parameters, env)

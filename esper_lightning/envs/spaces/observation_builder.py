@@ -16,7 +16,7 @@ class ObservationBuilder:
 
     Args:
         envs: Environments; the entries of the list may be replaced.
-        bench: Factory of these environments.
+        env_factory: Factory of these environments.
         device: Device of observation and masks.
 
     Attributes:
@@ -56,7 +56,7 @@ class ObservationBuilder:
         self.refusals = [env.growing.refusal_reasons() for env in envs]
         rows = zip(
             *(
-                compute_masks(env.growing, refusals, self.env_factory.space, config.actions, env.ended)
+                compute_masks(env.growing, refusals, self.env_factory.space, config=config.actions, ended=env.ended)
                 for env, refusals in zip(envs, self.refusals, strict=True)
             ),
             strict=True,

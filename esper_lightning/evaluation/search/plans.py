@@ -70,7 +70,7 @@ class PlanSampler:
         }
         self.tempos = [tempo for tempo in pool.space.tempo if self.latest_germination[tempo] >= 0]
         if not self.tempos:
-            raise ValueError(f"no seed can be kept within {pool.config.horizon} ticks; raise env.horizon")
+            raise ValueError(f"no seed can be fossilized within {pool.config.horizon} ticks; raise env.horizon")
 
     def draw(self) -> Plan:
         chosen = self.random.sample(self.slots, self.random.randint(1, self.max_slots))
@@ -126,14 +126,14 @@ class PlanSampler:
 
         There are fewer if new plans are hard to find.
         """
-        found: dict[Plan, None] = {}
+        plans: dict[Plan, None] = {}
         for _ in range(20 * number):
             plan = self.crossover(*self.random.choices(parents, k=2)) if parents else self.draw()
             if plan not in known:
-                found[plan] = None
-            if len(found) == number:
+                plans[plan] = None
+            if len(plans) == number:
                 break
-        return list(found)
+        return list(plans)
 
     def _coin_flip(self) -> bool:
         return self.random.random() < 0.5

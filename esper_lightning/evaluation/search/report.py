@@ -17,15 +17,15 @@ def print_information(value: InformationValue) -> None:
     gain_table = make_table(
         "value of information: objective above that of the best single schedule",
         "among the schedules that were played; chosen on half of the hosts, measured on the other half",
-        ("who chooses knows", "gain, mean ± 95 % interval"),
+        ("known variables", "gain, mean ± 95 % interval"),
     )
     for name, gain in value.gains.items():
         gain_table.add_row(name, format_interval(gain, 3))
     gain_table.add_row("each host, with hindsight", f"{value.hindsight_gain:.3f}")
     context_table = make_table(
-        "best schedule for each member",
+        "best schedule for each context",
         "objective on half of its hosts of the best schedule on the other half, for it or for all",
-        ("member", "own", "for all", "the best on all of its hosts"),
+        ("context", "own", "for all", "the best on all of its hosts"),
     )
     context_table.columns[0].no_wrap = False  # context names can be long; the numbers must not be truncated for them
     for best in value.contexts:

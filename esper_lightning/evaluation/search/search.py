@@ -125,6 +125,7 @@ def search(
     pool: HostPool,
     config: SearchConfig = SearchConfig(),
     known: Sequence[Schedule] = (),
+    *,
     contexts: Sequence[Context] | None = None,
 ) -> SearchResult:
     """Search for the best fixed schedule on training hosts and their validation samples.
@@ -141,7 +142,9 @@ def search(
     check_steps(required_steps(len(searched_contexts), pool, pool.n_envs), config, pool.n_envs)
     episode = pool.n_envs * pool.config.horizon
     sampler = PlanSampler(pool, config.seed, config.max_seeds)
-    halving = SuccessiveHalving(pool, config.seed, config.steps // episode, config.one_in, contexts)
+    halving = SuccessiveHalving(
+        pool, config.seed, episodes=config.steps // episode, reduction=config.one_in, contexts=contexts
+    )
     winner, *others = (sampler.to_schedule(plan) for plan in find_winners(halving, sampler, config))
     # Ordered by priority: the last ones are dropped if the budget does not suffice to evaluate all.
     finalists = list(dict.fromkeys([winner, *known, *others]))
@@ -149,7 +152,8 @@ def search(
         finalists = [finalists[i] for i in halving.rank(finalists)]
     fresh_seeds = fresh_host_seeds(pool, config.seed, contexts)
     best, *runner_up = (
-        play_episode(pool, str(i), FixedSchedule(schedule), fresh_seeds) for i, schedule in enumerate(finalists[:2])
+        play_episode(pool, str(i), FixedSchedule(schedule), rng_seeds=fresh_seeds)
+        for i, schedule in enumerate(finalists[:2])
     )
     return SearchResult(
         schedule=finalists[0],
@@ -193,7 +197,9 @@ def fresh_host_seeds(pool: HostPool, rng_seed: int, contexts: Sequence[Context] 
 
     Episode 0 is left out because the policy is evaluated on it.
     """
-    drawn = chain.from_iterable(episode_rng_seeds(rng_seed, EVALUATION, episode, pool.n_envs) for episode in count(1))
+    drawn = chain.from_iterable(
+        episode_rng_seeds(rng_seed, EVALUATION, episode, n_envs=pool.n_envs) for episode in count(1)
+    )
     matching = (
         host_seed
         for host_seed in drawn
@@ -217,7 +223,7 @@ def prices_of(pool: HostPool) -> list[float]:
             f"search.per_price: every host has a price of its own; leave out objective.price_to and name some in "
             f"data.env.family, as {PRICE_VARIABLE}"
         )
-    prices = sorted({price_of(member, pool) for member in pool.env_factory.context_distribution.contexts})
+    prices = sorted({price_of(context, pool) for context in pool.env_factory.context_distribution.contexts})
     if len(prices) < 2:
         raise ValueError(
             f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE_VARIABLE}"
@@ -241,14 +247,14 @@ def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
         n_contexts_by_setting["per_price"] = max(Counter(price_of(member, pool) for member in contexts).values())
     for setting, n_contexts in n_contexts_by_setting.items():
         searches = len(prices_of(pool)) if setting == "per_price" else 1
-        check_steps(searches * required_steps(n_contexts, pool, n_envs), config, n_envs, searches)
+        check_steps(searches * required_steps(n_contexts, pool, n_envs), config, n_envs, searches=searches)
 
 
-def check_steps(min_steps: int, config: SearchConfig, n_envs: int, searches: int = 1) -> None:
+def check_steps(min_steps: int, config: SearchConfig, n_envs: int, *, searches: int = 1) -> None:
     """Raise ValueError if the budget is smaller than the `min_steps` that all searches together need."""
     if config.steps < min_steps:
         raise ValueError(
-            f"search.steps is {config.steps}; to see one schedule on a host of each member, {n_envs} hosts side by "
+            f"search.steps is {config.steps}; to see one schedule on a host of each context, {n_envs} hosts side by "
             f"side, takes {min_steps}" + (f", for {searches} prices apart" if searches > 1 else "")
         )
 
@@ -260,8 +266,8 @@ def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Sched
     """
     prices, contexts = prices_of(pool), pool.env_factory.context_distribution.contexts
     share = replace(config, steps=config.steps // len(prices))
-    found = {}
+    schedules = {}
     for price in prices:
-        matching = [member for member in contexts if price_of(member, pool) == price]
-        found[price] = search(pool, share, known, matching).schedule
-    return found
+        matching = [context for context in contexts if price_of(context, pool) == price]
+        schedules[price] = search(pool, share, known, contexts=matching).schedule
+    return schedules

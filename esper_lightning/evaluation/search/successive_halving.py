@@ -29,7 +29,7 @@ class SuccessiveHalving:
     """
 
     def __init__(
-        self, pool: HostPool, rng_seed: int, episodes: int, reduction: int, contexts: Sequence[Context] | None = None
+        self, pool: HostPool, rng_seed: int, *, episodes: int, reduction: int, contexts: Sequence[Context] | None = None
     ) -> None:
         self.pool = pool
         self.contexts = pool.env_factory.context_distribution.contexts if contexts is None else contexts
@@ -91,11 +91,14 @@ class SuccessiveHalving:
         n_envs = self.pool.n_envs
         hosts_per_context = max(1, max_episodes * n_envs // len(schedules) // self.n_contexts)
         if len(self.pool.env_factory.context_distribution.contexts) == 1:
-            rng_seeds = episode_rng_seeds(self.rng_seed, TRAINING, self.episodes_spent, hosts_per_context)
+            rng_seeds = episode_rng_seeds(self.rng_seed, TRAINING, self.episodes_spent, n_envs=hosts_per_context)
         else:
             rng_seeds = (
                 sample_host_seeds(
-                    self.pool, hosts_per_context, Random(f"{self.rng_seed} {self.episodes_spent}"), self.contexts
+                    self.pool,
+                    hosts_per_context,
+                    Random(f"{self.rng_seed} {self.episodes_spent}"),
+                    contexts=self.contexts,
                 )
                 .ravel()
                 .tolist()
@@ -109,7 +112,7 @@ class SuccessiveHalving:
 
 
 def sample_host_seeds(
-    pool: HostPool, number: int, rng: Random, contexts: Sequence[Context] | None = None
+    pool: HostPool, number: int, rng: Random, *, contexts: Sequence[Context] | None = None
 ) -> np.ndarray:  # [M, number] int64
     """Return RNG seeds of `number` hosts of each given context (None: all). They are even, like those of training."""
     family = pool.env_factory.context_distribution
@@ -137,6 +140,6 @@ def final_objectives(pool: HostPool, controller: Controller, rng_seeds: Sequence
     """Return the final objective, on validation samples, of each host after an episode of `controller`."""
     pool.reset(rng_seeds)
     controller.reset(pool)
-    for _ in range(pool.config.horizon):
-        step = pool.step(controller.act(pool))
-    return step.metrics.objective.tolist()
+    for _ in range(pool.config.horizon - 1):
+        pool.step(controller.act(pool))
+    return pool.step(controller.act(pool)).metrics.objective.tolist()

@@ -18,7 +18,7 @@ from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import play_cells, sample_host_seeds
 from esper_lightning.evaluation.statistics import Interval, stratified_interval
 
-ALL_VARIABLES = "all facts"
+ALL_VARIABLES = "all variables"
 
 EMPTY_PLAN = Plan((), fossilize_late=False)
 """Plan without any seeds."""
@@ -66,7 +66,7 @@ class InformationValue(NamedTuple):
     """Value of information, in units of the objective."""
 
     gains: dict[str, Interval]
-    """Gain over the best common schedule if the schedule is chosen knowing one context variable, or (`all facts`) all.
+    """Gain over the best common schedule if the schedule is chosen knowing one variable, or all (`all variables`).
     It is measured on hosts that had no part in the choice, and concerns the played schedules only: a poor choice for
     one context makes it too low, a poor common schedule too high. The interval is over the hosts of each context and
     takes the choices as given."""
@@ -89,11 +89,13 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
     """
     contexts = pool.env_factory.context_distribution.contexts
     if len(contexts) < 2:
-        raise ValueError("there is one kind of host only, so there is nothing to know; name facts in data.env.family")
+        raise ValueError(
+            "there is one kind of host only, so there is nothing to know; name variables in data.env.family"
+        )
     if config.finalists <= len(contexts):
         raise ValueError(
-            f"look.finalists is {config.finalists}: the best schedule for each of {len(contexts)} members and the best "
-            f"for all need {len(contexts) + 1}"
+            f"look.finalists is {config.finalists}: the best schedule for each of {len(contexts)} contexts and the "
+            f"best for all need {len(contexts) + 1}"
         )
     hosts = sample_host_seeds(pool, 2 + config.hosts, Random(config.seed))
     evaluator = PlanEvaluator(pool, PlanSampler(pool, config.seed))
@@ -101,9 +103,8 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
     objectives = evaluator.evaluate(plans, hosts[:, :1])
     parents = [plans[i] for i in select_finalists(objectives, max(3, config.plans // 4)) if plans[i] != EMPTY_PLAN]
     plans = [EMPTY_PLAN, *parents, *evaluator.sampler.sample_distinct(config.plans, set(plans), parents)]
-    objectives = evaluator.evaluate(
-        plans, hosts[:, 1:2]
-    )  # parents again, on other hosts: their first result may have been luck
+    # The parents again, on other hosts: their first result may have been luck.
+    objectives = evaluator.evaluate(plans, hosts[:, 1:2])
     finalists = [plans[i] for i in select_finalists(objectives, config.finalists)]
     final_objectives = evaluator.evaluate(finalists, hosts[:, 2:])
     single_group = np.zeros(len(contexts), dtype=int)
@@ -124,8 +125,8 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
             (final_objectives.max(0) - final_objectives[final_objectives.mean((1, 2)).argmax()]).mean()
         ),
         contexts=[
-            BestPlan(varying_variables(member, contexts), schedules[i], float(mine), float(ours))
-            for member, i, mine, ours in rows
+            BestPlan(varying_variables(context, contexts), schedules[i], float(own_objective), float(common_objective))
+            for context, i, own_objective, common_objective in rows
         ],
         common_schedule=schedules[final_objectives.mean((1, 2)).argmax()],
         steps=evaluator.steps,
@@ -134,8 +135,10 @@ def value_of_information(pool: HostPool, config: InformationConfig = Information
 
 def varying_variables(context: Context, contexts: Sequence[Context]) -> str:
     """Return the context's variables that differ between contexts, as text."""
-    shared = set.intersection(*({f"{name} {value}" for name, value in other.variables} for other in contexts))
-    return ", ".join(fact for name, value in context.variables if (fact := f"{name} {value}") not in shared)
+    shared = set.intersection(
+        *({f"{name} {value}" for name, value in context_of_family.variables} for context_of_family in contexts)
+    )
+    return ", ".join(variable for name, value in context.variables if (variable := f"{name} {value}") not in shared)
 
 
 class PlanEvaluator:
@@ -181,16 +184,18 @@ def cross_validated_objective(objectives: np.ndarray, groups: np.ndarray) -> np.
     halves = np.arange(objectives.shape[2]) % 2
     measured = np.empty(objectives.shape[1:])
     for group in np.unique(groups):
-        members = np.flatnonzero(groups == group)
+        group_contexts = np.flatnonzero(groups == group)
         for half in (0, 1):
-            chosen = objectives[:, members][:, :, halves != half].mean((1, 2)).argmax()
-            measured[np.ix_(members, np.flatnonzero(halves == half))] = objectives[chosen, members][:, halves == half]
+            best_plan = objectives[:, group_contexts][:, :, halves != half].mean((1, 2)).argmax()
+            measured[np.ix_(group_contexts, np.flatnonzero(halves == half))] = objectives[best_plan, group_contexts][
+                :, halves == half
+            ]
     return measured
 
 
 def context_groups(contexts: Sequence[Context]) -> list[tuple[str, np.ndarray]]:
     """Return each context variable that differs, and all together, with the group [M] of each context under it."""
-    rows = [dict(member.variables) for member in contexts]
+    rows = [dict(context.variables) for context in contexts]
     groups = [
         (name, np.array([values.index(row.get(name)) for row in rows]))
         for name, values in distinct_values(contexts).items()

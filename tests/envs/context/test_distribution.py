@@ -86,7 +86,7 @@ def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executo
     config = replace(SMALL, executor=executor, horizon=4)
     varied = replace(config, family=family(**FACTS))
     task = Digits(validation=100, test=100)
-    pool = HostPool(task, task.load(), cnn, varied, 2, torch.device("cpu"))
+    pool = HostPool(task, task.load(), cnn, config=varied, n_envs=2, device=torch.device("cpu"))
     kinds = set()
     for seed in (0, 4, 10, 16):
         ours = host_of(pool, seed)
@@ -99,7 +99,7 @@ def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executo
         )
         host = partial(cnn, kernel=facts["host.kernel"], widths=facts["host.widths"])
         alone = Varied(Variant(transform=facts["data.transform"]))
-        theirs = host_of(HostPool(alone, alone.load(), host, plain, 2, torch.device("cpu")), seed)
+        theirs = host_of(HostPool(alone, alone.load(), host, config=plain, n_envs=2, device=torch.device("cpu")), seed)
         assert equal(ours, theirs), f"a host with {pool.envs[0].context.context} is not itself in a family"
     assert len(kinds) == 4
 
@@ -158,11 +158,18 @@ def test_a_graft_that_fails_gets_no_gradient_and_all_others_do(make_pool: MakePo
 
 
 def test_which_grafts_fail_is_drawn_from_the_seed_for_each_slot_and_blueprint() -> None:
-    drawn = [seed_fails(seed, slot, kind, 0.3) for seed in range(500) for slot in ("a", "b") for kind in ("x", "y")]
+    drawn = [
+        seed_fails(seed, slot, kind, probability=0.3)
+        for seed in range(500)
+        for slot in ("a", "b")
+        for kind in ("x", "y")
+    ]
     assert 0.25 < sum(drawn) / len(drawn) < 0.35
-    assert not any(seed_fails(seed, "a", "x", 0.0) for seed in range(100))
-    assert all(seed_fails(seed, "a", "x", 1.0) for seed in range(100))
-    assert [seed_fails(s, "a", "x", 0.5) for s in range(50)] != [seed_fails(s, "b", "x", 0.5) for s in range(50)]
+    assert not any(seed_fails(seed, "a", "x", probability=0.0) for seed in range(100))
+    assert all(seed_fails(seed, "a", "x", probability=1.0) for seed in range(100))
+    assert [seed_fails(s, "a", "x", probability=0.5) for s in range(50)] != [
+        seed_fails(s, "b", "x", probability=0.5) for s in range(50)
+    ]
 
 
 def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_to_it(make_pool: MakePool) -> None:
@@ -178,9 +185,9 @@ def test_the_critic_may_be_told_what_is_hidden_and_held_out_values_are_unknown_t
         kernel = dict(env.context.context.variables)["host.kernel"]
         assert told[:2] == [float(kernel == 1), float(kernel == 3)]
         pairs = [(slot, kind) for slot in pool.space.slot for kind in pool.space.blueprint]
-        assert told[2:] == [float(seed_fails(env.rng_seed, *pair, 0.5)) for pair in pairs]
+        assert told[2:] == [float(seed_fails(env.rng_seed, *pair, probability=0.5)) for pair in pairs]
     task = Digits(validation=100, test=100)
-    other = HostPool(task, task.load(), cnn, pool.config, 2, torch.device("cpu"), held_out=True)
+    other = HostPool(task, task.load(), cnn, config=pool.config, n_envs=2, device=torch.device("cpu"), held_out=True)
     assert other.privileged.shape == (2, 2 + facts) and not other.privileged[:, :2].any()
     assert {kernel for env in other.envs for kernel in env.context.context.architecture.values()} == {5}
     assert make_pool(1, host=cnn).privileged is None
@@ -250,18 +257,18 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
     [
         ({"host.kernel": []}, "host.kernel needs a list of values, got []"),
         ({"host.kernel": 3}, "host.kernel needs a list of values, got 3"),
-        ({"host": [1]}, "unknown fact 'host'"),
-        ({"kernel": [1]}, "unknown fact 'kernel'"),
-        ({"data.nois": [0.1]}, "unknown fact 'data.nois'; did you mean 'data.noise'"),
+        ({"host": [1]}, "unknown variable 'host'"),
+        ({"kernel": [1]}, "unknown variable 'kernel'"),
+        ({"data.nois": [0.1]}, "unknown variable 'data.nois'; did you mean 'data.noise'"),
         ({"data.noise": [-1.0]}, "data.noise must be finite and not negative"),
         ({"data.noise": [float("nan")]}, "data.noise must be finite and not negative"),
         ({"data.samples": [40.5]}, "data.samples must be a whole number of at least 1, got 40.5"),
         ({"objective.price": [float("inf")]}, "objective.price must not be negative"),
         ({"training.lr": [True]}, "training.lr must be a number"),
-        ({"training.momentum": [0.5]}, "unknown fact 'training.momentum'"),
+        ({"training.momentum": [0.5]}, "unknown variable 'training.momentum'"),
         ({"data.transform": ["upside down"]}, "unknown 'upside down'; there are: none, inverted"),
         ({"data.classes": [1]}, "data.classes must be a whole number of at least 2, got 1"),
-        ({"training.optimizer": ["sgd"]}, "unknown fact 'training.optimizer'"),
+        ({"training.optimizer": ["sgd"]}, "unknown variable 'training.optimizer'"),
         ({"training.lr": [0.0]}, "training.lr must be positive, got 0.0"),
         ({"training.lr": ["fast"]}, "training.lr must be a number"),
         ({"fail": [1.5]}, "fail is a chance, from 0 to 1"),
@@ -290,11 +297,11 @@ def test_members_must_fit_host_task_and_one_another(make_pool: MakePool) -> None
 
 
 def test_a_held_out_member_may_not_be_one_of_training() -> None:
-    with pytest.raises(ValueError, match=r"host\.kernel 3 is a member of family\.train"):
+    with pytest.raises(ValueError, match=r"host\.kernel 3 is a context of family\.train"):
         FamilyConfig(train=[{"host.kernel": [1, 3]}], held_out=[{"host.kernel": [3]}])
     with pytest.raises(ValueError, match=r"family\.train has none"):
         FamilyConfig(held_out=[{"host.kernel": [3]}])
-    with pytest.raises(ValueError, match="no held-out members"):
+    with pytest.raises(ValueError, match="no held-out contexts"):
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
 
 
@@ -313,7 +320,7 @@ def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) 
     price = {"objective.price": [0.1, 0.2]}
     kinds = [kind(4), kind(8), kind(4, **price), kind(8, **price), kind(4, **{"data.transform": ["inverted"]})]
     assert len(set(kinds)) == 5
-    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "whoever is held out"
+    assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "held-out contexts do not matter"
 
 
 def test_a_fact_that_only_some_members_have_is_a_fact() -> None:

@@ -33,12 +33,12 @@ def test_a_run_goes_on_with_the_executor_that_it_had() -> None:
     assert resume_choice(LOOP, LOOP, [LOOP]) == (LOOP, None)
     assert resume_choice(fused, LOOP, [LOOP, fused]) == (
         fused,
-        "executor fused without oneDNN, as the run so far, not loop: so it goes on as if it had not been stopped",
+        "executor fused without oneDNN, as the run so far, not loop: so it continues as if it had not been stopped",
     )
     assert resume_choice(LOOP, THREADS, [THREADS]) == (THREADS, None), "results are equal"
     assert resume_choice(fused, LOOP, [LOOP]) == (
         LOOP,
-        "executor loop, the run so far had fused without oneDNN: it goes on within their tolerance, not bit for bit",
+        "executor loop, the run so far had fused without oneDNN: it continues within their tolerance, not bit for bit",
     )
 
 
@@ -115,5 +115,5 @@ def test_a_resumed_run_goes_on_with_its_executor(
 
     named = ("--data.env.executor=loop", "--data.env.training.onednn=true", f"--ckpt_path={run.latest}")
     built = fit(tmp_path / "runs", *named, "--trainer.max_epochs=4")
-    assert "executor loop, the run so far had threads without oneDNN: it goes on within" in capsys.readouterr().out
+    assert "executor loop, the run so far had threads without oneDNN: it continues within" in capsys.readouterr().out
     assert built.datamodule.pool.executor_choice == LOOP

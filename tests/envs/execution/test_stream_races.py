@@ -35,7 +35,9 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 def gpu_pool(n_envs: int, executor: str = "streams", **changes: Any) -> HostPool:
     task = Digits(validation=100, test=100)
-    return HostPool(task, task.load(), small_host, replace(SMALL, executor=executor, **changes), n_envs, GPU)
+    return HostPool(
+        task, task.load(), small_host, config=replace(SMALL, executor=executor, **changes), n_envs=n_envs, device=GPU
+    )
 
 
 def on_streams(pool: HostPool) -> HostPool:
@@ -258,22 +260,22 @@ def test_validation_waits_for_nobody_elses_training(
 
 @on_gpu
 def test_one_host_is_validated_while_another_trains() -> None:
-    """S2: the first host's validation begins before the last host's training ends, by the events of their laps."""
+    """S2: the first host's validation begins before the last host's training ends, by the events of their timers."""
     pool = gpu_pool(8)
     pool.train_without_actions(1)
     first, last = pool.envs[0].timer, pool.envs[-1].timer
     before = first.timer.mark()
     done: dict[int, list[Any]] = {}
-    for laps in (first, last):
-        real = laps.take_intervals
+    for timer in (first, last):
+        real = timer.take_intervals
 
-        def take(laps: Any = laps, real: Any = real) -> list[Any]:
-            done[id(laps)] = real()
-            return done[id(laps)]
+        def take(timer: Any = timer, real: Any = real) -> list[Any]:
+            done[id(timer)] = real()
+            return done[id(timer)]
 
-        laps.take_intervals = take
+        timer.take_intervals = take
     pool.train_without_actions(1)
 
-    validated = next(lap for lap in done[id(first)] if "validate" in lap.shares)
-    trained = [lap for lap in done[id(last)] if "train" in lap.shares][-1]
+    validated = next(interval for interval in done[id(first)] if "validate" in interval.shares)
+    trained = [interval for interval in done[id(last)] if "train" in interval.shares][-1]
     assert before.elapsed_time(validated.begin) < before.elapsed_time(trained.end)

@@ -44,7 +44,7 @@ def test_training_alone_is_what_it_is_in_a_tick(make_pool: MakePool, fake_cuda: 
     for pool in pools:
         pool.reset([1, 2])
     data, clock = pools[0].data, pools[0].clock
-    both = pools[0].executor.train_and_validate(pools[0].envs, data.train, data.validation, clock)
+    both = pools[0].executor.train_and_validate(pools[0].envs, data.train, data.validation, clock=clock)
     trained = pools[1].executor.train_epoch(pools[1].envs, data.train)
     validated = pools[1].executor.validate(pools[1].envs, data.validation)
 
@@ -78,7 +78,7 @@ def test_after_an_error_the_hosts_are_at_rest(
 
 def two_devices(n_envs: int) -> HostPool:
     task = Digits(validation=100, test=100)
-    return HostPool(task, task.load(), small_host, SMALL, n_envs, CPU, [SECOND])
+    return HostPool(task, task.load(), small_host, config=SMALL, n_envs=n_envs, device=CPU, extra_devices=[SECOND])
 
 
 def test_environments_are_dealt_out_to_devices_in_turn() -> None:
@@ -104,7 +104,9 @@ def test_every_environment_learns_from_the_copy_on_its_device(fake_cuda: FakeCud
     pool.reset([7] * 4)
     pool.data.train.to(SECOND).inputs.zero_()
     pool.data.validation.to(SECOND).targets.zero_()
-    trained, validated = pool.executor.train_and_validate(pool.envs, pool.data.train, pool.data.validation, pool.clock)
+    trained, validated = pool.executor.train_and_validate(
+        pool.envs, pool.data.train, pool.data.validation, clock=pool.clock
+    )
 
     for rows in (trained, validated):
         assert torch.equal(rows[0], rows[2]) and torch.equal(rows[1], rows[3])

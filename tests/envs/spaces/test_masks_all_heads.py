@@ -60,7 +60,7 @@ def test_what_can_be_done_follows_the_life_of_a_seed(free: HostPool) -> None:
     in_stage(free, Stage.PROBATIONARY)
     assert ops(free) == {"CULL", "FOSSILIZE", "SET_ALPHA"}
     free.step(act(fossilize(0)))
-    assert ops(free) == set(), "it is kept for good"
+    assert ops(free) == set(), "it is fossilized"
 
 
 def test_a_seed_cannot_be_advanced_before_the_gate_opens(make_pool: MakePool) -> None:

@@ -64,7 +64,12 @@ def test_a_veto_for_one_host_changes_nothing_of_what_another_chose(make_pool: Ma
 def test_a_policy_learns_without_masks(make_pool: MakePool, make_policy: Callable[..., Policy]) -> None:
     pool = make_pool(3, sight=ObservationConfig(masks=False))
     loop = RolloutCollector(
-        pool, make_policy(pool), nn.Identity(), RunningMeanStd((), clip=float("inf")), PPOConfig(), run_rng_seed=7
+        pool,
+        make_policy(pool),
+        observation_norm=nn.Identity(),
+        value_norm=RunningMeanStd((), clip=float("inf")),
+        config=PPOConfig(),
+        run_rng_seed=7,
     )
     loop.reset()
     for _ in range(loop.pool.horizon):

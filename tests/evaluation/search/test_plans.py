@@ -114,7 +114,7 @@ def test_a_space_that_is_exhausted_gives_fewer(make_pool: MakePool) -> None:
 
     # The seed germinates in tick 0 and is fossilized, or culled in tick 1, 2 or 3; each plan exists with both values of
     # `fossilize_late`.
-    assert len(generator.sample_distinct(100, set())) == 3 * 4 * 2, "three slots, four ends, kept early or late"
+    assert len(generator.sample_distinct(100, set())) == 3 * 4 * 2, "three slots, four ends, fossilized early or late"
     assert generator.sample_distinct(5, set(generator.sample_distinct(100, set()))) == []
 
 
@@ -155,5 +155,5 @@ def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
 def test_an_episode_too_short_for_any_seed_is_refused(make_pool: MakePool) -> None:
     short = make_pool(1, horizon=3, lifecycle=replace(SMALL.lifecycle, training_ticks=2))
 
-    with pytest.raises(ValueError, match=r"no seed can be kept within 3 ticks; raise env\.horizon"):
+    with pytest.raises(ValueError, match=r"no seed can be fossilized within 3 ticks; raise env\.horizon"):
         PlanSampler(short, rng_seed=0)

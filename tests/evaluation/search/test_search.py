@@ -59,7 +59,7 @@ def test_of_two_schedules_whose_difference_is_known_the_better_one_wins(
 ) -> None:
     # Rent: 0.5 · ln(1 + 2320 / 390) = 0.97 of accuracy, more than hosts can gain in their first six short epochs.
     for seed in range(3):
-        racer = SuccessiveHalving(pool, seed, episodes, reduction=2)
+        racer = SuccessiveHalving(pool, seed, episodes=episodes, reduction=2)
         assert racer.rank(dear_and_free) == [1, 0]
         if racer.episodes_left:
             assert racer.rank(dear_and_free[::-1]) == [0, 1]
@@ -147,11 +147,13 @@ def test_a_search_depends_on_its_seed_alone(pool: HostPool, found: SearchResult)
 
 
 def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(pool: HostPool, found: SearchResult) -> None:
-    fresh = episode_rng_seeds(0, EVALUATION, 1, 8)
+    fresh = episode_rng_seeds(0, EVALUATION, 1, n_envs=8)
 
     assert found.schedule.slots == SLOTS
     assert found.candidates > 8
-    assert found.estimate == mean_interval(play_episode(pool, "found", FixedSchedule(found.schedule), fresh).objective)
+    assert found.estimate == mean_interval(
+        play_episode(pool, "found", FixedSchedule(found.schedule), rng_seeds=fresh).objective
+    )
     assert found.lead is not None and found.lead.low <= found.lead.high
     assert found.confirmation_steps == 2 * EPISODE
 
@@ -165,7 +167,7 @@ def test_a_search_finds_what_is_cheap_where_growth_is_dear(pool: HostPool, found
 
 
 def test_a_budget_below_one_episode_is_refused(pool: HostPool) -> None:
-    least = f"a host of each member, 8 hosts side by side, takes {EPISODE}$"
+    least = f"a host of each context, 8 hosts side by side, takes {EPISODE}$"
     with pytest.raises(ValueError, match=rf"search\.steps is 47; to see one schedule on {least}"):
         search(pool, SearchConfig(steps=47))
 
@@ -290,7 +292,7 @@ def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
 
 def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:
     pool = make_pool(2, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}]))
-    least = "a host of each member, 2 hosts side by side, takes 24$"
+    least = "a host of each context, 2 hosts side by side, takes 24$"
     with pytest.raises(ValueError, match=rf"search\.steps is 12; to see one schedule on {least}"):
         search(pool, SearchConfig(steps=12))
 

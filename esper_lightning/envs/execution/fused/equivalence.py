@@ -103,18 +103,18 @@ def _most_exact_trial(env: HostEnv, inputs: Tensor) -> Trial:
         (slot.name, name) for slot in slots for name in env.space.blueprint if name in blueprint_names(slot.layout)
     }
     try:
-        float64_trial = _make_trial(env, inputs, torch.float64, TOLERANCE)
+        float64_trial = _make_trial(env, inputs, torch.float64, tolerance=TOLERANCE)
     except RuntimeError:  # the host requires its own precision
         float64_trial = None
     if float64_trial is not None and float64_trial.growable == growable:
         return float64_trial
-    native_trial = _make_trial(env, inputs, next(env.network.parameters()).dtype, LOOSE_TOLERANCE)
+    native_trial = _make_trial(env, inputs, next(env.network.parameters()).dtype, tolerance=LOOSE_TOLERANCE)
     return (
         float64_trial if float64_trial is not None and float64_trial.growable == native_trial.growable else native_trial
     )
 
 
-def _make_trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: float) -> Trial:
+def _make_trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, *, tolerance: float) -> Trial:
     generator = torch.Generator(env.device).manual_seed(0)
     trial_inputs = inputs[torch.arange(N_HOSTS * N_SAMPLES, device=inputs.device) % len(inputs)]
     if trial_inputs.is_floating_point():
@@ -128,10 +128,10 @@ def _make_trial(env: HostEnv, inputs: Tensor, dtype: torch.dtype, tolerance: flo
             slot.empty()
         _randomise(host, generator)
     refusal_reasons = probe_seeds(
-        deepcopy(hosts[0]), env.space.blueprint, lambda host: host(trial_inputs).square().mean(), "random"
+        deepcopy(hosts[0]), env.space.blueprint, lambda host: host(trial_inputs).square().mean(), birth="random"
     )
     return Trial(
-        hosts, trial_inputs, {place for place, reasons in refusal_reasons.items() if not reasons}, generator, tolerance
+        hosts, trial_inputs, {key for key, reasons in refusal_reasons.items() if not reasons}, generator, tolerance
     )
 
 
@@ -151,7 +151,7 @@ def _seed_cases(env: HostEnv) -> Iterator[tuple[list[str], BlendStyle]]:
     The first rotation comes with every style, the others with the first style.
     """
     blueprints = list(env.space.blueprint)
-    styles = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
+    styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))
     yield [], styles[0]
     for i in range(len(blueprints)):
         for style in styles if i == 0 else styles[:1]:
@@ -171,7 +171,14 @@ def _germinate_seeds(trial: Trial, blueprints: Sequence[str], style: BlendStyle)
             fitting = [name for name in blueprints if (slot.name, name) in trial.growable]
             if fitting and (i or k % 2 == 0):
                 blueprint = fitting[(i + k) % min(2, len(fitting))]
-                germinate(slot, blueprint, Ramp(0.0, TRIAL_ALPHA, 1, "linear"), trial.generator, style, "random")
+                germinate(
+                    slot,
+                    blueprint,
+                    Ramp(0.0, TRIAL_ALPHA, 1, "linear"),
+                    generator=trial.generator,
+                    style=style,
+                    birth="random",
+                )
                 _randomise(slot.seed, trial.generator)
                 is_straight_through = i == 1 and k == len(slots) - 1
                 for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_straight_through else 3]:
@@ -180,10 +187,10 @@ def _germinate_seeds(trial: Trial, blueprints: Sequence[str], style: BlendStyle)
 
 def _check_weights(host: nn.Module) -> None:
     """Raise ValueError if a weight cannot be stacked: shared by two layers, or not trainable."""
-    first: dict[nn.Parameter, str] = {}
+    first_name: dict[nn.Parameter, str] = {}
     for name, weight in host.named_parameters(remove_duplicate=False):
-        if first.setdefault(weight, name) != name:
-            raise ValueError(f"{first[weight]} and {name} are one weight")
+        if first_name.setdefault(weight, name) != name:
+            raise ValueError(f"{first_name[weight]} and {name} are one weight")
         if not weight.requires_grad:
             raise ValueError(f"{name} does not learn (its requires_grad is off)")
 
@@ -208,8 +215,9 @@ def _compare(stack: HostStack, trial: Trial) -> Iterator[ResultPair]:
     for name, weight in chain.from_iterable(host.named_parameters() for host in hosts):
         if weight.grad is None:
             raise ValueError(f"{name} is not used in training")
-    separate_grads = weights.gather([weight.grad for weight in weights.parameters])
-    yield "gradients", *(list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate_grads))
+    separate_grads = weights.gather([weight.grad for weight in weights.parameters if weight.grad is not None])
+    stacked, separate = (list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate_grads))
+    yield "gradients", stacked, separate
     stacked_statistics = _statistics(weights)
     for assignment in weights.assignments:
         assignment.gather_buffers()

@@ -42,7 +42,7 @@ class FusedExecutor(LoopExecutor):
             return map_by_kind(lambda alike: self._train_all(alike, data), envs)
 
     def _train_all(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        epoch = FusedEpoch(self._stack_of(envs, data), envs, self.task, data)
+        epoch = FusedEpoch(self._stack_of(envs, data), envs, self.task, data=data)
         for i in range(len(epoch)):
             epoch.step(i)
         return epoch.result()
@@ -72,7 +72,8 @@ class FusedExecutor(LoopExecutor):
         has_data_variants = data.variants > 1
         inputs, targets = (part.unflatten(0, (data.variants, -1)) if has_data_variants else part for part in data)
         data_variants = [env.context.variant_index for env in envs] if has_data_variants else None
-        totals, host_timer = 0.0, envs[0].timer
+        totals: Tensor | float = 0.0
+        host_timer = envs[0].timer
         host_timer.start()
 
         def record_interval(n_entries: int) -> None:
@@ -96,6 +97,7 @@ class FusedExecutor(LoopExecutor):
             sums = [values.view(n_entries, -1).sum(1) for values in (measures.loss, measures.correct)]
             totals = totals + torch.stack(sums)  # [2, entries]
             record_interval(n_entries)
+        assert isinstance(totals, Tensor), "there is something to measure on"
         stack.release()
         entry_index = upload(stack.entries.entry_of_variant(), inputs.device)
         return (totals / data.samples)[:, entry_index].transpose(0, 1)
@@ -116,7 +118,7 @@ def map_by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[Host
 class FusedEpoch:
     """One epoch of training of N stacked hosts in progress."""
 
-    def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, data: Split) -> None:
+    def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
         self.training = envs[0].training
         self.weights = stack.load([env.network for env in envs])
@@ -163,7 +165,7 @@ class FusedEpoch:
         if i == len(self) - 1:
             self.gradients = self._gradient_tensors()
         self.optimizer.step(healthy)
-        if self.scaler is not None:
+        if self.scaler is not None and healthy is not None:
             self.scaler.update(healthy)
         self.host_timer.record(train=1.0)
 

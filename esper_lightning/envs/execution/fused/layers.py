@@ -6,7 +6,7 @@ Weights are plain tensors [rows, …], bound from outside. V stack entries, B sa
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from esper_lightning.blueprints.conv import GroupNorm, group_norm
 from esper_lightning.blueprints.residual import LearnedNorm
 from esper_lightning.envs.execution.fused.stacking import StackIndex, broadcast_per_entry, is_image
-from esper_lightning.growth.blend import SampleGate
+from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
@@ -76,7 +76,8 @@ class StackedConv2d(StackedLayer):
 
     def __init__(self, layer: nn.Conv2d, stack_index: StackIndex) -> None:
         super().__init__(layer, stack_index)
-        self.conv_options = (layer.stride, layer.padding, layer.dilation)
+        # Any: torch declares the function for padding of either type, but not for one that is not known.
+        self.conv_options: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
         self.groups = layer.groups
         self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
@@ -84,11 +85,15 @@ class StackedConv2d(StackedLayer):
         count = self.stack_index.count
         if self.pointwise and count <= MAX_BMM_HOSTS:
             pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
-            y = _linear(pixels, self.per_entry("weight").flatten(2), self.per_entry("bias"))
+            weight = self.per_entry("weight")
+            assert weight is not None
+            y = _linear(pixels, weight.flatten(2), self.per_entry("bias"))
             return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        weight = self.concatenated("weight")
+        assert weight is not None
         return F.conv2d(
             x,
-            self.concatenated("weight"),
+            weight,
             self.concatenated("bias"),
             *self.conv_options,
             self.stack_index.count * self.groups,
@@ -124,7 +129,11 @@ class StackedGroupNorm(StackedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return group_norm(
-            x, self.stack_index.count * self.groups, self.concatenated("weight"), self.concatenated("bias"), self.eps
+            x,
+            self.stack_index.count * self.groups,
+            weight=self.concatenated("weight"),
+            bias=self.concatenated("bias"),
+            eps=self.eps,
         )
 
 
@@ -153,7 +162,9 @@ class StackedLinear(_RowwiseLayer):
         self.features = layer.in_features
 
     def transform(self, x: Tensor) -> Tensor:
-        return _linear(x, self.per_entry("weight"), self.per_entry("bias"))
+        weight = self.per_entry("weight")
+        assert weight is not None
+        return _linear(x, weight, self.per_entry("bias"))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [V, rows, C], [V, D, C], [V, D]
@@ -197,7 +208,9 @@ class StackedEmbedding(StackedLayer):
         first_rows = torch.arange(
             0, count * self.num_embeddings, self.num_embeddings, device=x.device
         )  # first row of each entry's table
-        return F.embedding((x.reshape(count, -1) + first_rows[:, None]).view(x.shape), self.concatenated("weight"))
+        weight = self.concatenated("weight")
+        assert weight is not None
+        return F.embedding((x.reshape(count, -1) + first_rows[:, None]).view(x.shape), weight)
 
 
 class StackedTokenEmbedding(StackedEmbedding):
@@ -206,7 +219,9 @@ class StackedTokenEmbedding(StackedEmbedding):
     def logits(self, x: Tensor) -> Tensor:  # [V·B, T, C] -> [V·B, T, vocabulary]
         """Return the logits of the next token."""
         rows = x.reshape(self.stack_index.count, -1, x.shape[-1])
-        return _linear(rows, self.per_entry("weight"), None).view(*x.shape[:-1], -1)
+        weight = self.per_entry("weight")
+        assert weight is not None
+        return _linear(rows, weight, None).view(*x.shape[:-1], -1)
 
 
 class StackedPositions(StackedLayer):
@@ -214,7 +229,9 @@ class StackedPositions(StackedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.unflatten(0, (self.stack_index.count, -1))
-        return (rows + self.per_entry("weight")[:, None, : x.shape[1]]).flatten(0, 1)
+        weight = self.per_entry("weight")
+        assert weight is not None
+        return (rows + weight[:, None, : x.shape[1]]).flatten(0, 1)
 
 
 class StackedNorm(StackedLayer):
@@ -225,7 +242,9 @@ class StackedNorm(StackedLayer):
         self.norm = stack_layers(layer.norm, stack_index)
 
     def forward(self, x: Tensor) -> Tensor:
-        return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(self.per_entry("scale"), x))
+        scale = self.per_entry("scale")
+        assert scale is not None
+        return LearnedNorm.interpolate(x, self.norm(x), broadcast_per_entry(scale, x))
 
 
 class StackedSampleGate(nn.Module):
@@ -237,7 +256,7 @@ class StackedSampleGate(nn.Module):
         self.layers = stack_layers(gate.layers, stack_index)
 
     def forward(self, h: Tensor) -> Tensor:
-        gates = SampleGate.forward(self, h)
+        gates = sample_gates(self.layers, self.channel_axis, h)
         return gates.repeat_interleave(h.shape[1] // gates.shape[1], 1) if is_image(h) else gates
 
 

@@ -1,7 +1,8 @@
-"""One optimizer step for all hosts and seeds: the update rules of torch.optim on flat weights. G groups: hosts, seeds.
+"""Optimizer and loss scaler of all hosts and seeds together. G parameter groups: hosts, then seeds.
 
-Each group has its own learning rate, weight decay and step count. Between epochs the state is in the environments'
-optimizers, where checkpoints, germination and rollbacks find it.
+The optimizer applies the update rules of torch.optim to flat weights; each group has its own learning rate, weight
+decay and step count. The scaler keeps one loss scale per host for fp16. Between epochs the state of both is in the
+environments' own optimizers and scalers, where checkpoints, germination and rollbacks find it.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,13 @@ class _SelectStraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mixed: Tensor, flags: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mixed: Tensor, flags: Tensor) -> Tensor:
         ctx.save_for_backward(flags)
         return torch.where(flags, x, mixed)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grad_outputs
         (flags,) = ctx.saved_tensors
         return torch.where(flags, grad, 0.0), grad, None
 
@@ -73,7 +75,7 @@ class StackedSeeds:
     """
 
     def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
-        self.style = style
+        self.style: BlendStyle = style
         self.stack_index = StackIndex()
         with torch.inference_mode(False):  # tensors of the seed are used in training too
             self.module = stack_layers(deepcopy(seed), self.stack_index).eval()
@@ -85,8 +87,8 @@ class StackedSeeds:
         alpha = next(iter(slots.values())).alpha
         is_straight_through = [_is_straight_through(slot) for slot in slots.values()]
         is_detached = [
-            one or (slot.live and slot.detach_input)
-            for one, slot in zip(is_straight_through, slots.values(), strict=True)
+            is_straight or (slot.live and slot.detach_input)
+            for is_straight, slot in zip(is_straight_through, slots.values(), strict=True)
         ]
         self.straight_through_flags, self.detach_flags = (
             _compact_flags(is_straight_through, alpha.device),
@@ -115,8 +117,13 @@ class StackedSeeds:
         """Return the seeds' outputs for `seed_inputs`; with styles other than "add", already blended into `x`."""
         if self.style == "add":
             return self.module(seed_inputs)
+        assert self.alphas is not None, "assign has set them"
         return mix(
-            self.style, x, self.module, seed_inputs, broadcast_per_entry(self.stack_index.gather(self.alphas), x)
+            self.style,
+            x,
+            self.module,
+            seed_input=seed_inputs,
+            alpha=broadcast_per_entry(self.stack_index.gather(self.alphas), x),
         )
 
 
@@ -158,6 +165,7 @@ class StackedSlot:
             if slot.folded is not None:
                 raise ValueError(f"slot {slot.name!r}: executor fused cannot run a folded seed; use env.executor loop")
             if slot.occupied:
+                assert slot.blueprint is not None, "the seed's"
                 slots_by_kind.setdefault((slot.blueprint, slot.style), {})[host] = slot
         self.active_seeds = [self._seeds_of_kind(kind, slots_of_kind) for kind, slots_of_kind in slots_by_kind.items()]
         if slots_by_kind:
@@ -174,7 +182,7 @@ class StackedSlot:
     def _plan_routing(self, slots: Sequence[SeedSlot]) -> None:
         """Plan how features are partitioned by kind of seed, and the weight of each host's seed output."""
         device, dtype = slots[0].alpha.device, slots[0].alpha.dtype
-        parts = [list(bank.row_of_host) for bank in self.active_seeds]
+        parts = [list(seeds.row_of_host) for seeds in self.active_seeds]
         without_seed = [host for host, slot in enumerate(slots) if not slot.occupied]
         self.partition = (
             Partition(parts + ([without_seed] if without_seed else []), device)
@@ -184,9 +192,9 @@ class StackedSlot:
         self.straight_through_flags = _compact_flags([_is_straight_through(slot) for slot in slots], device)
         # By host index; 1 for styles other than "add", whose outputs are blended already.
         self.output_weights = {
-            host: _effective_alpha(slots[host]) if bank.style == "add" else 1.0
-            for bank in self.active_seeds
-            for host in bank.row_of_host
+            host: _effective_alpha(slots[host]) if seeds.style == "add" else 1.0
+            for seeds in self.active_seeds
+            for host in seeds.row_of_host
         }
         # None if all weights are 1: entries without a seed pass through unchanged anyway.
         weights = [self.output_weights.get(host, 0.0) for host in range(len(slots))]
@@ -194,14 +202,14 @@ class StackedSlot:
 
     def release(self) -> None:
         """Drop all assignments: no host has a seed in this slot."""
-        for bank in self.active_seeds:
-            bank.release()
+        for seeds in self.active_seeds:
+            seeds.release()
         self.active_seeds, self.partition, self.straight_through_flags, self.blend_weights = [], None, False, None
 
     @property
     def blended_hosts(self) -> list[int]:
         """Indices of the hosts whose seed is blended."""
-        return [host for bank in self.active_seeds for host in bank.blended_hosts]
+        return [host for seeds in self.active_seeds for host in seeds.blended_hosts]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
@@ -215,7 +223,7 @@ class StackedSlot:
     def _train(self, x: Tensor) -> Tensor:
         """Apply every host's seed in training mode, according to its stage and alpha."""
         parts = [x] if self.partition is None else self.partition.split(x)
-        outputs = [bank.train(part) for bank, part in zip(self.active_seeds, parts, strict=False)]
+        outputs = [seeds.train(part) for seeds, part in zip(self.active_seeds, parts, strict=False)]
         output = outputs[0] if self.partition is None else self.partition.merge([*outputs, *parts[len(outputs) :]])
         mixed = (
             output.to(x.dtype)
@@ -230,7 +238,7 @@ class StackedSlot:
         """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
         entry_hosts = self.entries.hosts
         regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
-        sources, sizes = regroup(slot.name, [bank.blended_hosts for bank in self.active_seeds])
+        sources, sizes = regroup(slot.name, [seeds.blended_hosts for seeds in self.active_seeds])
         if not any(sizes[:-1]):
             return x
         hosts = [entry_hosts[source] for source in sources]
@@ -249,12 +257,12 @@ class StackedSlot:
             hosts: Host index of each entry.
             sizes: Number of entries for each of the active seeds, then of entries without a seed.
         """
-        parts = [(bank, size) for bank, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
+        parts = [(seeds, size) for seeds, size in zip([*self.active_seeds, None], sizes, strict=True) if size]
         part_sizes = [size for _, size in parts]
         remaining_hosts = iter(hosts)
         outputs = [
-            piece if bank is None else bank.evaluate(piece, list(islice(remaining_hosts, size)))
-            for (bank, size), piece in zip(parts, split(x, part_sizes), strict=True)
+            piece if seeds is None else seeds.evaluate(piece, list(islice(remaining_hosts, size)))
+            for (seeds, size), piece in zip(parts, split(x, part_sizes), strict=True)
         ]
         output = merge(outputs, part_sizes)
         if self.blend_weights is None:

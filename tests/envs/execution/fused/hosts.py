@@ -108,7 +108,7 @@ def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.f
     task = TokenTask() if host == "gpt" else NoisyDigits()
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
-        return HostPool(task, task.load(), HOSTS[host], config, n_envs, CPU)
+        return HostPool(task, task.load(), HOSTS[host], config=config, n_envs=n_envs, device=CPU)
 
 
 class EpisodeRecord:

@@ -76,7 +76,7 @@ def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_
             assert stack.entries.hosts.count(i) == max(their_places) + 1
             assert sorted(set(places)) == [k for k, host in enumerate(stack.entries.hosts) if host == i]
 
-    assert lengths == sorted(set(lengths)), "told once, whenever there were more"
+    assert lengths == sorted(set(lengths)), "reported once for several"
     assert len(ours) == stack.entries.count
 
 
