@@ -222,7 +222,7 @@ class Telemetry(Callback):
     def _tick_metrics(self) -> dict[str, float]:
         loop = self._module.collector
         pool, step = loop.pool, loop.last_step
-        found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_metrics(pool.envs)
+        found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_step_metrics(pool.envs)
         found |= numbers.gradient_metrics(pool.envs)
         if pool.config.governor.enabled:
             found |= numbers.governor_metrics(step, pool.envs)

@@ -1,6 +1,7 @@
 """Blueprints for image features [B, C, H, W]. c = channels, n = H·W positions, m = inner channels.
 
-Formulas of sizes add up the layers in order, weight before bias.
+`parameters` counts the weights and biases of all layers, `flops` two operations for each product with a weight; biases,
+norms, activations and means do not count as FLOPs.
 """
 
 import torch
@@ -23,9 +24,10 @@ def group_norm_groups(channels: int) -> int:
 
 
 class GroupNorm(nn.GroupNorm):
-    """nn.GroupNorm that trains on inputs without gradient in any memory format.
+    """nn.GroupNorm without a crash of torch 2.11.
 
-    On the CPU, torch 2.11 crashes in the backward pass of the original if such an input is in channels_last.
+    On the CPU, torch crashes in the backward pass of nn.GroupNorm if its input is in channels_last and has
+    requires_grad=False.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ class GroupNorm(nn.GroupNorm):
 def group_norm(
     x: Tensor, groups: int, *, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:  # [B, C, H, W]
-    """Apply F.group_norm without the crash described at `GroupNorm`."""
+    """Apply F.group_norm. Works around a crash of torch 2.11 on the CPU: see `GroupNorm`."""
     if torch.is_grad_enabled() and not x.requires_grad:
         # Not contiguous(), which leaves a feature of one position in channels_last, as it fits both formats.
         x = x.clone(memory_format=torch.contiguous_format)
@@ -98,7 +100,10 @@ def depthwise(channels: int) -> nn.Module:
     flops=lambda c, n: 2 * n * (2 * c * (m := max(MIN_INNER, c // 4)) + 9 * m * m),
 )
 def bottleneck(channels: int) -> nn.Module:
-    """Build a residual bottleneck: 1×1 down, 3×3, 1×1 up (https://arxiv.org/abs/1512.03385)."""
+    """Build a residual bottleneck: 1×1 to m channels, 3×3, 1×1 back to c (https://arxiv.org/abs/1512.03385).
+
+    m is a quarter of c, but at least `MIN_INNER`.
+    """
     inner = max(MIN_INNER, channels // 4)
     return Residual(
         nn.Conv2d(channels, inner, 1),

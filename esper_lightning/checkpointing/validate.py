@@ -41,7 +41,8 @@ def write_identity(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None
 
 
 def check_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the checkpoint at `path`. Raises ValueError with one line unless it is complete and ours."""
+    """Return the checkpoint at `path`. Raises ValueError, in one line, unless it is complete and was written
+    by this package."""
     if not Path(path).is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
@@ -92,11 +93,11 @@ def check_random(states: Any) -> None:
     if not isinstance(numpy, list) or len(numpy) != 5 or numpy[0] != "MT19937":
         raise ValueError("the state of numpy's generator is of another kind")
     _, keys, position, has_gauss, gauss = numpy
-    for key in check_numbers("the state of numpy's generator", keys, NUMPY_KEY_COUNT):
+    for key in check_numbers("the list of keys of numpy's generator", keys, NUMPY_KEY_COUNT):
         check_count("a key of numpy's generator", key, 2**32 - 1)
     check_count("the position of numpy's generator", position, NUMPY_KEY_COUNT)
-    check_count("the state of numpy's generator", has_gauss, 1)
-    check_numbers("the state of numpy's generator", [gauss], finite=True)
+    check_count("has_gauss of numpy's generator", has_gauss, 1)
+    check_numbers("the stored normal number of numpy's generator", [gauss], finite=True)
     if not isinstance(states["cuda"], list) or not all(
         isinstance(s, Tensor) for s in (states["torch"], *states["cuda"])
     ):
@@ -104,7 +105,12 @@ def check_random(states: Any) -> None:
 
 
 def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise ValueError, naming the first difference, unless a run with `identity` can resume one with `saved`."""
+    """Raise ValueError, naming the first difference, unless this run can resume the saved one.
+
+    Args:
+        saved: Identity in the checkpoint.
+        identity: Identity of this run; every property in it must be equal.
+    """
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
         if type(saved_value) is not type(value) or saved_value != value:

@@ -73,7 +73,7 @@ MAX_THREADS = 1024
 """Largest accepted `threads_per_operator`; no machine has more cores."""
 
 RESERVED_CHECKPOINT_NAMES = frozenset({"last", "best", "hpc", "registry"})
-"""Values of `ckpt_path` with a special meaning in Lightning, which are refused: with some it silently starts anew."""
+"""Values of `ckpt_path` that Lightning gives a meaning of its own, refused: with some it silently starts a new run."""
 
 
 MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there
@@ -88,6 +88,7 @@ class EsperCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
+        """Return the trainer's methods that are subcommands, each with its arguments that are not settings."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "evaluate": {"model", "datamodule"},
@@ -143,6 +144,7 @@ class EsperCLI(LightningCLI):
             raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, find and check the checkpoints that they name; `evaluate` takes its run's settings."""
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
             full_args = args_with_run_settings(sys.argv[1:] if args is None else args)
             if full_args is None:
@@ -292,7 +294,10 @@ def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str
 
 
 def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
-    """Return a logger with a new run folder below `root`, or with the run folder of `checkpoint` when resuming."""
+    """Return a logger with a new run folder below `root`, or with the run folder of `checkpoint` when resuming.
+
+    A checkpoint outside a `checkpoints/` folder gets a new run folder.
+    """
     if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
         run = Path(checkpoint).resolve().parent.parent
         return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=LOGGER_QUEUE_SIZE)

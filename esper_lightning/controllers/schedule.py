@@ -109,13 +109,13 @@ def read_schedule(path: str | Path) -> Schedule:
     if len(raw) > MAX_FILE_BYTES:
         raise ValueError(f"schedule {path} is larger than the limit of {MAX_FILE_BYTES} bytes")
     try:
-        return _parse_schedule(json.loads(raw.decode(), object_pairs_hook=_unique_keys))
+        return _parse_schedule(json.loads(raw.decode(), object_pairs_hook=_dict_without_repeated_keys))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"schedule {path}: {error}") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. Raises ValueError if a key occurs twice."""
+def _dict_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object, given as pairs of key and value. Raises ValueError if a key occurs twice."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:

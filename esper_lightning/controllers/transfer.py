@@ -1,7 +1,8 @@
 """Transfer of a policy to hosts of another kind: adapters between the spaces of training and those of the new hosts.
 
 Slots are paired in order, blueprints by name or by their stand-ins. Slots that the hosts lack appear empty and are
-masked. N environments, D features, K slots and P blueprints of the training hosts.
+masked. In shapes, N is the number of environments; D, K and P are the numbers of features, slots and blueprints of the
+training hosts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,18 +81,18 @@ class SpaceAdapter:
         self.policy_blueprint_id = torch.tensor(policy_ids, device=pool.device)
         columns = self._find_columns(spaces, pool)
         self.feature_columns = torch.tensor(columns, device=pool.device)
-        first = pool.observation.features[0, self.feature_columns]
+        features_at_start = pool.observation.features[0, self.feature_columns]
         padded = [split_feature_name(name, spaces.space.slot)[0] >= self.n_host_slots for name in spaces.features]
         self.is_padded = torch.tensor(padded, device=pool.device)
-        self.padding_features = torch.where(self.is_padded, first, torch.zeros_like(first))
+        self.padding_features = torch.where(self.is_padded, features_at_start, 0.0)
         # The only feature of an empty slot that changes is the time for which it has been empty.
-        counting = [name.endswith(".ticks_in_stage") for name in spaces.features]
-        self.is_empty_duration = torch.tensor(counting, device=pool.device) & self.is_padded
+        is_time_in_stage = [name.endswith(".ticks_in_stage") for name in spaces.features]
+        self.is_empty_duration = torch.tensor(is_time_in_stage, device=pool.device) & self.is_padded
         # Shares of slots in a stage are relative to all slots of the policy.
         shares = {f"{STAGE_SHARE_PREFIX}{stage.name}": float(stage is Stage.DORMANT) for stage in Stage}
         self.is_stage_share = torch.tensor([name in shares for name in spaces.features], device=pool.device)
-        idle = torch.tensor([shares.get(name, 0.0) for name in spaces.features], device=pool.device)
-        self.padded_share = idle * (self.n_policy_slots - self.n_host_slots) / self.n_policy_slots
+        is_dormant_share = torch.tensor([shares.get(name, 0.0) for name in spaces.features], device=pool.device)
+        self.padded_share = is_dormant_share * (self.n_policy_slots - self.n_host_slots) / self.n_policy_slots
 
     def _find_columns(self, spaces: TrainingSpaces, pool: HostPool) -> list[int]:
         """Return the column of each of the policy's features on these hosts.
@@ -121,11 +122,18 @@ class SpaceAdapter:
             self.is_padded, self.padding_features, host_observation.features[:, self.feature_columns]
         )
         if self.n_policy_slots > self.n_host_slots:
-            elapsed = torch.tensor([[env.tick / env.horizon] for env in self.pool.envs], device=self.pool.device)
-            features = torch.where(self.is_empty_duration, elapsed, features)
-            rescaled = features * (self.n_host_slots / self.n_policy_slots) + self.padded_share
-            features = torch.where(self.is_stage_share, rescaled, features)
+            features = self._rescale_stage_shares(self._set_empty_durations(features))
         return Observation(features, self._pad(self.policy_blueprint_id[host_observation.blueprints]))
+
+    def _set_empty_durations(self, features: Tensor) -> Tensor:  # [N, D] -> [N, D]
+        # A slot that the hosts lack has been empty since the episode began.
+        elapsed = torch.tensor([[env.tick / env.horizon] for env in self.pool.envs], device=self.pool.device)
+        return torch.where(self.is_empty_duration, elapsed, features)
+
+    def _rescale_stage_shares(self, features: Tensor) -> Tensor:  # [N, D] -> [N, D]
+        """Convert the shares of the hosts' own slots in each stage to shares of the policy's slots."""
+        rescaled = features * (self.n_host_slots / self.n_policy_slots) + self.padded_share
+        return torch.where(self.is_stage_share, rescaled, features)
 
     @property
     def masks(self) -> Masks:

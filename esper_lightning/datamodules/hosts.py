@@ -186,8 +186,8 @@ class HostPoolData(LightningDataModule):
         if (saved := count_saved_envs(checkpoint)) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
-                f"{self.n_envs} environments, the run so far had {saved}: it continues with the next rollout, "
-                f"not bit for bit"
+                f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "
+                f"results differ from those of an uninterrupted run"
             )
 
     def train_dataloader(self) -> TickLoader:

@@ -25,23 +25,23 @@ class HostFlops(NamedTuple):
         """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
         if not slot.occupied:
             return 0
-        passes = self.positions[slot.name]
         assert slot.blueprint is not None, "the seed's"
-        flops = get_blueprint(slot.blueprint, slot.layout).flops
+        flops_of_pass = get_blueprint(slot.blueprint, slot.layout).flops
         gate_flops = 0
+        # The gate's linear layers run once per pass, on the mean over all positions.
         if isinstance(slot.seed, GatedSeed):
             gate_flops = 2 * sum(weight.numel() for weight in slot.seed.gate.parameters() if weight.ndim == 2)
-        return sum(flops(slot.width, positions) + gate_flops for positions in passes)
+        return sum(flops_of_pass(slot.width, n_positions) + gate_flops for n_positions in self.positions[slot.name])
 
 
 @torch.no_grad()
 def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
     slots = slots_of(host).values()
-    positions: dict[str, list[int]] = {slot.name: [] for slot in slots}
+    positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
 
     def record_positions(slot: SeedSlot, x: Tensor) -> Tensor:
-        positions[slot.name].append(x[0].numel() // slot.width)
+        positions_by_slot[slot.name].append(x[0].numel() // slot.width)
         return x
 
     host.eval()
@@ -54,4 +54,4 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     finally:
         for slot in slots:
             slot.override = None
-    return HostFlops(counter.get_total_flops(), positions)
+    return HostFlops(counter.get_total_flops(), positions_by_slot)

@@ -93,7 +93,10 @@ class GymVector:
         self._store(observation, info)
 
     def step(self, action: ChoiceAction) -> VectorStep:
-        """Step every environment; where an episode ends, the next one starts in the same step."""
+        """Step every environment and write the new observation into `self.observation`.
+
+        Where an episode ended it is the first one of the next episode.
+        """
         chosen = action.indices.cpu().numpy() + self._action_start
         observation, reward, terminated, truncated, info = self.envs.step(chosen[:, 0] if self._is_discrete else chosen)
         final = self._final_observation(info) if truncated.any() else None

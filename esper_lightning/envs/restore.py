@@ -53,9 +53,10 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
 
 
 def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
-    """Return the saved reward accounts of K = `slots` slots, or new ones for an older checkpoint without accounts.
+    """Return the saved reward accounts of the host's slots, or new ones for an older checkpoint without accounts.
 
-    Raises ValueError if they are invalid.
+    An account is what the reward remembers of the seed in a slot: the host's accuracy at germination, the ticks left at
+    fossilization, and the credit paid so far (see `SeedAccount`). Raises ValueError if the accounts are invalid.
     """
     if state is None:
         return [SeedAccount() for _ in range(slots)]
@@ -63,10 +64,10 @@ def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
         raise ValueError(f"a host's accounts must be a list of {slots}, one for each slot")
     accounts = []
     for saved in state:
-        start, rest, credit = check_numbers("a host's account", saved, len(SeedAccount._fields))
-        check_numbers("a host's account", [start, credit], finite=True)
-        ticks_left = check_count("ticks that were left to a seed", rest, horizon)
-        accounts.append(SeedAccount(float(start), ticks_left, float(credit)))
+        accuracy_at_germination, ticks_left, credit = check_numbers("a host's account", saved, len(SeedAccount._fields))
+        check_numbers("a host's account", [accuracy_at_germination, credit], finite=True)
+        ticks_left = check_count("ticks that were left to a seed", ticks_left, horizon)
+        accounts.append(SeedAccount(float(accuracy_at_germination), ticks_left, float(credit)))
     return accounts
 
 

@@ -23,7 +23,7 @@ HAND_WRITTEN = ("heuristic", "periodic", "climbing", "climbing, zero")
 def make_baselines(
     rng_seed: int, *, heuristic: HeuristicConfig, climbing: ClimbingConfig, periodic: PeriodicConfig
 ) -> dict[str, Controller]:
-    """Return the simplest controllers and the hand-written ones, by name."""
+    """Return by name the two trivial controllers (random, never grow) and the rule-based ones."""
     return {
         "random": RandomValid(rng_seed),
         UNGROWN_HOST: WaitOnly(),

@@ -231,11 +231,9 @@ class Comparison:
             name: [play_episode(pool, name, controller, rng_seeds=rng_seeds)]
             for name, controller in controllers.items()
         }
-        controls = (
-            self._play_static_controls(pool, rng_seeds, learned.outcomes[TAMIYO], rules=rules) if self.controls else {}
-        )
+        twins = self._play_static_twins(pool, rng_seeds, learned.outcomes[TAMIYO], rules=rules) if self.controls else {}
         open_loop = {name: learned.outcomes.pop(name) for name in (REPLAYED, YOKED)}
-        outcomes_by_name = learned.outcomes | rules | open_loop | controls
+        outcomes_by_name = learned.outcomes | rules | open_loop | twins
         entries = [Entry(name, outcomes) for name, outcomes in outcomes_by_name.items() if outcomes]
         return ComparisonResult(list(policies), rng_seeds, entries, schedules, learned.notes, learned.credits)
 
@@ -293,7 +291,7 @@ class Comparison:
             )
         return learned
 
-    def _play_static_controls(
+    def _play_static_twins(
         self,
         pool: HostPool,
         rng_seeds: Sequence[int],

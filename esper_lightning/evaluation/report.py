@@ -87,15 +87,15 @@ def costs_table(result: ComparisonResult) -> Table:
 
 
 def training_seed_table(result: ComparisonResult) -> Table:
-    """Return a table with the lead of each policy, and of all together, over each other entry."""
+    """Return a table of the policy's lead over every baseline: one column per training seed, and one pooled."""
     names = [policy_label(result, number) for number in range(len(result.policies))]
     table = make_table(
         f"{result.policy_entry.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
         "all: interval over training seeds and hosts",
         ("controller", *names, "all"),
     )
-    for entry in result.entries[1:]:
-        leads = result.lead(entry)
+    for entry in result.entries[1:]:  # entry 0 is the policy itself
+        leads = result.lead(entry)  # [S, H]: training seeds, hosts
         table.add_row(
             entry.name,
             *(format_interval(mean_interval(lead), 3) for lead in leads),

@@ -230,7 +230,8 @@ def guessing_reason(loss: float, trained_epochs: int, chance_loss: float, *, con
 
 
 OPS_VETOED_DURING_ANOMALY = frozenset({"GERMINATE", "ADVANCE", "FOSSILIZE"})
-"""Ops that are vetoed while the host's loss is out of range, because they build on its present state."""
+"""Ops that are vetoed while the host's loss is out of range or near that of guessing: they build on its present
+state."""
 
 
 def veto_reasons(op: str, growth: float, state: GovernorState, *, config: GovernorConfig) -> list[str]:
@@ -244,7 +245,7 @@ def veto_reasons(op: str, growth: float, state: GovernorState, *, config: Govern
     """
     reasons = []
     if op in OPS_VETOED_DURING_ANOMALY and state.consecutive_anomalies:
-        reasons.append(f"the loss has been out of range for {state.consecutive_anomalies} host epochs")
+        reasons.append(f"the loss has been out of range or near guessing for {state.consecutive_anomalies} host epochs")
     if op == "GERMINATE" and config.max_growth is not None and growth > config.max_growth:
         reasons.append(
             f"it would have {growth:.3g} times the parameters it began with, more than governor.max_growth = "

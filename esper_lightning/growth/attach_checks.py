@@ -83,13 +83,12 @@ def dry_run(
     """Return site and feature of each slot, in the order of execution, and the network's output."""
     found: dict[str, tuple[SlotSite, Tensor]] = {}
 
-    def make_hook(name: str, want: SlotRequest) -> Callable[..., None]:
+    def make_hook(name: str, request: SlotRequest) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            site, feature = _locate_feature(name, want, output)
+            site, feature = _locate_feature(name, request, output)
             if name in found and found[name][1].shape[1:] != feature.shape[1:]:
                 raise ValueError(
-                    f"module {want.module!r} runs several times, on features of different shapes; "
-                    f"name a module that runs once"
+                    f"module {request.module!r} runs again, on a feature of another shape; name a module that runs once"
                 )
             found.setdefault(name, (site, feature))
 

@@ -127,23 +127,24 @@ class _FoldCandidate(NamedTuple):
 
 
 def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResult:
+    """Try each candidate; keep the first that does not change the outputs, undo the others."""
     affine = affine_map_of(slot)
     if affine is None:
-        return FoldResult(slot.name, None, f"{slot.blueprint} ({slot.style}) is no affine map of its input")
+        return FoldResult(slot.name, None, f"{slot.blueprint} ({slot.style}) is not an affine map of its input")
     reference = _outputs(network, example)
     if not reference:
         return FoldResult(
             slot.name, None, "the network gives no floating-point output by which a fold could be checked"
         )
-    slot.stage = Stage.DORMANT
+    slot.stage = Stage.DORMANT  # switches the seed off, to measure its effect
     effect = _max_difference(_outputs(network, example), reference)
     slot.stage = Stage.FOSSILIZED
     for candidate in _fold_candidates(network, slot, affine, example=example):
         if candidate.layer.bias is None and candidate.bias.any():
             continue  # a new bias would add a key to the host's state dict
         original_weights = _weights(candidate.layer)
-        seed, slot.seed, slot.stage = slot.seed, nn.Identity(), Stage.DORMANT
-        folded_before = slot.folded
+        seed, folded_before = slot.seed, slot.folded
+        slot.seed, slot.stage = nn.Identity(), Stage.DORMANT
         if candidate.replaces_seed:
             assert isinstance(candidate.layer, nn.Conv2d), "made by layer_for"
             slot.folded = candidate.layer
@@ -160,11 +161,15 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
 def _fold_candidates(
     network: nn.Module, slot: SeedSlot, affine: AffineMap, *, example: ExampleInput
 ) -> list[_FoldCandidate]:
-    """Return the layers to try, the one with the cheapest result first."""
+    """Return the possible folds, in the order in which to try them.
+
+    First into a layer before the slot, then into one after it (neither adds a layer), then into a new convolution in
+    the slot.
+    """
     before, after = _neighbours(network, slot, example)
     layer: Layer
     if slot.folded is not None:
-        before = {slot.name: slot.folded}  # it lies between the slot's input and the seed
+        before = {slot.name: slot.folded}  # the slot's input passes through this layer before the seed
     candidates = []
     for name, layer in before.items():
         if affine.is_pointwise and getattr(layer, "groups", 1) == 1:
@@ -173,7 +178,7 @@ def _fold_candidates(
             candidates.append(_FoldCandidate(name, layer, merged, affine.matrix @ bias + affine.bias))
     for name, layer in after.items():
         is_padded = isinstance(layer, nn.Conv2d) and layer.padding not in ((0, 0), "valid")
-        # The layer pads the seed's output with zeros; after the fold the border would have to be the seed's bias.
+        # The layer pads the seed's output with zeros; after the fold the padding would get the seed's bias, too.
         if affine.is_pointwise and getattr(layer, "groups", 1) == 1 and not (is_padded and affine.bias.any()):
             weight, bias = _weights(layer)
             merged = torch.einsum("oc...,cd->od...", weight, affine.matrix)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth import gates
-from esper_lightning.growth import lifecycle as network
+from esper_lightning.growth import lifecycle as lifecycle_ops
 from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.gates import Evidence, LifecycleConfig
@@ -144,7 +144,7 @@ class GrowingNetwork:
         """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs."""
         seed_slot = self._slot(slot)
         ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
-        event = network.germinate(
+        event = lifecycle_ops.germinate(
             seed_slot, blueprint, ramp, generator=self.generator, style=style, birth=self.lifecycle.birth
         )
         with ExitStack() as undo:
@@ -157,18 +157,22 @@ class GrowingNetwork:
     def advance(self, slot: str) -> SeedEvent:
         """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
         self._check_allowed("advanced", slot, self.reasons_against_advancing(slot))
-        return self._after_change(network.advance(self.slots[slot]))
+        return self._after_change(lifecycle_ops.advance(self.slots[slot]))
 
     def set_alpha(self, slot: str, target: float, *, ticks: int = 5, curve: Curve = "linear") -> SeedEvent:
-        """Move alpha of a blended seed to another target above 0, over `ticks` host epochs."""
+        """Ramp a blended seed's alpha to `target`, in (0, 1], over `ticks` host epochs."""
         if not 0.0 < target <= 1.0:
-            raise ValueError(f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; to remove it, cull")
-        return network.retarget_alpha(self._slot(slot), target, ticks, curve=curve)
+            raise ValueError(
+                f"slot {slot!r}: alpha's target must lie in (0, 1], got {target}; use cull() to remove the seed"
+            )
+        return lifecycle_ops.retarget_alpha(self._slot(slot), target, ticks, curve=curve)
 
     def fossilize(self, slot: str) -> SeedEvent:
         """Make a probationary seed a permanent part of the network."""
         self._check_allowed("fossilized", slot, self.reasons_against_fossilizing(slot))
-        return self._after_change(replace(network.fossilize(self.slots[slot]), contribution=self._contribution(slot)))
+        return self._after_change(
+            replace(lifecycle_ops.fossilize(self.slots[slot]), contribution=self._contribution(slot))
+        )
 
     def cull(self, slot: str, *, ticks: int = 0, curve: Curve = "linear") -> SeedEvent:
         """Remove a live seed at once, or after its alpha has fallen to 0 over `ticks` host epochs.
@@ -183,13 +187,13 @@ class GrowingNetwork:
             stage = seed_slot.stage
             return SeedEvent(slot, seed_slot.blueprint or "", before=stage, after=stage, cause="fading already")
         if ticks > 1 and seed_slot.ramping and seed_slot.alpha_before > 0.0:
-            return network.retarget_alpha(seed_slot, 0.0, ticks, curve=curve)
+            return lifecycle_ops.retarget_alpha(seed_slot, 0.0, ticks, curve=curve)
         return self._cull_now(slot, "cull")
 
     def _cull_now(self, slot: str, cause: str) -> SeedEvent:
         seed_slot, contribution = self.slots[slot], self._contribution(slot)
         seed = seed_slot.seed
-        event = network.cull(seed_slot, cause)
+        event = lifecycle_ops.cull(seed_slot, cause)
         self._drop_seed(slot, seed)
         return self._after_change(replace(event, contribution=contribution))
 
@@ -246,7 +250,7 @@ class GrowingNetwork:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
             slot.end_epoch()
             seed, contribution = slot.seed, self._contribution(name)
-            slot_events = network.auto_transition(slot, self.evidence(name), lifecycle, horizon=self.horizon)
+            slot_events = lifecycle_ops.auto_transition(slot, self.evidence(name), lifecycle, horizon=self.horizon)
             if any(event.after is Stage.CULLED for event in slot_events):
                 self._drop_seed(name, seed)
             events += [self._after_change(replace(event, contribution=contribution)) for event in slot_events]

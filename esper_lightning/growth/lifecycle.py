@@ -55,7 +55,7 @@ def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
     """Return the network's slots by name, in the order of module definition. Raises ValueError if names repeat."""
     slots = [module for module in network.modules() if isinstance(module, SeedSlot)]
     names = [slot.name for slot in slots]
-    check_slot_names(names, names)
+    check_slot_names(names, names)  # finds names that occur twice
     return dict(zip(names, slots, strict=True))
 
 

@@ -57,10 +57,13 @@ class SlotRecord(NamedTuple):
 
 
 def build_slot_records(network: nn.Module, structure: Manifest) -> list[SlotRecord]:
-    """Build the modules of a manifest with placeholder weights; leaves the network unchanged."""
+    """Check a manifest and build the seeds that it describes, with random weights, without installing them."""
     slots = slots_of(network)
-    if not isinstance(structure, list) or not all(isinstance(entry, dict) for entry in structure):
+    if not isinstance(structure, list):
         raise ValueError(f"a manifest is a list with an entry per slot, got {type(structure).__name__}")
+    for number, entry in enumerate(structure, 1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"a manifest is a list of dicts, but entry {number} is a {type(entry).__name__}")
     slot_names = [entry.get("slot") for entry in structure]
     if slot_names != list(slots):
         raise ValueError(f"the manifest is of a network with slots {slot_names}, this one has {list(slots)}")

@@ -44,7 +44,10 @@ def remove_group(optimizer: Optimizer, name: str) -> None:
 
 
 def remove_module(optimizer: Optimizer, name: str, module: nn.Module) -> None:
-    """Remove the parameters of `module` with their state from all groups, and group `name` if it exists."""
+    """Remove the parameters of `module` with their state from all groups, and group `name` if it exists.
+
+    Both, because another group may hold the parameters, and because group `name` would be left behind empty.
+    """
     _remove_from_groups(optimizer, module)
     for parameter in module.parameters():
         optimizer.state.pop(parameter, None)

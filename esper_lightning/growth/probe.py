@@ -43,7 +43,7 @@ def probe_seeds(
             slot.empty()
             slot.override = override
             if blueprint in blueprint_names(slot.layout, slot.alpha.device):
-                override.germinate(slot, blueprint, generator, birth=birth)
+                override.try_germinate(slot, blueprint, generator, birth=birth)
         loss_of(network).backward()
         for slot in slots.values():
             reasons[slot.name, blueprint] = _reasons_against(slot, override)
@@ -69,7 +69,8 @@ class _ProbeOverride:
         self.reached_slots: set[str] = set()
         self.errors: dict[str, str] = {}
 
-    def germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, *, birth: Birth) -> None:
+    def try_germinate(self, slot: SeedSlot, blueprint: str, generator: torch.Generator, *, birth: Birth) -> None:
+        """Germinate a seed, or record the error if that is impossible."""
         try:
             germinate(slot, blueprint, DEFAULT_RAMP, generator=generator, birth=birth)
         except ValueError as error:  # the blueprint does not support this birth or width

@@ -21,7 +21,7 @@ TOPOLOGY_FILE, WEIGHTS_FILE = "topology.json", "weights.pt"
 
 
 def save(network: nn.Module, folder: str | Path) -> None:
-    """Write a grown network to `folder`: `topology.json`, and `weights.pt`, which `weights_only=True` loads."""
+    """Write a network to `folder`: `topology.json`, and `weights.pt`, readable by `torch.load(weights_only=True)`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     topology = {"format": FORMAT_VERSION, "attached": attachment_records(network), "slots": manifest(network)}

@@ -67,7 +67,7 @@ class SeedSlot(nn.Module):
         self.empty()
 
     def empty(self) -> None:
-        """Remove the seed and reset the slot to DORMANT."""
+        """Remove the seed and reset the slot to DORMANT; a folded layer stays."""
         self.stage = Stage.DORMANT
         self.seed: nn.Module = nn.Identity()
         self.blueprint: str | None = None

@@ -12,7 +12,8 @@ class RunningMeanStd(nn.Module):
 
     Args:
         shape: Shape of one value.
-        momentum: Weight of the old statistics in an update, 0 … 1. None: every value has the same weight.
+        momentum: Weight of the old statistics in an update, 0 … 1 (the opposite of BatchNorm's momentum, which is the
+            weight of the new ones). None: every value has the same weight.
         clip: Normalised values are clipped to ± this.
     """
 

@@ -1,8 +1,9 @@
 """Reward modes: each is a named sum of terms, and each term is a function of one environment step of one host.
 
 Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
-points of 100. In `simplified`, `basic` and `basic_plus` 1 is about a stage's worth of shaping, and accuracies are
-0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's penalty is the same in every mode.
+points of 100. In `simplified`, `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times the setting
+`shaping`, and accuracies are 0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's penalty is
+the same in every mode.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,8 +102,10 @@ def seed_attribution(step: HostStep, config: RewardConfig) -> float:
     )
     paid = 0.0
     for slot in step.slots:
+        # A seed whose slow cull ends in this step is not paid; one that is culled automatically is paid a last time.
         if slot.after_action.stage in BLENDED and not (slot.removed_after_training and slot.after_action.fading):
             paid += terms.attribution(slot.contribution, points_since_germination(slot, step.accuracy), clean)
+        # True after a cull at once, and at the end of a slow cull.
         if slot.culled_by_action and slot.before.stage in BLENDED:
             paid -= terms.attribution(
                 slot.contribution_before, points_since_germination(slot, step.accuracy_before), clean_before
@@ -155,9 +158,10 @@ def delayed_bonus(step: HostStep, config: RewardConfig) -> float:
 
 
 def credit_of_slot(slot: SlotStep, step: HostStep) -> float:
-    """Return a seed's credit in accuracy points after the step.
+    """Return a seed's credit in accuracy points after the step (mode `escrow`).
 
-    It is frozen once the seed is fossilized, and 0 if the seed was removed or not fossilized in time.
+    Credit is reward paid in advance for a seed's contribution. It is taken back if the seed is removed, or not
+    fossilized by the horizon; once the seed is fossilized, it stays as it is.
     """
     if slot.after_action.stage is Stage.FOSSILIZED:
         return slot.account.credit
@@ -194,15 +198,15 @@ def bound_per_slot(bound: float) -> Callable[[RewardConfig, int], float]:
 
 def accuracy_at_end_term(weight: float) -> Term:
     return Term(
-        lambda tick, config: weight * tick.fossilized_accuracy if tick.at_horizon else 0.0, constant_bound(weight)
+        lambda step, config: weight * step.fossilized_accuracy if step.at_horizon else 0.0, constant_bound(weight)
     )
 
 
 def fossilize_bonus_term(share: float) -> Term:
     """Return a term that pays `share` of the bonus for a seed in the step in which it is fossilized."""
 
-    def compute(tick: HostStep, config: RewardConfig) -> float:
-        kept = [slot for slot in tick.slots if slot.newly_fossilized]
+    def compute(step: HostStep, config: RewardConfig) -> float:
+        kept = [slot for slot in step.slots if slot.newly_fossilized]
         return share * sum(terms.fossilize_bonus(slot.contribution, config.fossilize_bonus) for slot in kept)
 
     return Term(compute, lambda config, slots: share * config.fossilize_bonus * slots)

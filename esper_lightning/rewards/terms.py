@@ -26,6 +26,9 @@ FOSSILIZE_BONUS_IMMEDIATE_SHARE = 0.3
 MIN_DELAYED_BONUS, MAX_DELAYED_BONUS = -0.05, 0.1
 """Least and largest delayed part of the bonus, for one seed in one tick."""
 
+RELIANCE_DECAY_PER_POINT = 3.0
+"""Steepness, per accuracy point, with which attributions shrink where all seeds together make the host worse."""
+
 MAX_CREDIT_STEP = 2.0
 """Largest change of a seed's credit in one tick, in accuracy points."""
 
@@ -59,14 +62,17 @@ def attribution(contribution: float, progress: float, gain_over_host_only: float
         contribution: Accuracy with the seed minus accuracy without it.
         progress: Accuracy now minus accuracy when the seed was germinated.
         gain_over_host_only: Accuracy now minus accuracy with every seed switched off. If it is negative, the host
-            depends on seeds that have not made it better: a positive attribution is reduced, a negative one is not.
+            depends on seeds that have not made it better, so that each seed's contribution looks too large: a positive
+            attribution is then less than half, and tends to 0 the further the gain is below 0. A negative one is kept.
     """
     if contribution < 0.0:
         return contribution
     if progress <= 0.0:
         return 0.0
     gain = math.sqrt(progress * contribution) if progress <= contribution else contribution
-    return gain / (1.0 + math.exp(-3.0 * gain_over_host_only)) if gain_over_host_only < 0.0 else gain
+    return (
+        gain / (1.0 + math.exp(-RELIANCE_DECAY_PER_POINT * gain_over_host_only)) if gain_over_host_only < 0.0 else gain
+    )
 
 
 def is_ransom(contribution: float, gain_over_host_only: float) -> bool:

@@ -47,7 +47,10 @@ def check_count(label: str, value: Any, maximum: int = 2**53) -> int:
 
 
 def check_numbers(label: str, values: Any, length: int | None = None, *, finite: bool = False) -> list[float]:
-    """Return the values as a list. Raises ValueError unless they are (finite) numbers, and `length` many if given."""
+    """Return the values as a list.
+
+    Raises ValueError unless it is a list or tuple of numbers: `length` of them if given, all finite if `finite`.
+    """
     if not isinstance(values, list | tuple) or length not in (None, len(values)):
         raise ValueError(f"{label} is not a list of {length if length is not None else ''} numbers".replace("  ", " "))
     if any(type(value) not in (int, float) or (finite and not isfinite(value)) for value in values):
@@ -80,9 +83,10 @@ def load_module(module: nn.Module, saved: Any) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, saved: Any) -> None:
-    """Load a state dict, whose tensors may be kept, into `optimizer`. Raises ValueError unless it fits exactly.
+    """Load the state dict `saved` into `optimizer`. Raises ValueError unless it fits exactly.
 
-    Options of how a step is computed (fused, amsgrad, maximize …) are not loaded: they are not state.
+    The optimizer may keep the tensors of `saved`: pass a copy if you use them again. Options such as fused or amsgrad
+    keep this run's values.
     """
     check_keys("the optimizer's state", saved, ("state", "param_groups"))
     check_keys("the optimizer's state", saved["state"], ())

@@ -106,10 +106,12 @@ def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the columns other than `target`, and the labels in `target`.
 
-    Raises ValueError if rows differ in length, a label is missing, or there is no such column.
+    Raises ValueError if the file is empty, rows differ in length, a label is missing, or there is no such column.
     """
     with path.open(newline="", encoding="utf-8") as file:
-        names, *rows = csv.reader(file)
+        names, *rows = [*csv.reader(file)] or [[]]
+    if not names:
+        raise ValueError(f"Tabular: {str(path)!r} has no header line; the first line must name the columns")
     if target not in names:
         raise ValueError(
             f"Tabular: {str(path)!r} has no column {target!r} to learn; --data.task.init_args.target names one of "

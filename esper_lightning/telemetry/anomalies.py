@@ -77,7 +77,7 @@ def next_state(state: AnomalyState, rule: Rule, value: float, *, limits: Limits,
 
 
 def rule_inputs(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str, float]:
-    """Return the metrics that rules apply to: derived metrics are added, meaningless ones are left out.
+    """Add `ratio_spread` and `waiting`; drop the entropy of heads that rarely had a choice.
 
     A rule whose metric is left out keeps its state.
     """
@@ -161,23 +161,23 @@ class AnomalyDetector:
     @property
     def levels(self) -> dict[str, int]:
         """Level (0: quiet, 1: warning, 2: critical) by name, for every anomaly whose metric was ever measured."""
-        return {name: watch.level for name, watch in self.states.items()}
+        return {name: state.level for name, state in self.states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in types that `torch.load(weights_only=True)` accepts."""
         return {
-            "watches": {name: list(watch) for name, watch in self.states.items()},
+            "watches": {name: list(state) for name, state in self.states.items()},
             "grad_norm": list(self.grad_norm),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
-        what = "the state of the anomalies"
+        what = "the anomaly detector's state"
         check_keys(what, state, ("watches", "grad_norm"))
-        watches = {}
+        states = {}
         for name, numbers in check_keys(what, state["watches"], ()).items():
             counts = check_numbers(what, numbers, len(AnomalyState._fields))
-            watches[str(name)] = AnomalyState(*(check_count(what, count) for count in counts))
-            check_count(what, watches[str(name)].level, len(LEVELS) - 1)
+            states[str(name)] = AnomalyState(*(check_count(what, count) for count in counts))
+            check_count(what, states[str(name)].level, len(LEVELS) - 1)
         self.grad_norm = RunningMean(*check_numbers(what, state["grad_norm"], len(RunningMean._fields), finite=True))
-        self.states = watches
+        self.states = states

@@ -47,8 +47,8 @@ class AnomalyConfig:
     """Share of the returns' variance that the critic explains, relative to the floor of `explained_variance_floors`."""
 
     explained_variance_floors: list[tuple[float, float]] | None = None
-    """Pairs of a share of training and the least explained variance until then. None: -0.5 until a tenth, -0.2 until a
-    quarter, 0 until three quarters, and 0.1 after that."""
+    """(end, minimum) pairs: `minimum` holds until the share `end` of training is over. None: -0.5 until a tenth, -0.2
+    until a quarter, 0 until three quarters, and 0.1 after that."""
 
     entropy: Bounds = Bounds(warning=0.3, critical=0.1, updates=3)
     """Entropy of a head, averaged over the actions in which it had a choice, relative to that of an even choice. The
@@ -85,7 +85,7 @@ class AnomalyConfig:
     """Share of WAIT among the actions in which another op was possible, while hardly any seed is fossilized."""
 
     least_fossils: float = 0.1
-    """Fossilized seeds per episode above which `waiting` is not checked: WAIT may be all that is left to do."""
+    """Fossilized seeds per episode above which `waiting` counts as 0: WAIT may be all that is left to do."""
 
     dead_seeds: Bounds = Bounds(warning=0.5, critical=0.9)
     """Share of a blueprint's seeds that have had no gradient since they were germinated."""
@@ -115,7 +115,7 @@ class AnomalyConfig:
                 raise ValueError(f"anomalies.{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.least_seeds < 1:
             raise ValueError(f"anomalies.least_seeds must be at least 1, got {self.least_seeds}")
-        ends = [until for until, _ in self.floors]
+        ends = [end for end, _ in self.floors]
         if not ends or ends != sorted(ends) or ends[-1] < 1.0:
             raise ValueError(
                 f"anomalies.explained_variance_floors must go up to the whole of training, 1.0, in order; got {ends}"
@@ -130,7 +130,7 @@ class AnomalyConfig:
 
     @property
     def floors(self) -> list[tuple[float, float]]:
-        """Floors of explained variance: pairs of a share of training and the least value until then."""
+        """Floors as (end, minimum) pairs: `minimum` holds until the share `end` of training is over."""
         if self.explained_variance_floors is not None:
             return self.explained_variance_floors
         return [(0.1, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1)]
@@ -154,7 +154,7 @@ def constant_limits(bounds: Bounds, config: AnomalyConfig, progress: float) -> L
 
 def limits_above_floor(bounds: Bounds, config: AnomalyConfig, progress: float) -> Limits:
     """Return limits relative to the present floor of explained variance."""
-    floor = next((floor for until, floor in config.floors if progress <= until), config.floors[-1][1])
+    floor = next((minimum for end, minimum in config.floors if progress <= end), config.floors[-1][1])
     return Limits(floor + bounds.warning, None if bounds.critical is None else floor + bounds.critical)
 
 

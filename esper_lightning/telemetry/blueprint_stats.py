@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from esper_lightning.growth.lifecycle import SeedEvent
 
 
+RUN, ROLLOUT = 0, 1
+"""Indices of the sums since the run, or the rollout, began."""
+
+PARTS = {"sums": "sums", "stages": "stages", "known": "last_contributions"}
+"""Attributes of a Scoreboard that are saved, by their key in checkpoints."""
+
+
 class SeedStats(NamedTuple):
     """Sums over seeds; each field is a number or an array of one shape."""
 
@@ -73,19 +80,21 @@ class Scoreboard:
 
     def __init__(self, blueprints: Sequence[str], slots: Sequence[str], n_envs: int) -> None:
         self.blueprints, self.slots = list(blueprints), list(slots)
-        self.sums = np.zeros((2, len(SeedStats._fields), len(blueprints), len(slots)))  # of the run, of the rollout
+        # The first index is RUN or ROLLOUT.
+        self.sums = np.zeros((2, len(SeedStats._fields), len(blueprints), len(slots)))
         self.stages = np.zeros((2, len(Stage)))  # seeds that left a stage in this rollout, and their host epochs there
-        self.known = np.full((n_envs, len(slots)), np.nan)  # contribution as last measured before it began to fade
+        # Contribution of each seed as last measured before it began to fade; NaN: never measured.
+        self.last_contributions = np.full((n_envs, len(slots)), np.nan)
 
     @property
     def run_stats(self) -> SeedStats:  # of arrays [B, K]
         """Statistics since the run began, arrays of [B, K]."""
-        return SeedStats(*self.sums[0])
+        return SeedStats(*self.sums[RUN])
 
     @property
     def rollout_stats(self) -> SeedStats:  # of arrays [B, K]
         """Statistics since the rollout began, arrays of [B, K]."""
-        return SeedStats(*self.sums[1])
+        return SeedStats(*self.sums[ROLLOUT])
 
     @property
     def durations(self) -> dict[Stage, float]:
@@ -94,26 +103,26 @@ class Scoreboard:
         return {stage: ticks[stage] / seeds_that_left[stage] for stage in sorted(LIVE) if seeds_that_left[stage] > 0.0}
 
     def update(self, step: "StepResult", envs: Sequence["HostEnv"]) -> None:
-        """Process one environment step."""
+        """Count the seeds' changes of stage in one step; tick 1 begins a new rollout."""
         if envs[0].tick == 1:
-            self.sums[1], self.stages[:], self.known[:] = 0.0, 0.0, np.nan
+            self.sums[ROLLOUT], self.stages[:], self.last_contributions[:] = 0.0, 0.0, np.nan
         for host, _, seed in step.events:
             if seed.before is not seed.after:
                 self._count_transition(host, seed, envs[host])
         for host, env in enumerate(envs):
             for k, (slot, record) in enumerate(zip(env.slots, env.records, strict=True)):
                 if slot.blended and not slot.fading and record.contribution is not None:
-                    self.known[host, k] = record.contribution
+                    self.last_contributions[host, k] = record.contribution
 
     def _count_transition(self, host: int, seed: "SeedEvent", env: "HostEnv") -> None:
         k = self.slots.index(seed.slot)
         if seed.before in LIVE:
             self.stages[:, seed.before] += 1.0, seed.ticks_before
         if seed.after is Stage.GERMINATED:
-            self.known[host, k] = np.nan
+            self.last_contributions[host, k] = np.nan
             self._add(seed, k, germinated=1.0)
         elif seed.before in LIVE and seed.after not in LIVE:  # fossilized, culled, or lost by a rollback
-            points = self.known[host, k] if seed.contribution is None else seed.contribution
+            points = self.last_contributions[host, k] if seed.contribution is None else seed.contribution
             if np.isfinite(points):
                 self._add(seed, k, measured=1.0, contribution=points, squares=points**2)
             if seed.after is Stage.FOSSILIZED:
@@ -129,7 +138,7 @@ class Scoreboard:
     def metrics(self) -> dict[str, float]:
         """Return the rollout's metrics by tag, per blueprint over all slots and hosts; undefined ones are left out."""
         of_blueprint = SeedStats(*(part.sum(1) for part in self.rollout_stats))  # [B]
-        hosts = len(self.known)
+        hosts = len(self.last_contributions)
         found = {f"growth/ticks.{stage.name}": ticks for stage, ticks in self.durations.items()}
         for b, name in enumerate(self.blueprints):
             found[f"blueprint/{name}/germinated"] = of_blueprint.germinated[b] / hosts
@@ -157,11 +166,11 @@ class Scoreboard:
 
     def forget_rollout(self) -> None:
         """Remove the current rollout from the statistics."""
-        self.sums[0] -= self.sums[1]
-        self.sums[1], self.stages[:] = 0.0, 0.0
+        self.sums[RUN] -= self.sums[ROLLOUT]
+        self.sums[ROLLOUT], self.stages[:] = 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: torch.from_numpy(getattr(self, name).copy()) for name in PARTS}
+        return {name: torch.from_numpy(getattr(self, attribute).copy()) for name, attribute in PARTS.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; with another number of hosts only the sums, since episodes then start again.
@@ -170,10 +179,7 @@ class Scoreboard:
         """
         what = "the scoreboard"
         check_keys(what, state, PARTS)
-        for name in PARTS:
-            own = getattr(self, name)
+        for name, attribute in PARTS.items():
+            own = getattr(self, attribute)
             if name != "known" or len(state["known"]) == len(own):
                 own[:] = check_matching_tensor(what, state[name], torch.from_numpy(own)).numpy()
-
-
-PARTS = ("sums", "stages", "known")

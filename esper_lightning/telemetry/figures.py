@@ -91,13 +91,13 @@ def op_map(trace: EpisodeTrace) -> Figure:
     return figure
 
 
-def op_shares(op: np.ndarray) -> np.ndarray:  # [T, N] -> [ops, T]
+def op_shares(op: np.ndarray) -> np.ndarray:  # [T, H] -> [ops, T]
     """Return the share of hosts on which each op was carried out in each tick."""
     return np.stack([(op == number).mean(1) for number in range(len(OP_COLOURS))])
 
 
 def accuracy_against_parameters(accuracy: np.ndarray, parameters: np.ndarray, objective: np.ndarray) -> Figure:
-    """Draw the N hosts at the end of their episodes, [N] each. Better hosts are up and to the left."""
+    """Draw the H hosts at the end of their episodes, [H] each. Better hosts are up and to the left."""
     figure = Figure(figsize=(6.0, 4.2))
     axes = figure.subplots()
     set_margins(figure, left=0.8, right=0.3)

@@ -155,8 +155,11 @@ def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> 
     return found | {"masks/forced": 1.0 - free.float().mean().item()}
 
 
-def skipped_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
-    """Return the optimizer steps skipped since the episode began, in all and by host; nothing without loss scaling."""
+def skipped_step_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
+    """Return the optimizer steps skipped since the episode began.
+
+    The total and one number per host; an empty dict if no host uses a GradScaler.
+    """
     skipped = {i: float(env.skipped_steps) for i, env in enumerate(envs) if env.scaler.is_enabled()}
     each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
     return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}

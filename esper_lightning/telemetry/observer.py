@@ -52,11 +52,18 @@ def vetoes(step: "StepResult", tick: int) -> list[Event]:
 
 
 def seed_changes(step: "StepResult", tick: int) -> list[Event]:
-    """Return one event for each change of a seed's stage, or of its alpha's target, in this step."""
+    """Return one event for each seed change: a new stage, or a new target of its alpha (its blending weight)."""
     return [
         SeedChanged(
-            *(tick, host, seed.slot, seed.blueprint, seed.before.name, seed.after.name, seed.cause),
-            *(seed.age, seed.contribution),
+            tick=tick,
+            host=host,
+            slot=seed.slot,
+            blueprint=seed.blueprint,
+            before=seed.before.name,
+            after=seed.after.name,
+            cause=seed.cause,
+            age=seed.age,
+            contribution=seed.contribution,
         )
         for host, _, seed in step.events
     ]

@@ -36,7 +36,10 @@ def test_it_goes_on_from_the_beginning_of_the_rollout(
 
     built = fit(tmp_path, *flags)
 
-    assert f"{envs} environments, the run so far had 2: it continues with the next rollout" in capsys.readouterr().out
+    assert (
+        f"{envs} environments, the run so far had 2: it resumes at the next rollout; results differ"
+        in capsys.readouterr().out
+    )
     whole_rollouts = tick // HORIZON
     ticks = [step for step, _ in run.scalars()["hosts/accuracy"]]
     assert ticks == list(range(whole_rollouts * HORIZON + 1, EPOCHS * HORIZON + 1)), "every rollout is whole"

@@ -176,13 +176,8 @@ def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     assert_stopped_in_a_line(start_training(start, tmp_path, host), number)
 
 
-@pytest.mark.parametrize(
-    ("hook", "number"),
-    rest_is_slow(
-        product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM]),
-        {("on_train_start", SIGINT)},
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("hook", "number"), product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM]))
 def test_a_signal_right_before_training_ends_the_program_in_a_line(
     hook: str, number: Signals, start: Start, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ def test_one_sample_is_no_example() -> None:
 
 def test_a_module_that_is_called_on_features_of_different_shapes_is_refused() -> None:
     network = Calls(nn.Conv2d(3, 3, 3), lambda layer, x: layer(layer(x)).mean((2, 3)))
-    with pytest.raises(ValueError, match="module 'layer' runs several times, on features of different shapes"):
+    with pytest.raises(ValueError, match="module 'layer' runs again, on a feature of another shape"):
         attach_slots(network, ["layer"], images())
     assert_untouched(network)
 

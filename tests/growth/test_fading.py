@@ -280,7 +280,7 @@ def test_asking_twice_for_a_target_between_two_epochs_is_asking_once() -> None:
 def test_a_target_is_a_share_of_the_seed(target: float) -> None:
     network = growing()
     with pytest.raises(
-        ValueError, match=r"slot 'block1': alpha's target must lie in \(0, 1\], got .*to remove it, cull"
+        ValueError, match=r"slot 'block1': alpha's target must lie in \(0, 1\], got .*use cull\(\) to remove the seed"
     ):
         network.set_alpha("block1", target)
     assert slot_of(network).ramp.target == 1.0

@@ -143,7 +143,7 @@ def test_a_seed_that_scales_or_chooses_is_left_alone(layout: Layout, blueprint: 
     network = chain(layout)
     fossilize_seed(network.slot, blueprint, style=style)
     (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.reason == f"{blueprint} ({style}) is no affine map of its input"
+    assert folding.reason == f"{blueprint} ({style}) is not an affine map of its input"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_seed_that_is_not_linear_is_left_alone(layout: Layout, blueprint: str)
     network = chain(layout)
     fossilize_seed(network.slot, blueprint)
     (folding,) = unchanged_by_folding(network, example(layout))
-    assert folding.reason == f"{blueprint} (add) is no affine map of its input"
+    assert folding.reason == f"{blueprint} (add) is not an affine map of its input"
 
 
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY])

@@ -86,6 +86,14 @@ def test_what_is_no_table_of_classes_is_refused_in_a_line(
         Tabular(written(tmp_path, header, rows), **settings).load()
 
 
+def test_an_empty_file_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_text("")
+
+    with pytest.raises(ValueError, match=r"empty.csv' has no header line; the first line must name the columns"):
+        Tabular(str(path), target="b").load()
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

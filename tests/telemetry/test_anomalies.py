@@ -210,7 +210,7 @@ def test_a_saved_detector_goes_on_as_if_it_had_never_stopped(cut: int, tmp_path:
     ],
 )
 def test_a_damaged_state_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="the state of the anomalies"):
+    with pytest.raises(ValueError, match="the anomaly detector's state"):
         AnomalyDetector(CONFIG).load_state_dict(state)
 
 

@@ -103,7 +103,7 @@ def test_a_saved_scoreboard_goes_on(counted_episodes: tuple, tmp_path: Path) -> 
 
     again.load_state_dict(torch.load(tmp_path / "board.pt", weights_only=True))
 
-    for name in ("sums", "stages", "known"):
+    for name in ("sums", "stages", "last_contributions"):
         assert np.array_equal(getattr(again, name), getattr(board, name), equal_nan=True)
 
 
@@ -114,7 +114,7 @@ def test_with_other_hosts_the_sums_go_on_alone(counted_episodes: tuple) -> None:
     again.load_state_dict(board.state_dict())
 
     assert np.array_equal(again.sums, board.sums)
-    assert np.isnan(again.known).all()
+    assert np.isnan(again.last_contributions).all()
     again.forget_rollout()
     assert np.array_equal(again.sums[0], board.sums[0] - board.sums[1]) and not again.sums[1].any()
 

@@ -48,7 +48,7 @@ COMPARISON_SECONDS = 1.0
 Enough to distinguish speeds that differ by 10 %, and short next to the minutes of a run."""
 
 MAX_FIRST_ROUND_SECONDS = 5.0
-"""Seconds of the first round of all candidates beyond which it is not repeated: start-up cost then hardly counts."""
+"""If the first round of all candidates takes longer than this (s), it is not repeated: start-up cost is negligible."""
 
 TRIAL_HOSTS, MIN_RELATIVE_SPEED = 4, 0.5
 """Number of hosts in the trial, and the fraction of the best speed that a candidate must reach there.
@@ -299,7 +299,7 @@ def _best_speeds(
     executors: Mapping[ExecutorChoice, LoopExecutor], envs: Sequence[HostEnv], data: TaskData
 ) -> dict[ExecutorChoice, float]:
     """Return the best speed of each choice, measured in turns so that other load on the machine affects all alike."""
-    # For these executors time is linear in the number of hosts, and so many hosts suffice.
+    # For these executors time is linear in the number of hosts, so this many hosts are enough to measure them.
     sufficient_hosts = {"loop": 8, "threads": 4 * usable_cores(), "streams": 64}
 
     def measure_each() -> dict[ExecutorChoice, float]:

@@ -41,9 +41,10 @@ def _module_count(env: HostEnv) -> int:
 
 
 def _init_worker() -> None:
+    """Make the operators of a new worker thread single-threaded."""
     # One thread per operator: operators on tiny hosts are too small to split, and other hosts use the other cores.
     torch.set_num_threads(1)
-    # Fixes the number for this thread: until its first query a thread takes the number set last in any thread.
+    # Reading it pins the value: until then another thread's set_num_threads would change it.
     torch.get_num_threads()
 
 

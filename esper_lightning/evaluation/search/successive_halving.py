@@ -86,7 +86,7 @@ class SuccessiveHalving:
     ) -> np.ndarray:  # [candidates, hosts] objective
         """Play all schedules on the same new hosts.
 
-        The number of hosts is what fits into `max_episodes` episodes, but at least one per context.
+        Each schedule plays as many hosts per context as fit into `max_episodes` episodes of the pool, at least one.
         """
         n_envs = self.pool.n_envs
         hosts_per_context = max(1, max_episodes * n_envs // len(schedules) // self.n_contexts)

@@ -170,7 +170,8 @@ class FusedEpoch:
         self.host_timer.record(train=1.0)
 
     def _accumulate_gradients(self, batch: Batches) -> None:
-        self.host_timer.record(train=1.0)
+        """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
+        self.host_timer.record(train=1.0)  # the time up to here belongs to training
         inputs, targets = fetch(self.data, batch, self.training.augment)
         self.host_timer.record(data=1.0)
         with self.training.autocast(inputs.device):

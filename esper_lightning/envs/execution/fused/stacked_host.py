@@ -77,7 +77,7 @@ class HostStack:
         return FlatParameters(self.assignments)
 
     def release(self) -> None:
-        """Drop all weights and assignments, and so their memory."""
+        """Drop the stacked copies of weights to free memory; the hosts keep theirs."""
         for stacked_module, _ in self.assignments:
             stacked_module.release()
         for slot in self.slots.values():
