@@ -12,7 +12,7 @@ from esper_lightning.tamiyo.policy import Policy
 
 
 class ObservedHosts(Protocol):
-    """What a policy reads of N hosts: a pool has it, and so has a pool that is presented in other spaces."""
+    """Attributes of N hosts that a policy reads; pools have them, and so do pools presented in other spaces."""
 
     @property
     def n_envs(self) -> int: ...
