@@ -91,7 +91,7 @@ DEFECTS: tuple[Defect, ...] = (
         "What the Governor knew of a host holds for the next one",
         "esper_lightning/governor/monitor.py",
         "self.governor_state = GovernorState()\n",
-        "self.governor_state = getattr(self, 'watch', GovernorState())\n",
+        "self.governor_state = getattr(self, 'governor_state', GovernorState())\n",
         "tests/governor/test_monitor.py::test_a_new_episode_knows_nothing_of_the_last_one",
     ),
     Defect(
