@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 RUN, ROLLOUT = 0, 1
 """Indices of the sums since the run, or the rollout, began."""
 
-PARTS = {"sums": "sums", "stages": "stages", "known": "last_contributions"}
-"""Attributes of a Scoreboard that are saved, by their key in checkpoints."""
+PARTS = ("sums", "stages", "last_contributions")
+"""Attributes of a Scoreboard that are saved."""
 
 
 class SeedStats(NamedTuple):
@@ -170,7 +170,7 @@ class Scoreboard:
         self.sums[ROLLOUT], self.stages[:] = 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: torch.from_numpy(getattr(self, attribute).copy()) for name, attribute in PARTS.items()}
+        return {name: torch.from_numpy(getattr(self, name).copy()) for name in PARTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; with another number of hosts only the sums, since episodes then start again.
@@ -179,7 +179,7 @@ class Scoreboard:
         """
         what = "the scoreboard"
         check_keys(what, state, PARTS)
-        for name, attribute in PARTS.items():
-            own = getattr(self, attribute)
-            if name != "known" or len(state["known"]) == len(own):
+        for name in PARTS:
+            own = getattr(self, name)
+            if name != "last_contributions" or len(state[name]) == len(own):
                 own[:] = check_matching_tensor(what, state[name], torch.from_numpy(own)).numpy()
