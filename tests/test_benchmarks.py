@@ -235,7 +235,7 @@ def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
     assert len(there) > 7
 
 
-def test_results_are_grouped_by_the_facts_in_which_hosts_differ(
+def test_results_are_grouped_by_the_variables_in_which_hosts_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables, source, kept = script("tables"), tmp_path / "evaluation.csv", tmp_path / "kept.csv"

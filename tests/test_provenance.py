@@ -54,7 +54,7 @@ def test_a_checkpoint_holds_its_settings_as_texts(tmp_path: Path) -> None:
     assert not any(name.startswith(("trainer.d", "ckpt_path", "config")) for name in settings)
 
 
-def test_whoever_repeats_a_resumed_run_does_not_continue_it() -> None:
+def test_a_repeated_run_does_not_continue_the_resumed_one() -> None:
     given = Namespace(ckpt_path="runs/version_0/checkpoints/latest.ckpt", seed_everything=7)
 
     record = RunRecord(LightningArgumentParser(), given)

@@ -33,7 +33,7 @@ def test_all_settings_differ_and_can_be_played(make_pool: MakePool) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_member(
+def test_the_best_settings_are_found_on_equally_many_training_hosts_of_each_context(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = FamilyConfig(train=[{"objective.price": [0.5, 0.9]}])
@@ -86,7 +86,7 @@ def test_hosts_of_several_tasks_are_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_hosts_are_rounded_up_to_equally_many_of_each_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_rounded_up_to_equally_many_of_each_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def watched(pool: HostPool, rules: Sequence[tune.Rule], seed: int) -> tuple[tune.Rule, float]:

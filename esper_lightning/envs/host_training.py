@@ -21,6 +21,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types of matrix products and convolutions by name of the precision."""
 
+MAX_BATCHES = 100_000
+"""Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
+
 INITIAL_LOSS_SCALE = 2.0**12
 """Initial loss scale of fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
 
@@ -63,7 +66,8 @@ class HostTraining:
     """Samples B in a host minibatch."""
 
     batches: int | None = None
-    """Minibatches in a host epoch. None: one pass over the training data, without an incomplete last batch."""
+    """Minibatches in a host epoch, at most 100,000. None: one pass over the training data, without an incomplete last
+    batch."""
 
     micro_batches: int = 1
     """Number of parts into which a minibatch is split to save memory; gradients add up. BatchNorm then normalises
@@ -98,6 +102,8 @@ class HostTraining:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"training.{name} must be {'finite' if value > 0 else 'positive'}, got {value}")
+        if self.batches is not None and self.batches > MAX_BATCHES:
+            raise ValueError(f"training.batches must be at most {MAX_BATCHES}, got {self.batches}")
         if self.batch_size % self.micro_batches != 0:
             raise ValueError(
                 f"training.micro_batches must divide batch_size, {self.micro_batches} does not divide {self.batch_size}"

@@ -184,8 +184,7 @@ class GrowingNetwork:
         self._check_allowed("culled", slot, self.reasons_against_culling(slot))
         check_ramp(Ramp(0.0, 0.0, ticks, curve))
         if ticks > 1 and seed_slot.fading:
-            stage = seed_slot.stage
-            return SeedEvent(slot, seed_slot.blueprint or "", before=stage, after=stage, cause="fading already")
+            return lifecycle_ops.unchanged_stage(seed_slot, "fading already")
         if ticks > 1 and seed_slot.ramping and seed_slot.alpha_before > 0.0:
             return lifecycle_ops.retarget_alpha(seed_slot, 0.0, ticks, curve=curve)
         return self._cull_now(slot, "cull")
@@ -203,18 +202,8 @@ class GrowingNetwork:
 
     def status_event(self, slot: str) -> SeedEvent:
         """Return the present state of the seed as an event that changes nothing."""
-        seed_slot = self._slot(slot)
-        blueprint, stage = seed_slot.blueprint or "", seed_slot.stage
-        return SeedEvent(
-            slot,
-            blueprint,
-            before=stage,
-            after=stage,
-            cause="",
-            ticks_before=seed_slot.ticks_in_stage,
-            age=seed_slot.age,
-            contribution=self._contribution(slot),
-        )
+        event = lifecycle_ops.unchanged_stage(self._slot(slot), cause="")
+        return replace(event, contribution=self._contribution(slot))
 
     def cull_live_seeds(self, cause: str) -> list[SeedEvent]:
         """Remove every live seed (not fossilized) at once, without asking the gates."""

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import get_args
 
 import torch
@@ -34,6 +34,7 @@ class SeedEvent:
 
     slot: str
     blueprint: str
+    """Name of the seed's blueprint; empty for a change of a slot whose seed has been removed."""
     _: KW_ONLY
     before: Stage
     after: Stage
@@ -128,8 +129,20 @@ def retarget_alpha(slot: SeedSlot, target: float, ticks: int, *, curve: Curve) -
     # Starts at the alpha of the last host epoch: two calls between two epochs move alpha once.
     slot.start_ramp(check_ramp(Ramp(slot.alpha_before, target, ticks, curve)))
     slot.ticks_in_stage = 0  # with another alpha the time in the stage starts at 0
-    blueprint, cause = slot.blueprint or "", f"alpha to {target:g} in {ticks} ticks"
-    return SeedEvent(slot.name, blueprint, before=slot.stage, after=slot.stage, cause=cause, age=slot.age)
+    return unchanged_stage(slot, f"alpha to {target:g} in {ticks} ticks")
+
+
+def unchanged_stage(slot: SeedSlot, cause: str) -> SeedEvent:
+    """Return an event of the seed in `slot` that leaves its stage as it is."""
+    return SeedEvent(
+        slot.name,
+        slot.blueprint or "",
+        before=slot.stage,
+        after=slot.stage,
+        cause=cause,
+        ticks_before=slot.ticks_in_stage,
+        age=slot.age,
+    )
 
 
 def advance(slot: SeedSlot, cause: str = "advance") -> SeedEvent:
@@ -173,11 +186,9 @@ def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig,
 
 
 def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
-    before, ticks = slot.stage, slot.ticks_in_stage
+    event = replace(unchanged_stage(slot, cause), after=stage)
     slot.move_to(stage)
-    return SeedEvent(
-        slot.name, slot.blueprint or "", before=before, after=stage, cause=cause, ticks_before=ticks, age=slot.age
-    )
+    return event
 
 
 def count_parameters(module: nn.Module) -> int:

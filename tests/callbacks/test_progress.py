@@ -24,7 +24,7 @@ def lines(captured: str) -> list[str]:
     return re.findall(f"^{LINE}$", captured, re.MULTILINE)
 
 
-def test_where_nobody_watches_each_rollout_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_each_rollout_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, *QUICK)
 
     assert lines(capsys.readouterr().out) == ["1", "2", "3"]

@@ -75,7 +75,7 @@ def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, m
     assert torch.equal(load(target)["weights"], torch.zeros(3))
 
 
-def test_whoever_has_opened_a_checkpoint_reads_it_to_its_end(tmp_path: Path) -> None:
+def test_an_open_checkpoint_can_be_read_while_it_is_replaced(tmp_path: Path) -> None:
     """A new checkpoint replaces the old one by a rename and does not modify the old file."""
     target = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)

@@ -61,7 +61,7 @@ def test_another_family_cannot_continue_a_run(
 
 
 @pytest.mark.slow
-def test_members_held_out_are_evaluated_against_chosen_rivals(trained: Path, tmp_path: Path) -> None:
+def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
     asked = ("--evaluation.hosts", "4", "--evaluation.against", "[climbing]", "--evaluation.held_out", "true")
     call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path))
     summary = json.loads((tmp_path / "evaluation.json").read_text())
@@ -113,7 +113,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out contexts"),
     ],
 )
-def test_rivals_and_members_that_there_are_not_are_refused(
+def test_unknown_controllers_and_contexts_are_refused(
     trained: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -318,7 +318,9 @@ def test_latest_is_the_checkpoint_that_was_written_last(tmp_path: Path, capsys: 
     assert load(second.latest)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
 
 
-def test_what_has_changed_since_the_run_so_far_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_changed_since_the_run_began_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
     latest = str(only_run(tmp_path).latest)
     capsys.readouterr()

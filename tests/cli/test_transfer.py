@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.slow
-def test_on_her_own_hosts_transfer_changes_nothing(trained: Run, tmp_path: Path) -> None:
+def test_transfer_to_the_training_hosts_changes_nothing(trained: Run, tmp_path: Path) -> None:
     evaluate("--ckpt_path", str(trained.latest), "--evaluation.hosts=3")
     evaluate("--ckpt_path", str(trained.latest), "--evaluation.hosts=3", "--transfer=true")
 
@@ -36,7 +36,7 @@ def test_on_her_own_hosts_transfer_changes_nothing(trained: Run, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_on_hosts_of_another_task_she_is_compared_with_rules_that_know_everything_there(
+def test_on_hosts_of_another_task_the_policy_is_compared_with_rules(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_ins = '{"conv_light": "mlp_small", "bottleneck": "lora", "attention": "gated"}'

@@ -205,7 +205,7 @@ def test_a_schedule_plays_where_only_some_heads_are_offered(make_pool: Callable[
     assert done == [germinate(0)] + [WAIT] * 5, "there is no room for the second"
 
 
-def test_a_host_is_yoked_to_the_next_one_of_its_kind() -> None:
+def test_a_yoked_host_gets_the_actions_of_the_next_one_of_its_kind() -> None:
     a, b, c, d, e = (schedule(grow(tick, "block3")) for tick in range(5))
 
     assert yoke_schedules([a, b, c, d, e], ["x", "y", "x", "x", "z"], [0.1] * 5) == [c, b, d, a, e]

@@ -52,7 +52,7 @@ def random_controller(pool: HostPool, make_policy: MakePolicy, seed: int) -> Sam
 
 
 @pytest.mark.parametrize("changes", [{}, FREE], ids=["few heads", "every head"])
-def test_at_home_everything_looks_as_it_is(
+def test_the_training_space_is_mapped_to_itself(
     make_pool: MakePool, make_policy: MakePolicy, changes: dict[str, Any]
 ) -> None:
     pool = make_pool(3, **changes)
@@ -89,7 +89,7 @@ def test_elsewhere_only_what_is_possible_is_done(
     assert set(blueprint[op == Op.GERMINATE].tolist()) <= {0, 1}
 
 
-def test_seeds_are_seen_as_what_they_stand_in_for(known: HostPool, abroad: HostPool) -> None:
+def test_a_substituted_blueprint_is_observed_as_the_one_it_replaces(known: HostPool, abroad: HostPool) -> None:
     guise = SpaceAdapter(home_of(known, conv_light="depthwise"), abroad)
     light, small, norm = (known.space.blueprint.index(name) for name in ("conv_light", "conv_small", "norm"))
 
@@ -113,7 +113,7 @@ def assert_same_shares(seen: torch.Tensor, known: HostPool) -> None:
     torch.testing.assert_close(seen[:, shares], known.observation.features[:, shares])
 
 
-def test_a_place_that_is_not_there_looks_like_one_that_nobody_uses(known: HostPool, abroad: HostPool) -> None:
+def test_a_missing_slot_looks_like_an_unused_one(known: HostPool, abroad: HostPool) -> None:
     guise = SpaceAdapter(home_of(known), abroad)
     known.reset([1, 2, 3])
     third = [name.startswith("block3.") for name in known.feature_names]

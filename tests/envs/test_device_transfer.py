@@ -52,7 +52,7 @@ def test_a_download_waits_for_what_is_queued_before_it() -> None:
     assert torch.equal(download(x), torch.ones(2048, 2048))
 
 
-def test_the_table_of_relevance_is_made_once_and_serves_training_wherever_it_was_first_asked_for() -> None:
+def test_the_table_of_relevance_is_cached_for_training_too() -> None:
     relevance_table.cache_clear()
     with torch.inference_mode():
         table = relevance_table(CPU)

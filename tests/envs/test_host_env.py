@@ -260,6 +260,7 @@ def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> No
         ({"seed_lr_factor": -1.0}, "seed_lr_factor must be positive"),
         ({"batch_size": 0}, "batch_size must be positive"),
         ({"batches": 0}, "batches must be positive"),
+        ({"batches": 2**63}, r"training\.batches must be at most 100000"),
         ({"max_grad_norm": -5.0}, "max_grad_norm must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative"),
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),

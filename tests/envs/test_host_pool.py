@@ -119,7 +119,7 @@ def test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing(
     assert step.metrics.parameters.item() == 390
 
 
-def test_rent_is_paid_from_the_tick_in_which_a_seed_is_kept(make_pool: Callable[..., HostPool]) -> None:
+def test_rent_is_due_from_the_tick_of_fossilization(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1)
     pool.step(act(germinate(0, 1)))
     for _ in range(2):

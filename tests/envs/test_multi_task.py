@@ -97,7 +97,7 @@ def test_every_host_lives_as_it_would_in_a_pool_of_its_own(common: SharedSpace, 
     assert together.truncated.all() and together.metrics.parameters[2] > 70
 
 
-def test_nothing_can_be_done_in_a_place_that_a_host_lacks_and_it_looks_like_one_that_nobody_uses(
+def test_a_slot_that_a_host_lacks_is_masked_and_looks_unused(
     common: SharedSpace,
 ) -> None:
     mixed = mixed_pool(common)

@@ -95,7 +95,7 @@ def test_the_others_do_not_notice_that_a_host_has_ended(make_pool: MakePool, exe
 
 
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
-def test_an_episode_goes_on_to_the_horizon_with_nobody_left_to_train(
+def test_an_episode_without_active_hosts_goes_on_to_the_horizon(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
     pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, max_rollbacks=0), horizon=5, executor=executor)

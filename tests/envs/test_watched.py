@@ -61,7 +61,7 @@ def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> Step
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
-def test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_pool: MakePool, executor: str) -> None:
+def test_a_traced_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_pool: MakePool, executor: str) -> None:
     settings = {"governor": LARGE, "horizon": 11, "executor": executor}
     pool, other = make_pool(2, **settings), make_pool(2, **settings)
     pool.reset([1, 2])
@@ -199,7 +199,7 @@ def test_a_host_that_would_get_too_large_with_all_its_seeds_waits_instead(make_p
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
-def test_where_nobody_watches_a_broken_host_goes_on_broken(make_pool: MakePool, executor: str) -> None:
+def test_without_a_governor_a_broken_host_stays_broken(make_pool: MakePool, executor: str) -> None:
     pool = make_pool(2, governor=NO_GOVERNOR, horizon=6, executor=executor)
     episode = Episode(pool, 1).play(2).play_broken(0).play(3)
 

@@ -97,7 +97,7 @@ def test_the_same_fork_twice_is_the_same(make_pool: Callable[..., HostPool]) -> 
     assert np.array_equal(first.without_seed, again.without_seed)
 
 
-def test_what_cannot_be_forked_is_said_in_one_line(make_pool: Callable[..., HostPool]) -> None:
+def test_hosts_that_cannot_be_forked_are_refused_in_one_line(make_pool: Callable[..., HostPool]) -> None:
     state = grown_state(make_pool(1), FOSSILIZE_FIRST)
 
     with pytest.raises(ValueError, match="needs pairs of environments, the pool has 3"):

@@ -91,7 +91,7 @@ def test_who_has_kept_nothing_has_no_credit() -> None:
     assert credit_fossilized_seeds(pool, 4, 1) == []
 
 
-def test_a_graft_that_fails_is_shown_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_seed_is_shown_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = played(tiny_host, ticks=3)
     grown = next(i for i, env in enumerate(pool.envs) if any(slot.occupied for slot in env.slots))
     before = layer_gradients(pool, grown)

@@ -66,7 +66,7 @@ class OnlyGerminates:
 
 
 @pytest.mark.parametrize(("keep", "parameters"), [(0, 390), (1, 390 + 20), (2, 390 + 20 + 72)])
-def test_only_committed_seeds_are_judged_and_paid_for(pool: HostPool, keep: int, parameters: int) -> None:
+def test_only_fossilized_seeds_are_validated_and_rewarded(pool: HostPool, keep: int, parameters: int) -> None:
     played = play_episode(pool, "grower", OnlyGerminates(keep), rng_seeds=[1, 3])
 
     inputs, targets = pool.data.test

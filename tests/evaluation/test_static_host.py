@@ -126,7 +126,7 @@ def test_nothing_built_in_is_the_host_that_never_grows(make_pool: MakePool) -> N
     assert np.array_equal(static.loss, wait.loss)
 
 
-def test_a_static_twin_with_equal_compute_spends_no_more_and_could_not_afford_another_tick(make_pool: MakePool) -> None:
+def test_a_static_host_with_equal_compute_trains_as_long_as_the_budget_allows(make_pool: MakePool) -> None:
     pool = make_pool(4)
     seeds = [1, 3, 5, 7]
     grown = play_episode(pool, "random", RandomValid(0), rng_seeds=seeds)

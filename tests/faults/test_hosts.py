@@ -269,7 +269,7 @@ def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_t
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_where_nobody_watches_the_error_is_raised(make_pool: MakePool, training: bool) -> None:
+def test_without_a_governor_the_error_is_raised(make_pool: MakePool, training: bool) -> None:
     pool = pool_of(make_pool, "loop", governor=NO_GOVERNOR)
     germinate_in_every_host(pool)
     with (
@@ -291,7 +291,7 @@ def test_any_other_error_is_raised_as_ever(make_pool: MakePool, executor: str) -
 
 
 @pytest.mark.parametrize("fail", SHORTAGES)
-def test_a_stack_that_does_not_fit_into_memory_is_nobodys_fault_and_an_error(
+def test_a_stack_that_does_not_fit_into_memory_is_an_error(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
 ) -> None:
     pool = pool_of(make_pool, "fused")

@@ -98,7 +98,7 @@ def test_one_after_the_other_each_is_held_in_memory_that_only_grows(states: list
 
 
 @given(STATES)
-def test_a_copy_is_nobodys_but_the_callers(state: Any) -> None:
+def test_a_copy_shares_no_memory_with_the_store(state: Any) -> None:
     snapshot = Snapshot()
     snapshot.take(state)
     reference, copy = deepcopy(state), snapshot.copy()

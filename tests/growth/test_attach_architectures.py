@@ -281,7 +281,7 @@ def test_detaching_takes_everything_away_that_grew(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["swin", "transformer encoder", "sequential"])
-def test_what_grew_is_saved_and_loaded_where_nobody_knows_the_places(name: str, tmp_path: Path) -> None:
+def test_grown_seeds_are_saved_and_loaded_by_the_names_of_their_slots(name: str, tmp_path: Path) -> None:
     network, fresh = attached(name), ARCHITECTURES[name].build()
     for slot in slots_of(network).values():
         grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])

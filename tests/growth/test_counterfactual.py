@@ -41,7 +41,7 @@ def check_against_plain_passes(network: nn.Module, variants: list[frozenset[str]
 
 
 @pytest.mark.parametrize("seeds", [0, 1, 2, 3])
-def test_the_whole_family_equals_one_plain_pass_for_each_member(seeds: int) -> None:
+def test_all_variants_equal_one_plain_pass_each(seeds: int) -> None:
     check_against_plain_passes(grown_cnn(seeds), family(PLACES), groups=2**seeds)
 
 
@@ -55,7 +55,7 @@ def test_combinations_that_are_named_twice_are_run_once() -> None:
     check_against_plain_passes(grown_cnn(3), [frozenset(PLACES), frozenset(), frozenset(PLACES), frozenset()], groups=2)
 
 
-def test_every_member_of_the_family_says_something_else() -> None:
+def test_each_variant_has_its_own_output() -> None:
     outputs, _ = forward_variants(grown_cnn(3), family(PLACES), images())
     groups = outputs.unflatten(0, (8, -1))
     assert all(not torch.allclose(groups[i], groups[j]) for i, j in combinations(range(8), 2))
@@ -70,7 +70,7 @@ def test_a_seed_that_is_not_blended_never_takes_part(stage: Stage) -> None:
     torch.testing.assert_close(outputs, small_cnn(PLACES).double().eval()(images()))
 
 
-def test_a_watcher_is_told_how_much_longer_the_batch_becomes() -> None:
+def test_an_observer_is_told_the_factor_of_the_batch() -> None:
     network, told = grown_cnn(3), []
     network.convs[0].register_forward_hook(lambda *_: told.append("first layer"))
     network.head.register_forward_hook(lambda *_: told.append("head"))

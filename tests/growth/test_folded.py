@@ -91,7 +91,7 @@ def test_a_folded_network_is_saved_and_loaded(tmp_path: Path) -> None:
     assert [slot_named(copy, name).folded.kernel_size for name in ("block1", "block2.pool")] == [(3, 3), (1, 1)]
 
 
-def test_seeds_in_a_foreign_network_are_folded_saved_and_loaded(tmp_path: Path) -> None:
+def test_seeds_in_a_users_network_are_folded_saved_and_loaded(tmp_path: Path) -> None:
     def resnet() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -239,7 +239,7 @@ def test_alpha_moves_along_the_ramp_while_blending_and_then_rests() -> None:
     assert (slot.alpha.item(), slot.alpha_velocity, slot.ticks_in_stage) == (0.5, 0.0, 1)
 
 
-def test_a_seed_that_comes_to_its_target_by_and_by_says_how_near_it_was_in_the_last_epoch() -> None:
+def test_a_ramping_seed_reports_its_alpha_of_the_last_epoch() -> None:
     slot = SeedSlot("block1", "image", 4)
     grow(slot, Stage.BLENDING, ramp=SLOW)
     shares = []

@@ -51,7 +51,7 @@ def test_it_begins_as_its_own_constructor_makes_it() -> None:
     assert host.network.shift.shape == (6, 1, 1) and host.network.shift.std() > 0.1
 
 
-def test_each_seed_has_weights_of_its_own_and_nobody_else_s_random_numbers() -> None:
+def test_each_seed_draws_its_weights_from_its_own_generator() -> None:
     host, before = attached(), torch.get_rng_state()
 
     def weights(seed: int) -> Tensor:

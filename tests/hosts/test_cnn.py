@@ -51,7 +51,7 @@ def test_the_number_of_parameters_is_pinned(
         ({"slots": ALL[::-1]}, ALL),
     ],
 )
-def test_slots_stand_in_the_order_of_the_datas_way(options: dict[str, Any], slots: list[str]) -> None:
+def test_slots_are_in_the_order_of_the_forward_pass(options: dict[str, Any], slots: list[str]) -> None:
     assert list(slots_of(CNN((3, 32, 32), 10, **options))) == slots
 
 

@@ -49,7 +49,7 @@ def test_the_number_of_parameters_is_pinned(
         ({"layers": 10, "slots": ["layer10", "layer2"]}, ["layer2", "layer10"]),
     ],
 )
-def test_slots_stand_in_the_order_of_the_datas_way(options: dict[str, Any], slots: list[str]) -> None:
+def test_slots_are_in_the_order_of_the_forward_pass(options: dict[str, Any], slots: list[str]) -> None:
     assert list(slots_of(built(**options))) == slots
 
 

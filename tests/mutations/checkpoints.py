@@ -8,7 +8,7 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/checkpointing/atomic_io.py",
         "draft.replace(target)",
         "shutil.copyfile(draft, target)",
-        "tests/checkpointing/test_validate.py::test_whoever_has_opened_a_checkpoint_reads_it_to_its_end",
+        "tests/checkpointing/test_validate.py::test_an_open_checkpoint_can_be_read_while_it_is_replaced",
     ),
     Defect(
         "A checkpoint takes the place of the one before although the disk does not have it yet",
@@ -134,7 +134,7 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/envs/host_env.py",
         'self.ended = bool(state["ended"])',
         "pass",
-        "tests/envs/test_watched.py::test_a_watched_episode_that_is_saved_at_any_tick_continues_bit_for_bit",
+        "tests/envs/test_watched.py::test_a_traced_episode_that_is_saved_at_any_tick_continues_bit_for_bit",
     ),
     Defect(
         "The Governor of a resumed run has lost its snapshots",
@@ -218,7 +218,7 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/provenance.py",
         "config.ckpt_path = None",
         "pass",
-        "tests/test_provenance.py::test_whoever_repeats_a_resumed_run_does_not_continue_it",
+        "tests/test_provenance.py::test_a_repeated_run_does_not_continue_the_resumed_one",
     ),
     Defect(
         "A resumed run records the events after its checkpoint twice",

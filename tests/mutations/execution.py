@@ -204,6 +204,6 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/envs/measurements.py",
         "(self.all_seeds.accuracy - rest.accuracy)",
         "rest.accuracy",
-        "tests/rewards/test_pools.py::test_a_seed_is_paid_for_what_the_host_would_be_without_it",
+        "tests/rewards/test_pools.py::test_a_seed_is_rewarded_by_its_contribution",
     ),
 )

@@ -335,7 +335,7 @@ DEFECTS: tuple[Defect, ...] = (
         "result = nan_training_row(env)",
         "[self._stream(env).wait_event(self._stream(other).record_event()) for other in envs if other is not "
         "env]\n                    result = nan_training_row(env)",
-        "tests/envs/execution/test_stream_races.py::test_validation_waits_for_nobody_elses_training",
+        "tests/envs/execution/test_stream_races.py::test_validation_of_a_host_does_not_wait_for_other_hosts",
     ),
     Defect(
         "S3: a number is read from the device in every tick",
@@ -471,7 +471,7 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/ppo/gae.py",
         "def normalise(",
         "def discounted(rewards: Tensor, gamma: float) -> Tensor:\n    return rewards * gamma\n\n\ndef normalise(",
-        "tests/test_source.py::test_nothing_is_defined_that_nobody_uses",
+        "tests/test_source.py::test_every_definition_has_a_user",
     ),
     Defect(
         "A4: a device is named by a string",

@@ -113,7 +113,7 @@ DEFECTS: tuple[Defect, ...] = (
         f"{P}/losses.py",
         "- entropy_coefficient * self.entropy",
         "+ entropy_coefficient * self.entropy",
-        f"{T}/test_losses.py::test_what_is_watched_tells_how_far_the_policy_has_moved",
+        f"{T}/test_losses.py::test_ppo_terms_measure_how_far_the_policy_has_moved",
     ),
     Defect(
         "An anneal goes on beyond its end",

@@ -188,7 +188,7 @@ def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutCol
     assert hardly.head_freedom[blueprint] < 1e-2 < 0.1 < often.head_freedom[blueprint]
 
 
-def test_what_is_watched_tells_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:
+def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:
     still = ppo_terms(loop.policy, rollout, PPOConfig())
     assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0
 

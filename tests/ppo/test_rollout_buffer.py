@@ -84,7 +84,7 @@ def test_a_saved_buffer_does_not_change_when_the_rollout_goes_on(loop: RolloutCo
     assert all(torch.equal(a, b) for a, b in zip(before, state["ticks"] + state["state"], strict=True))
 
 
-def test_more_ticks_than_there_is_room_for_are_our_own_mistake(loop: RolloutCollector) -> None:
+def test_a_full_rollout_buffer_asserts(loop: RolloutCollector) -> None:
     buffer, full = empty_buffer(loop), loop.buffer
     refill(buffer, full, full.ticks)
 

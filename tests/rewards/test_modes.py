@@ -119,7 +119,7 @@ def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mo
     assert paid == {name: expected.get(name, 0.0) for name in MODES[mode]}
 
 
-def test_sparse_pays_the_objective_when_all_is_over() -> None:
+def test_sparse_gives_the_objective_at_the_end_of_the_episode() -> None:
     assert reward(host_step(objective=0.7), "sparse") == 0.0
     assert reward(host_step(objective=0.7, at_horizon=True), "sparse") == 0.7
 
@@ -141,7 +141,7 @@ def test_simplified_counts_good_fossils_at_the_end() -> None:
     assert paid == {"shaping": pytest.approx(-0.3 * 12.0), "op": -0.01, "end": pytest.approx(2.4), "fossils": 2.0}
 
 
-def test_shaped_pays_for_contributions_and_takes_the_last_one_back() -> None:
+def test_shaped_rewards_contributions_and_subtracts_the_previous_one() -> None:
     account = SeedAccount(accuracy_at_germination=0.3)
     there = slot_step(BLENDING, account=account, contribution=30.0, growth=0.5)
     paid = compute_terms(host_step(there, accuracy=0.5, host_only_accuracy=0.4), RewardConfig(mode="shaped"))
@@ -171,7 +171,7 @@ def test_shaped_warns() -> None:
     assert compute_terms(host_step(needed, host_only_accuracy=0.4), config)["ransom"] == 0.0
 
 
-def test_basic_pays_the_bonus_at_once_and_basic_plus_by_and_by() -> None:
+def test_basic_gives_the_bonus_at_once_and_basic_plus_spread_over_ticks() -> None:
     kept = slot_step(ON_PROBATION, KEPT, contribution=5.0, account=SeedAccount(ticks_left=10), growth=2.0, alpha=0.5)
     assert compute_terms(host_step(kept), RewardConfig(mode="basic"))["bonus"] == 0.5
     assert compute_terms(host_step(kept), RewardConfig(mode="basic"))["rent"] == pytest.approx(-0.1)
@@ -185,7 +185,7 @@ def test_basic_pays_the_bonus_at_once_and_basic_plus_by_and_by() -> None:
     assert sum(paid["drip"] for paid in rest) == pytest.approx(0.35)
 
 
-def test_basic_pays_for_what_the_host_has_gained_with_what_is_kept() -> None:
+def test_basic_rewards_the_gain_of_the_host_with_its_fossilized_seeds() -> None:
     one = host_step(at_horizon=True, accuracy=0.9, fossilized_accuracy=0.7, accuracy_at_start=0.1)
     assert compute_terms(one, RewardConfig(mode="basic"))["end"] == pytest.approx(3.0)
 
@@ -202,7 +202,7 @@ def escrow_total(slots: list[SlotStep], accuracies: list[float], last: bool = Fa
 
 
 @given(st.lists(st.tuples(points, shares), min_size=1, max_size=10), shares)
-def test_escrow_pays_in_all_what_the_kept_seed_is_credited_with(seen: list[tuple[float, float]], start: float) -> None:
+def test_escrow_sums_to_the_credit_of_the_fossilized_seed(seen: list[tuple[float, float]], start: float) -> None:
     account = SeedAccount(accuracy_at_germination=start)
     measured, accuracies = zip(*seen, strict=True)
     alive = [slot_step(BLENDING, contribution=c, account=account) for c in measured]
@@ -228,7 +228,7 @@ def test_escrow_takes_everything_back_from_a_seed_that_is_not_kept(slot: SlotSte
     assert escrow_total([*alive, slot], [0.5] * 6, last) == (0.0, SeedAccount(accuracy_at_germination=0.1, credit=0.0))
 
 
-def test_a_fall_of_the_loss_pays_and_a_young_seed_is_free() -> None:
+def test_a_fall_of_the_loss_is_rewarded_and_a_young_seed_is_free() -> None:
     young, old = (slot_step(BLENDING._replace(age=age), growth=1.0) for age in (2, 3))
     paid = compute_terms(host_step(young, old, loss_before=1.0, loss=0.8), RewardConfig(mode="loss"))
     assert paid == {"loss": pytest.approx(2.0), "rent": pytest.approx(-0.5 * 0.6931472), "end": 0.0}

@@ -24,7 +24,7 @@ def float_tensor(*numbers: float) -> Tensor:
     return torch.tensor(numbers)
 
 
-def test_an_ungrown_host_pays_nothing() -> None:
+def test_a_host_without_seeds_has_no_rent() -> None:
     assert rent(float_tensor(1000, 1000), HOST, CONFIG).tolist() == [0.0, 0.0]
 
 

@@ -86,7 +86,9 @@ def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callab
     torch.testing.assert_close(rewards.sum(0), end - start, rtol=0.0, atol=1e-6)
 
 
-def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Callable[..., HostPool]) -> None:
+def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
+    pool_of: Callable[..., HostPool],
+) -> None:
     pools = [pool_of(mode, training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE)) for mode in ("kept", "objective")]
     for pool in pools:
         pool.reset([1, 2, 3])
@@ -102,7 +104,7 @@ def test_what_is_kept_is_paid_when_it_is_kept_and_sums_to_the_same(pool_of: Call
     assert not torch.equal(torch.stack(kept), torch.stack(change))
 
 
-def test_sparse_pays_it_at_the_end(pool_of: Callable[..., HostPool]) -> None:
+def test_sparse_gives_it_at_the_end(pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of("sparse", training=LEARNS), RandomValid(2)
     pool.reset([5, 6, 7])
     *before, last = [pool.step(wanderer.act(pool)).reward.clone() for _ in range(pool.config.horizon)]
@@ -127,7 +129,7 @@ FOSSILIZE_CULL_AND_LATE = [  # one seed is fossilized, one is culled, one is fos
 ]
 
 
-def test_escrow_pays_in_all_what_kept_seeds_are_credited_with(pool_of: Callable[..., HostPool]) -> None:
+def test_escrow_sums_to_the_credit_of_the_fossilized_seeds(pool_of: Callable[..., HostPool]) -> None:
     pool = pool_of("escrow", training=LEARNS, horizon=len(FOSSILIZE_CULL_AND_LATE))
     pool.reset([1, 2, 3])
     rewards, owed = [], []
@@ -173,7 +175,7 @@ def test_shaped_alone_knows_the_host_without_any_seed(pool_of: Callable[..., Hos
     assert len(pool_of("escrow", 1).envs[0].variants()) == 5
 
 
-def test_a_seed_is_paid_for_what_the_host_would_be_without_it(pool_of: Callable[..., HostPool]) -> None:
+def test_a_seed_is_rewarded_by_its_contribution(pool_of: Callable[..., HostPool]) -> None:
     pool = pool_of("escrow", 1, training=LEARNS, horizon=20)
     pool.reset([1])
     for row in (germinate(0, 2), germinate(1, 2), *[WAIT] * 5):  # until no ramp moves any more
@@ -231,7 +233,7 @@ def test_what_is_kept_keeps_its_credit_through_a_rollback(pool_of: Callable[...,
 
 
 @pytest.mark.parametrize("mode", ALL)
-def test_a_host_whose_episode_is_over_is_paid_nothing(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
+def test_a_host_whose_episode_is_over_gets_no_reward(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     pool = pool_of(mode, 1, governor=ONLY_NAN_DIVERGES)
     pool.reset([1])
     pool.step(act(germinate(0, 2)))
@@ -264,7 +266,7 @@ def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_o
     assert pool.envs[0].accounts == [SeedAccount()] * 3
 
 
-def test_rewards_of_seeds_cost_nothing_where_nobody_is_paid_for_them(make_pool: Callable[..., HostPool]) -> None:
+def test_rewards_that_ignore_seeds_compute_nothing_per_seed(make_pool: Callable[..., HostPool]) -> None:
     """In the default mode only the measurements that the objective needs are taken."""
     pool = make_pool(1, objective=ObjectiveConfig())
     assert not pool.envs[0].measure_host_only

@@ -103,7 +103,7 @@ def test_prices_of_episodes_are_evenly_spread() -> None:
     )
 
 
-def test_each_host_pays_and_sees_the_price_of_its_episode(make_pool: Callable[..., HostPool]) -> None:
+def test_each_host_has_and_observes_the_price_of_its_episode(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(3, objective=ObjectiveConfig(price=0.1, price_to=0.6))
     pool.reset([1, 2, 3])
     script = [[grow(0, 2)] * 3, *[[WAIT] * 3] * 4, [keep(0)] * 3]

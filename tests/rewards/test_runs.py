@@ -65,7 +65,7 @@ def test_it_cannot_be_set_apart(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "data.env.reward.gamma" in capsys.readouterr().err
 
 
-def test_every_mode_is_named_in_help_with_what_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mode_is_named_in_help_with_its_reward(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli("--help")
     said = " ".join(capsys.readouterr().out.split())

@@ -85,7 +85,7 @@ def test_the_rent_falls_due_in_the_tick_that_keeps_the_seed(pool: HostPool) -> N
     torch.testing.assert_close(others, others.round(), rtol=0.0, atol=1e-3)
 
 
-def test_an_episode_played_again_is_paid_the_same(pool: HostPool) -> None:
+def test_a_repeated_episode_gets_the_same_rewards(pool: HostPool) -> None:
     first, _, _ = run_episode(pool)
     second, _, _ = run_episode(pool)
     assert torch.equal(first, second)

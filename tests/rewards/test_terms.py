@@ -45,7 +45,7 @@ def test_attribution_by_hand() -> None:
 
 
 @given(points, points, st.floats(-100.0, 100.0))
-def test_nobody_is_given_more_than_depends_on_them(contribution: float, progress: float, clean: float) -> None:
+def test_attribution_lies_between_zero_and_the_contribution(contribution: float, progress: float, clean: float) -> None:
     given_to_it = terms.attribution(contribution, progress, clean)
     assert min(contribution, 0.0) <= given_to_it <= max(contribution, 0.0) * (1.0 + 1e-6)
 

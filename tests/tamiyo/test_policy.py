@@ -172,6 +172,6 @@ def test_a_new_memory_lets_go_slowly() -> None:
 
 
 @pytest.mark.parametrize(("width", "embedding"), [(1, 4), (0, 4), (16, 0)])
-def test_a_policy_without_room_is_refused(width: int, embedding: int) -> None:
+def test_a_policy_of_width_zero_is_refused(width: int, embedding: int) -> None:
     with pytest.raises(ValueError, match="width must be at least 2 and blueprint_embedding at least 1"):
         PolicyConfig(width=width, blueprint_embedding=embedding)

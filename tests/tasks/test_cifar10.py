@@ -66,7 +66,7 @@ def test_statistics_are_those_of_all_pixels() -> None:
     assert torch.allclose(deviation.flatten(), images.float().std((0, 2, 3), correction=0))
 
 
-def test_what_is_not_there_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:
+def test_a_missing_data_set_is_reported_with_the_option_that_downloads_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no sound data set in .*; give --data.task.init_args.download true .*170 MB"):
         CIFAR10(str(tmp_path)).load()
 

@@ -52,7 +52,7 @@ def test_every_sample_is_there_once_beside_its_target() -> None:
     assert data.train.inputs[:, 0].tolist() != sorted(data.train.inputs[:, 0].tolist())
 
 
-def test_it_is_the_same_data_again_and_nobody_else_s_random_numbers_are_used() -> None:
+def test_the_data_is_reproducible_and_global_generators_are_untouched() -> None:
     before = torch.get_rng_state()
 
     first = fingerprint(FromDataModule(Complete()).load())

@@ -195,7 +195,7 @@ def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_nobody_looks_if_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_that_is_switched_off_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=2", "--model.ppo.lr={start: 0.0, end: 0.0}"),
         "--telemetry.anomalies.enabled=false",

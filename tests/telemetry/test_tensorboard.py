@@ -196,7 +196,7 @@ def test_an_anomaly_raises_the_level_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_learns_otherwise_for_being_looked_at(tmp_path: Path) -> None:
+def test_telemetry_does_not_change_learning(tmp_path: Path) -> None:
     for level in ("off", "debug"):
         fit(tmp_path / level, f"--telemetry.level={level}", "--telemetry.anomalies.enabled=false")
     off, debug = (continuation(only_run(tmp_path / level).latest) for level in ("off", "debug"))

@@ -69,7 +69,7 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_every_combination_of_facts_is_a_member_and_an_episode_is_drawn_from_its_seed_alone() -> None:
+def test_every_combination_of_values_is_a_context_drawn_by_the_rng_seed_alone() -> None:
     config = FamilyConfig(train=[FACTS, {"host.kernel": [5]}], held_out=[{"host.kernel": [7], "training.lr": [0.1]}])
     whole, held_out = ContextDistribution(config), ContextDistribution(config, held_out=True)
 
@@ -137,7 +137,7 @@ def test_a_host_of_few_samples_meets_the_same_few_in_every_tick(make_pool: MakeP
 
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
-def test_a_graft_that_fails_gets_no_gradient_and_all_others_do(make_pool: MakePool, executor: str) -> None:
+def test_a_dead_seed_gets_no_gradient_and_all_others_do(make_pool: MakePool, executor: str) -> None:
     config = FamilyConfig(train=[{"fail.conv_small": [1.0]}])
     pool = make_pool(2, host=cnn, executor=executor, family=config)
     space = pool.space
@@ -277,13 +277,13 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
         ({"objective.price": [True]}, "objective.price must not be negative"),
     ],
 )
-def test_a_fact_that_makes_no_sense_is_refused(facts: dict[str, Any], said: str) -> None:
+def test_a_variable_without_meaning_is_refused(facts: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=r"family\.train") as error:
         FamilyConfig(train=[facts])
     assert said in str(error.value)
 
 
-def test_members_must_fit_host_task_and_one_another(make_pool: MakePool) -> None:
+def test_contexts_must_fit_host_task_and_one_another(make_pool: MakePool) -> None:
     for facts, said in (
         ({"host.kernal": [3]}, "the host cannot be made with {'kernal': 3}"),
         ({"host.kernel": [2]}, "kernel must be odd"),
@@ -296,7 +296,7 @@ def test_members_must_fit_host_task_and_one_another(make_pool: MakePool) -> None
         assert said in str(error.value)
 
 
-def test_a_held_out_member_may_not_be_one_of_training() -> None:
+def test_a_held_out_context_may_not_be_one_of_training() -> None:
     with pytest.raises(ValueError, match=r"host\.kernel 3 is a context of family\.train"):
         FamilyConfig(train=[{"host.kernel": [1, 3]}], held_out=[{"host.kernel": [3]}])
     with pytest.raises(ValueError, match=r"family\.train has none"):
@@ -323,12 +323,12 @@ def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) 
     assert kind(4, [{"objective.price": [0.3]}], **price) == kind(4, **price), "held-out contexts do not matter"
 
 
-def test_a_fact_that_only_some_members_have_is_a_fact() -> None:
+def test_a_variable_that_only_some_contexts_have_counts() -> None:
     whole = ContextDistribution(FamilyConfig(train=[{"host.kernel": [1]}, {"host.base": [8]}, {}]))
     assert [whole.encode(member) for member in whole.contexts] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
 
 
-def test_without_facts_there_is_one_member_and_nothing_to_tell(make_pool: MakePool) -> None:
+def test_without_variables_there_is_one_context(make_pool: MakePool) -> None:
     pool = make_pool(1)
     assert pool.env_factory.context_distribution.contexts == [Context()]
     assert pool.data.train.variants == 1 and isinstance(pool.data.train, Split)

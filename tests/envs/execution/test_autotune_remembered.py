@@ -71,7 +71,7 @@ def test_what_differs_is_measured_anew(make_pool: MakePool, stopwatch: FixedSpee
         ('{"format": 1, "measured": {"here": 3}}', "was not of format 1 and is replaced"),
     ],
 )
-def test_a_foreign_file_is_replaced_and_said_so(
+def test_a_file_of_another_program_is_replaced_and_reported(
     make_pool: MakePool, stopwatch: FixedSpeeds, cache: Path, content: str, complaint: str
 ) -> None:
     cache.parent.mkdir(parents=True)

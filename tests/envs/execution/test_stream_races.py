@@ -241,7 +241,7 @@ def test_memory_is_flat_over_50_rollouts(executor: str) -> None:
     assert late["reserved_bytes"] <= early["reserved_bytes"] and late["segment"] <= early["segment"]
 
 
-def test_validation_waits_for_nobody_elses_training(
+def test_validation_of_a_host_does_not_wait_for_other_hosts(
     make_pool: MakePool, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S2: a host's validation waits for its own last batch alone; only the stack of all results waits for all hosts."""

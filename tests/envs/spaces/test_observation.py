@@ -143,7 +143,7 @@ def test_a_plateau_lasts_since_the_best_accuracy_was_last_beaten(accuracy: list[
     assert plateau_length(accuracy) == length
 
 
-def test_the_policy_sees_what_it_pays_for(make_pool: Callable[..., HostPool]) -> None:
+def test_the_policy_observes_its_costs(make_pool: Callable[..., HostPool]) -> None:
     pool = make_pool(1, horizon=20, objective=ObjectiveConfig(price=0.125))
     pool.step(act(germinate(0, 1)))
     live = seen(pool)

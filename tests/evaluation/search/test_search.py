@@ -158,7 +158,7 @@ def test_what_is_found_is_a_schedule_for_these_hosts_with_what_it_is_worth(pool:
     assert found.confirmation_steps == 2 * EPISODE
 
 
-def test_a_search_finds_what_is_cheap_where_growth_is_dear(pool: HostPool, found: SearchResult) -> None:
+def test_a_search_finds_cheap_schedules_where_growth_is_expensive(pool: HostPool, found: SearchResult) -> None:
     random = PlanSampler(pool, rng_seed=5)
     racer = SuccessiveHalving(pool, 5, episodes=4, reduction=2)
     worth = racer._play_stage([random.to_schedule(random.draw()) for _ in range(8)], max_episodes=1)
@@ -190,7 +190,7 @@ def varied(make_pool: MakePool) -> HostPool:
     return make_pool(8, family=family, training=HostTraining(batches=1), executor="fused")
 
 
-def test_every_candidate_meets_equally_many_hosts_of_each_member(
+def test_every_candidate_meets_equally_many_hosts_of_each_context(
     varied: HostPool, dear_and_free: list[Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[tuple[str, int]] = []
@@ -210,7 +210,7 @@ def test_every_candidate_meets_equally_many_hosts_of_each_member(
 
 
 @pytest.mark.slow
-def test_the_best_for_a_family_is_not_that_for_one_of_its_members(varied: HostPool) -> None:
+def test_the_best_schedule_of_a_family_differs_from_that_of_one_context(varied: HostPool) -> None:
     found = search(varied, SearchConfig(steps=30 * EPISODE, decisive=4))
 
     assert found.steps <= 30 * EPISODE
@@ -241,7 +241,7 @@ def test_where_all_hosts_have_one_price_there_is_nothing_to_search_by(pool: Host
         search_per_price(pool, SearchConfig(steps=36 * EPISODE))
 
 
-def test_a_member_whose_price_is_no_fact_has_that_of_the_settings(make_pool: MakePool) -> None:
+def test_a_context_without_a_price_has_that_of_the_settings(make_pool: MakePool) -> None:
     family = FamilyConfig(train=[{"training.lr": [0.01]}, {"training.lr": [0.02], "objective.price": [1.0]}])
     mixed = make_pool(2, family=family, objective=ObjectiveConfig(price=0.25))
 
@@ -290,7 +290,7 @@ def test_a_schedule_that_is_known_already_wins_by_being_better_and_not_else(
         assert (found.schedule == known) == (worth > 0.0 and episodes >= 3), "before that there is no last race"
 
 
-def test_a_budget_too_small_for_all_members_is_refused(make_pool: MakePool) -> None:
+def test_a_budget_too_small_for_all_contexts_is_refused(make_pool: MakePool) -> None:
     pool = make_pool(2, family=FamilyConfig(train=[{"objective.price": [0.0, 0.1, 5.0]}]))
     least = "a host of each context, 2 hosts side by side, takes 24$"
     with pytest.raises(ValueError, match=rf"search\.steps is 12; to see one schedule on {least}"):

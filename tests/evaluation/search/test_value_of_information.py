@@ -59,13 +59,13 @@ def test_luck_alone_is_worth_nothing_and_a_real_difference_its_full_worth() -> N
     assert gain.mean() == pytest.approx(3.0 * 7 / 8, abs=0.02)
 
 
-def test_a_fact_that_a_member_does_not_have_sets_it_apart() -> None:
+def test_a_variable_that_a_context_lacks_distinguishes_it() -> None:
     members = [Context((("a", 1),)), Context((("b", 2),)), Context(())]
     groups = dict(context_groups(members))
     assert groups["a"].tolist() in ([0, 1, 1], [1, 0, 0]) and len(set(groups["b"].tolist())) == 2
 
 
-def test_members_are_grouped_by_every_fact_that_differs() -> None:
+def test_contexts_are_grouped_by_every_variable_that_differs() -> None:
     members = [Context((("a", 1), ("b", b), ("c", c))) for b in ("x", "y") for c in (0.1, 0.2)]
     groups = dict(context_groups(members))
     assert {name: of.tolist() for name, of in groups.items()} == {
@@ -82,7 +82,7 @@ def test_the_few_are_good_for_all_or_the_best_for_one() -> None:
     assert len(select_finalists(seen, 2)) == 2 and len(select_finalists(seen, 9)) == 5
 
 
-def test_hosts_are_drawn_for_every_member_and_plans_are_played_on_each(make_pool: MakePool) -> None:
+def test_hosts_are_drawn_for_every_context_and_plans_are_played_on_each(make_pool: MakePool) -> None:
     pool = make_pool(5, host=cnn, family=PRICES)
     hosts = sample_host_seeds(pool, 3, Random(0))
     assert hosts.shape == (4, 3) and (hosts % 2 == 0).all()
@@ -121,7 +121,7 @@ def test_where_growth_is_ruinous_or_free_the_price_is_worth_knowing(make_pool: M
     assert read_schedule(tmp_path / "best_schedule.json") == found.common_schedule
 
 
-def test_members_with_long_names_leave_room_for_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_names_of_contexts_leave_room_for_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     member = ", ".join(f"fail.blueprint{i} 0.0" for i in range(9))
     entries = (
         ScheduledAction(0, "GERMINATE", "block1.pool", "norm"),

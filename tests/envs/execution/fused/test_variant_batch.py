@@ -80,7 +80,7 @@ def test_each_host_has_as_many_entries_as_in_a_pass_of_its_own_and_they_say_the_
     assert len(ours) == stack.entries.count
 
 
-def test_what_nobody_can_tell_apart_is_computed_once() -> None:
+def test_equal_variants_are_computed_once() -> None:
     networks = [build_on(CPU, lambda: Chain([True, True, False]), generator_of(i)) for i in range(3)]
     grow(slots_of(networks[1])["a"], Stage.TRAINING, "norm")
     grow(slots_of(networks[2])["b"], Stage.BLENDING, "norm")
