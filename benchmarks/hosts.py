@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.blueprints import blueprint_names, build_on
-from esper_lightning.envs import EnvConfig, HostFactory, HostPool
+from esper_lightning.envs import EnvConfig, HostFactory, HostPool, Overseer
 from esper_lightning.envs.execution.autotune import ExecutorChoice, available_choices
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT
@@ -141,7 +142,8 @@ def make_pool(
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
-    pool = HostPool(case.task, data, case.host, config=config, n_envs=hosts, device=data.train.inputs.device)
+    device, overseer = data.train.inputs.device, Overseer(GovernorConfig())
+    pool = HostPool(case.task, data, case.host, config=config, n_envs=hosts, device=device, overseer=overseer)
     for i, env in enumerate(pool.envs if seeds != "none" else ()):
         row = 0 if seeds == "equal" else i
         for k, slot in enumerate(env.slots):

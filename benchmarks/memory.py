@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.hosts import tiny
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.memory import resident_memory
@@ -41,7 +42,8 @@ def make_pool(executor: str, hosts: int, device: torch.device) -> HostPool:
         actions=ActionConfig(tempos={"FAST": 2}),
     )
     task = Digits()
-    return HostPool(task, task.load().copy_to([device]), tiny, config=config, n_envs=hosts, device=device)
+    data, overseer = task.load().copy_to([device]), Overseer(GovernorConfig())
+    return HostPool(task, data, tiny, config=config, n_envs=hosts, device=device, overseer=overseer)
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.hosts import CASES, training_settings
-from callbacks import RolloutState, Telemetry
+from callbacks import Governor, RolloutState, Telemetry
 from esper_lightning.cli.main import make_logger
 from esper_lightning.console import wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -82,7 +82,7 @@ def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Alternating
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=len(LEVELS) * (rounds + WARM_UP_ROUNDS),
-        callbacks=[RolloutState(), telemetry],
+        callbacks=[RolloutState(), Governor(), telemetry],
         logger=make_logger(folder, None),
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -21,6 +21,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
+from callbacks import Governor
 from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
@@ -40,13 +41,16 @@ Rule = PeriodicConfig | ClimbingConfig
 
 
 def open_data(config: Path) -> HostPoolData:
-    """Return the data module of a config, built on the CPU."""
+    """Return the data module of a config, built on the CPU and watched by the config's Governor."""
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(HostPoolData, "data")
-    settings = yaml.safe_load(config.read_text())["data"]
-    data = parser.instantiate(parser.parse_object({"data": settings})).data
-    data.build(torch.device("cpu"))
-    return data
+    parser.add_lightning_class_args(Governor, "governor")
+    settings = yaml.safe_load(config.read_text())
+    parts = parser.instantiate(parser.parse_object({key: settings.get(key, {}) for key in ("data", "governor")}))
+    parts.data.build(torch.device("cpu"))
+    if parts.governor.enabled:
+        parts.data.oversee(parts.governor)
+    return parts.data
 
 
 def candidate_settings(pool: HostPool) -> dict[str, list[Rule]]:

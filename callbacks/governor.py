@@ -1,38 +1,48 @@
-"""Callback that prints the rollbacks of the Governor."""
+"""Callback that watches the hosts and rolls back those that diverge."""
 
 from collections import Counter
 
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 
 from esper_lightning.console import print_status
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import Overseer
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 
 
-class Governor(Callback):
-    """Prints which hosts the Governor rolled back, and why.
+class Governor(Overseer, Callback):
+    """Watches the hosts of a run, rolls back those that diverge, and prints which and why.
 
-    The Governor itself is a part of every environment (`data.env.governor`) and acts within the environment step: so a
-    rollback takes effect before the policy's update, and applies to the controllers of a comparison, too.
+    The data module asks this callback within every environment step, of training and of comparisons. Without it no host
+    is judged or restored, no action is vetoed, and no snapshot is taken. The rules are in docs/concepts/governor.md.
 
     Args:
+        rules: When a host counts as diverged, and how the Governor reacts.
+        enabled: Watch the hosts. If off, the run is as without this callback, and a host that runs out of memory ends
+            it.
         lines: Most lines to print in one rollout; further rollbacks are only counted. The run's events.jsonl has all
             of them, and TensorBoard their numbers under `governor/`.
     """
 
-    def __init__(self, lines: int = 5) -> None:
+    def __init__(self, rules: GovernorConfig = GovernorConfig(), *, enabled: bool = True, lines: int = 5) -> None:
         if lines < 0:
             raise ValueError(f"governor.lines must not be negative, got {lines}")
+        super().__init__(rules)
+        self.enabled = enabled
         self.lines = lines
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to watch the hosts of the trainer's data module. Raises ValueError if it has no hosts."""
+        if self.enabled:
+            attached_hosts(trainer).oversee(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._lines_left = self.lines
         self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        loop = pl_module.collector
-        if not loop.pool.config.governor.enabled:
-            return
-        for host_verdict in loop.last_step.verdicts:
+        for host_verdict in pl_module.collector.last_step.verdicts:
             if not host_verdict.verdict.diverged:
                 continue
             if self._lines_left > 0:
@@ -45,3 +55,18 @@ class Governor(Callback):
                 more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._unprinted.items())
                 print_status(f"{more} in this rollout: if there are many, lower data.env.training.lr")
             self._lines_left, self._unprinted = self.lines, Counter()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop watching: the data module may serve another trainer."""
+        if self.enabled:
+            attached_hosts(trainer).oversee(None)
+
+
+def attached_hosts(trainer: Trainer) -> HostPoolData:
+    """Return the data module of a trainer. Raises ValueError if its environments are no hosts."""
+    data = trainer.datamodule
+    if not isinstance(data, HostPoolData):
+        raise ValueError(
+            f"callbacks.Governor watches hosts, and {type(data).__name__} has none; leave the callback out"
+        )
+    return data

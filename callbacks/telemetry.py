@@ -224,7 +224,7 @@ class Telemetry(Callback):
         pool, step = loop.pool, loop.last_step
         found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_step_metrics(pool.envs)
         found |= numbers.gradient_metrics(pool.envs)
-        if pool.config.governor.enabled:
+        if pool.overseer is not None:
             found |= numbers.governor_metrics(step, pool.envs)
         found |= numbers.phase_seconds(
             self._unwritten_seconds, loop.ticks - self._last_written_tick, pool.clock.timer.name

@@ -32,7 +32,10 @@ PACKAGE_NAME = "esper-lightning"
 
 THREADS_SETTING = "threads_per_operator"
 
-REPORTED_PREFIXES = ("seed_everything", THREADS_SETTING, "model.", "data.", "evaluation.", "trainer.max_epochs")
+REPORTED_PREFIXES = (
+    *("seed_everything", THREADS_SETTING, "model.", "data.", "governor.enabled", "governor.rules.", "evaluation."),
+    "trainer.max_epochs",
+)
 """Prefixes of the settings that affect the results of a run; output folders and logging do not."""
 
 

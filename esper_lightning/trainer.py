@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import Overseer
 from esper_lightning.errors import (
     EXIT_BAD_INPUT,
     EXIT_DISK_FAILED,
@@ -124,6 +125,7 @@ class EsperTrainer(Trainer):
         default_folder = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
         folder = Path(out) if out is not None else run_folder(paths[0]) / default_folder
         self.datamodule = datamodule
+        self._set_up_overseer(model, "evaluate")
         if stand_ins and not transfer:
             exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
         try:
@@ -160,6 +162,7 @@ class EsperTrainer(Trainer):
             out: Folder for the table, the best schedule and the settings. None: they are only printed.
         """
         self.datamodule = datamodule
+        self._set_up_overseer(model, "information")
         folder = None if out is None else Path(out)
         with one_line_errors():
             if folder is not None:
@@ -168,6 +171,12 @@ class EsperTrainer(Trainer):
         print_information(result)
         if folder is not None:
             write_information(result, folder, self.record())
+
+    def _set_up_overseer(self, model: LightningModule, command: str) -> None:
+        """Call `setup` of the callback that watches the hosts; in `fit` Lightning calls that of every callback."""
+        for callback in self.callbacks:
+            if isinstance(callback, Overseer):
+                callback.setup(self, model, command)
 
     def record(self) -> dict[str, Any]:
         """Return the settings of this run and the provenance of this process: command, device, software versions."""

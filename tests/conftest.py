@@ -10,10 +10,11 @@ from hypothesis import settings
 from jsonargparse import _core, _subcommands
 from torch import Tensor, nn
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
 from esper_lightning.envs.execution.fused.equivalence import check_stack
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import CNN
@@ -107,12 +108,23 @@ def stacks_of_our_hosts_are_proven_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_pool() -> Callable[..., HostPool]:
-    """`make_pool(n_envs, host=…, horizon=…, …)` returns a small pool on digits; the rest replaces EnvConfig's."""
+    """`make_pool(n_envs, host=…, governor=…, …)` returns a small pool on digits; the rest replaces EnvConfig's.
+
+    `governor` holds the rules by which the hosts are watched. None: they are not watched.
+    """
     task = Digits(validation=100, test=100)
     data = task.load()
 
-    def make(n_envs: int = 2, host: Callable[[Sequence[int], int], nn.Module] = small_host, **changes: Any) -> HostPool:
-        return HostPool(task, data, host, config=replace(SMALL, **changes), n_envs=n_envs, device=torch.device("cpu"))
+    def make(
+        n_envs: int = 2,
+        host: Callable[[Sequence[int], int], nn.Module] = small_host,
+        *,
+        governor: GovernorConfig | None = GovernorConfig(),
+        **changes: Any,
+    ) -> HostPool:
+        config, overseer = replace(SMALL, **changes), None if governor is None else Overseer(governor)
+        device = torch.device("cpu")
+        return HostPool(task, data, host, config=config, n_envs=n_envs, device=device, overseer=overseer)
 
     return make
 

@@ -105,6 +105,12 @@ def test_what_is_set_aside_gets_the_next_number(make: Callable[[Path], None], tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.json", "run.2.json", "run.json"]
 
 
+def test_the_rules_of_the_governor_are_settings_of_a_run_and_its_lines_are_not() -> None:
+    found = flat_settings({"governor": {"enabled": True, "rules": {"window": 3}, "lines": 5}})
+
+    assert found == {"governor.enabled": "True", "governor.rules.window": "3"}
+
+
 def test_differences_are_a_line_each() -> None:
     before = flat_settings({"data": {"a": 1, "b": {"c": [1]}, "gone": 3}, "trainer": {"devices": 1}})
     now = flat_settings({"data": {"a": 2, "b": {"c": [1]}, "new": {}}})

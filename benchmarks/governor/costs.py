@@ -58,7 +58,7 @@ def measure_cost(pool: HostPool, spent: list[float], ticks: int) -> Cost:
     without = time.perf_counter() - begin - pool.clock.take_seconds()["governor"]
     for env in pool.envs:
         timed(env.take_snapshot, snapshot_seconds)()
-    snapshots = sum(snapshot_seconds) / pool.config.governor.snapshot_every
+    snapshots = sum(snapshot_seconds) / pool.overseer.config.snapshot_every
     tick = without / ticks + snapshots
     return Cost(sum(spent) / ticks / tick, snapshots / tick)
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostFactory, HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, GPT, MLP
 from esper_lightning.tasks import Digits, Split, Task, TaskData
@@ -80,7 +81,8 @@ QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False
 
 
 def open_pool(kind: HostKind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
-    """Return a pool of hosts of one kind, under a Governor with default settings."""
+    """Return a pool of hosts of one kind, watched by the default rules."""
     training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
-    return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU)
+    overseer = Overseer(GovernorConfig())
+    return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU, overseer=overseer)

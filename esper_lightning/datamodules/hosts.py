@@ -10,7 +10,7 @@ from esper_lightning.checkpointing.resize import count_saved_envs, resize_enviro
 from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.tasks import Task
@@ -109,6 +109,8 @@ class HostPoolData(LightningDataModule):
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
+        self.overseer: Overseer | None = None
+        self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
 
     def setup(self, stage: str) -> None:
@@ -129,13 +131,21 @@ class HostPoolData(LightningDataModule):
             else None
         )
         self.pools = self._for_each_task(
-            lambda name: self.loaded_tasks[name].make_pool(self.task_configs[name].n_envs, shared_space=shared_space)
+            lambda name: self.loaded_tasks[name].make_pool(
+                self.task_configs[name].n_envs, shared_space=shared_space, overseer=self.overseer
+            )
         )
         for pool in self.pools.values():
             if pool.selection is not None:
                 print_status(*pool.selection.report())
         (first, *others) = self.pools.values()
         self._pool = MixedPool(self.pools) if others else first
+
+    def oversee(self, overseer: Overseer | None) -> None:
+        """Let an overseer watch all hosts, those of pools made later too. None: stop watching."""
+        self.overseer = overseer
+        for pool in self.pools.values():
+            pool.oversee(overseer)
 
     @property
     def pool(self) -> HostPool | MixedPool:
@@ -154,7 +164,7 @@ class HostPoolData(LightningDataModule):
         return results
 
     def make_pool(self, n_envs: int, held_out: bool = False, task: str | None = None) -> HostPool:
-        """Return another pool with the same task, hosts, rules and executor.
+        """Return another pool with the same task, hosts, rules, executor and overseer.
 
         Args:
             n_envs: Number of hosts.
@@ -162,7 +172,7 @@ class HostPoolData(LightningDataModule):
             task: Name of the task, where there are several. None: the first.
         """
         name = task or next(iter(self.pools))
-        return self.loaded_tasks[name].make_pool(n_envs, held_out, self.pools[name])
+        return self.loaded_tasks[name].make_pool(n_envs, held_out, self.pools[name], overseer=self.overseer)
 
     @property
     def horizon(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool
+from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.execution import other_devices
 from esper_lightning.envs.host_training import HostTraining
@@ -84,6 +84,7 @@ class LoadedTask(NamedTuple):
         template: HostPool | None = None,
         *,
         shared_space: SharedSpace | None = None,
+        overseer: Overseer | None = None,
     ) -> HostPool:
         """Return a pool of these hosts.
 
@@ -92,6 +93,7 @@ class LoadedTask(NamedTuple):
             held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
             template: An existing pool whose executor and shared action space the new one takes over.
             shared_space: Action space that is shared with the hosts of other tasks.
+            overseer: Overseer that watches the hosts. None: they are not watched.
         """
         env_config = self.env_config
         if template is not None:
@@ -110,6 +112,7 @@ class LoadedTask(NamedTuple):
             extra_devices=extra_devices,
             held_out=held_out,
             shared_space=shared_space,
+            overseer=overseer,
         )
 
     def discover_action_space(self) -> tuple[ActionSpace, Tensor]:

@@ -1,6 +1,7 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
 from esper_lightning.envs.config import EnvConfig, HostFactory
+from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_pool import HostPool
 from esper_lightning.envs.multi_task import MixedPool
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionConfig, ActionSpace, Op
@@ -23,6 +24,7 @@ __all__ = [
     "MixedPool",
     "Observation",
     "Op",
+    "Overseer",
     "PoolMetrics",
     "StepResult",
 ]

@@ -11,7 +11,6 @@ from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConf
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.rewards import ObjectiveConfig, RewardConfig
 from esper_lightning.tasks import TaskData
@@ -58,9 +57,6 @@ class EnvConfig:
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Reward of a step."""
-
-    governor: GovernorConfig = field(default_factory=GovernorConfig)
-    """Detection of diverged hosts, and rollback."""
 
     family: FamilyConfig = field(default_factory=FamilyConfig)
     """Distribution over contexts, the hidden variables that differ between episodes."""

@@ -44,10 +44,12 @@ class HostEnv:
         horizon: Length T of an episode in environment steps.
         device: Device of the network.
         timer: Timer of the work on this host.
-        monitor: Monitor that the Governor uses for this host. None: the Governor is disabled.
         measure_host_only: True to validate the host with every seed switched off, too.
         flops: FLOPs of the host. None: compute has no price.
         architecture: Name of the architecture; hosts of one architecture can be stacked.
+
+    Attributes:
+        monitor: Monitor of the overseer that watches this host. None: the host is not watched.
     """
 
     def __init__(
@@ -62,7 +64,6 @@ class HostEnv:
         horizon: int,
         device: torch.device,
         timer: "HostTimer",
-        monitor: HostMonitor | None = None,
         measure_host_only: bool = False,
         flops: HostFlops | None = None,
         architecture: str = "",
@@ -74,7 +75,7 @@ class HostEnv:
         self.host_parameters = count_parameters(network)
         self.device = device
         self.timer = timer
-        self.monitor = monitor
+        self.monitor: HostMonitor | None = None
         self.measure_host_only = measure_host_only
         self.flops = flops
         self.architecture = architecture
@@ -181,7 +182,7 @@ class HostEnv:
         self.accounts[k] = (account or self.accounts[k])._replace(**changes)
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
-        """Return the Governor's reasons to veto an action; an empty list allows it."""
+        """Return the overseer's reasons to veto an action; an empty list allows it."""
         if self.monitor is None:
             return []
         chosen, parameters = self.space.decode(action), self.host_parameters + self.seed_parameters(OCCUPIED)
@@ -266,8 +267,8 @@ class HostEnv:
         ).item()
 
     def judge_epoch(self, result: EpochResult | None) -> Judgement:
-        """Return the Governor's verdict on a host epoch. `result` is None if the host ran out of memory."""
-        assert self.monitor is not None, "only the Governor asks"
+        """Return the monitor's judgement on a host epoch. `result` is None if the host ran out of memory."""
+        assert self.monitor is not None, "only an overseer asks"
         if self.failure is not None:
             return self.monitor.judge_failure(self.failure)
         assert result is not None, "only a failure leaves no result"
@@ -281,7 +282,7 @@ class HostEnv:
 
     def take_snapshot(self) -> None:
         """Take a snapshot of the current host for a later rollback."""
-        assert self.monitor is not None, "only the Governor takes snapshots"
+        assert self.monitor is not None, "only an overseer takes snapshots"
         self.monitor.take_snapshot(self._host_state())
 
     def roll_back(self, ended: bool, cause: str) -> list[SeedEvent]:
@@ -294,7 +295,7 @@ class HostEnv:
         Returns one event for each slot whose stage differs from its stage before the rollback, so that the sequence of
         events stays complete.
         """
-        assert self.monitor is not None, "only the Governor rolls back"
+        assert self.monitor is not None, "only an overseer rolls back"
         events = [self.growing.status_event(slot.name) for slot in self.slots]
         tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
@@ -371,7 +372,7 @@ class HostEnv:
         if self.monitor is not None:
             if state["monitor"] is not None:
                 self.monitor.load_state_dict(state["monitor"])
-            else:  # the Governor was disabled, so this is the first state to snapshot
+            else:  # the saved host was not watched, so this is the first state to snapshot
                 self.take_snapshot()
 
     def _load_host(self, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from esper_lightning.envs.execution.autotune import (
 )
 from esper_lightning.envs.execution.compile import compile_hosts
 from esper_lightning.envs.execution.out_of_memory import isolate_oom
-from esper_lightning.envs.governing import find_veto, finish_epoch
+from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
@@ -57,6 +57,8 @@ class HostPool:
         extra_devices: Further devices for hosts, which are assigned to `device` and these in turn.
         held_out: True to draw the held-out contexts of the family, which training never draws.
         shared_space: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
+        overseer: Overseer that watches the hosts. None: no host is rolled back, and a host that runs out of memory
+            is an error.
 
     Attributes:
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
@@ -78,6 +80,7 @@ class HostPool:
         extra_devices: Sequence[torch.device] = (),
         held_out: bool = False,
         shared_space: SharedSpace | None = None,
+        overseer: Overseer | None = None,
     ) -> None:
         check_compatible(config, data, n_envs, device=device)
         self.config = config
@@ -108,7 +111,15 @@ class HostPool:
         self.observation, self.feature_names = self.observation_builder.observation, self.observation_builder.names
         self.privileged = self.observation_builder.privileged
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
+        self.overseer: Overseer | None = None
         self.reset(range(n_envs))
+        self.oversee(overseer)
+
+    def oversee(self, overseer: Overseer | None) -> None:
+        """Let an overseer watch the hosts from their present state on. None: stop watching."""
+        self.overseer = overseer
+        self.env_factory.oversee(overseer)
+        self._take_snapshots(self.envs)
 
     def _choose_executor(self, growable: Tensor) -> None:
         """Choose the executor that trains and validates the hosts."""
@@ -206,12 +217,12 @@ class HostPool:
         # A fossilized seed must survive a rollback. The host is healthy here, or the action would have been vetoed.
         self._take_snapshots(transition.env for transition in transitions if has_fossilized(transition))
         self._train_epoch(transitions)
-        self._finish_epochs(transitions, governed=self.config.governor.enabled)
+        self._finish_epochs(transitions, self.overseer)
         with self.clock.measure("bookkeeping"):
             result = self._make_result(action, transitions)
-        self._take_snapshots(
-            env for env in self.envs if env.monitor is not None and env.monitor.snapshot_due and not env.ended
-        )
+        if self.overseer is not None:
+            with self.clock.measure("governor"):
+                self.overseer.take_due_snapshots(self.envs)
         return result
 
     def _decode_actions(self, action: Action) -> tuple[Action, list[Transition]]:
@@ -224,7 +235,10 @@ class HostPool:
         executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
         for i, row in enumerate(executable):
             self._check_action(i, row)
-        vetoes = [find_veto(i, env, row) for i, (env, row) in enumerate(zip(self.envs, executable, strict=True))]
+        vetoes = [
+            None if self.overseer is None else self.overseer.find_veto(i, env, row)
+            for i, (env, row) in enumerate(zip(self.envs, executable, strict=True))
+        ]
         if any(vetoes):
             action = to_action(
                 [WAIT_ACTION if veto else row for row, veto in zip(chosen, vetoes, strict=True)], self.device
@@ -269,11 +283,16 @@ class HostPool:
             for transition, result in zip(active, results, strict=True):
                 transition.result = result
 
-    def _finish_epochs(self, transitions: Sequence[Transition], governed: bool) -> None:
-        """Call `finish_epoch` for every host, and validate again those that were rolled back."""
+    def _finish_epochs(self, transitions: Sequence[Transition], overseer: Overseer | None) -> None:
+        """Call `finish_epoch` for every host, and validate again those that were rolled back.
+
+        Raises MemoryError if a host ran out of memory and no overseer can roll it back.
+        """
+        if overseer is None:
+            self._raise_failures()
         with self.clock.measure("bookkeeping"):
             for transition in transitions:
-                finish_epoch(transition, governed)
+                finish_epoch(transition, overseer)
         restored = [transition.env for transition in transitions if transition.diverged]
         if restored:
             with self.clock.measure("validate"):
@@ -317,6 +336,7 @@ class HostPool:
     def _compute_rewards(self, transitions: Sequence[Transition]) -> dict[str, Tensor]:  # [N] each, float64 on the CPU
         """Compute the reward terms of every host by name, and update the reward accounts of its seeds."""
         rewards = []
+        penalty = None if self.overseer is None else self.overseer.config.penalty
         for transition in transitions:
             assert transition.before is not None, "the step has an action"
             record = make_step_record(
@@ -326,28 +346,27 @@ class HostPool:
                 after=host_status(transition.env, self.config.reward.depends_on_seeds),
                 diverged=transition.diverged,
             )
-            rewards.append(reward_terms(record, self.config))
+            rewards.append(reward_terms(record, self.config.reward, penalty))
             if record.slots and not record.already_ended:
                 transition.env.accounts = [account_after(slot, record) for slot in record.slots]
         return {name: torch.tensor([row[name] for row in rewards], dtype=torch.float64) for name in rewards[0]}
 
     def train_without_actions(self, ticks: int) -> None:
-        """Train all hosts for `ticks` epochs without actions and without the Governor, beyond the horizon too.
+        """Train all hosts for `ticks` epochs without actions and without the overseer, beyond the horizon too.
 
         Seeds still advance and are culled automatically.
         """
         for _ in range(ticks):
             transitions = [Transition(i, env, WAIT_ACTION) for i, env in enumerate(self.envs)]
             self._train_epoch(transitions)
-            self._finish_epochs(transitions, governed=False)
+            self._finish_epochs(transitions, None)
         self.observation_builder.update()
 
     def _take_snapshots(self, envs: Iterable[HostEnv]) -> None:
-        """Take snapshots of these hosts if the Governor is enabled."""
-        if self.config.governor.enabled:
+        """Take snapshots of these hosts if an overseer watches them."""
+        if self.overseer is not None:
             with self.clock.measure("governor"):
-                for env in envs:
-                    env.take_snapshot()
+                self.overseer.take_snapshots(envs)
 
     def test_accuracy(self, fossilized_only: bool = True) -> Tensor:
         """Return the test accuracy [N] of each host, with its fossilized seeds only or with all its seeds."""

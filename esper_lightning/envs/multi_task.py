@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_pool import HostPool
 from esper_lightning.envs.spaces.actions import Action
@@ -76,6 +77,11 @@ class MixedPool:
     def task_slices(self) -> dict[str, slice]:
         """Slice of the host indices of each task."""
         return {name: span for name, (_, span) in zip(self.pools, self._pool_slices(), strict=True)}
+
+    @property
+    def overseer(self) -> Overseer | None:
+        """Overseer of the first pool; all pools of a run have the same one. None: the hosts are not watched."""
+        return next(iter(self.pools.values())).overseer
 
     @property
     def envs(self) -> list[HostEnv]:

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import Validation
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.rewards import HostStep, SeedAccount, SlotStatus, SlotStep, compute_terms
+from esper_lightning.rewards import HostStep, RewardConfig, SeedAccount, SlotStatus, SlotStep, compute_terms
 
 
 class HostStatus(NamedTuple):
@@ -67,10 +66,16 @@ def seed_state(slot: SeedSlot) -> SlotStatus:
     return SlotStatus(slot.stage, slot.ticks_in_stage, slot.age, slot.fading)
 
 
-def reward_terms(tick: HostStep, config: EnvConfig) -> dict[str, float]:
-    """Return the terms of one host's reward by name, rollback penalty included; their sum is the reward."""
-    terms = compute_terms(tick, config.reward)
-    return terms | {"rollback": -config.governor.penalty * tick.diverged} if config.governor.enabled else terms
+def reward_terms(tick: HostStep, config: RewardConfig, penalty: float | None) -> dict[str, float]:
+    """Return the terms of one host's reward by name; their sum is the reward.
+
+    Args:
+        tick: The step of the host.
+        config: Mode of the reward, and weights of its terms.
+        penalty: Penalty of a rollback. None: the host is not watched, and the term is left out.
+    """
+    terms = compute_terms(tick, config)
+    return terms if penalty is None else terms | {"rollback": -penalty * tick.diverged}
 
 
 def make_step_record(

@@ -10,9 +10,6 @@ from typing import NamedTuple
 class GovernorConfig:
     """Settings of the Governor: when a host counts as diverged, and how it reacts."""
 
-    enabled: bool = True
-    """Monitor the hosts. If off, no host is rolled back, and a host that runs out of memory ends the run."""
-
     window: int = 3
     """Number of last healthy host epochs whose mean loss is the normal loss; with fewer, it is the loss of guessing.
     Losses fall steeply at first, so the mean over a longer window is out of date: see docs/concepts/governor.md."""
@@ -55,17 +52,17 @@ class GovernorConfig:
     def __post_init__(self) -> None:
         for name in ("window", "patience", "snapshot_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"governor.{name} must be at least 1 host epoch, got {getattr(self, name)}")
+                raise ValueError(f"governor.rules.{name} must be at least 1 host epoch, got {getattr(self, name)}")
         for name in ("cooldown", "max_rollbacks", "penalty"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"governor.{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"governor.rules.{name} must not be negative, got {getattr(self, name)}")
         for name in ("max_loss", "max_ratio", "learned", "guessing"):
             if not getattr(self, name) > 0.0:
-                raise ValueError(f"governor.{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"governor.rules.{name} must be positive, got {getattr(self, name)}")
         if not 0.0 < self.lr_factor <= 1.0:
-            raise ValueError(f"governor.lr_factor must lie in (0, 1], got {self.lr_factor}")
+            raise ValueError(f"governor.rules.lr_factor must lie in (0, 1], got {self.lr_factor}")
         if self.max_growth is not None and not self.max_growth >= 1.0:
-            raise ValueError(f"governor.max_growth must be at least 1 (the host alone), got {self.max_growth}")
+            raise ValueError(f"governor.rules.max_growth must be at least 1 (the host alone), got {self.max_growth}")
 
 
 class GovernorState(NamedTuple):
@@ -248,7 +245,7 @@ def veto_reasons(op: str, growth: float, state: GovernorState, *, config: Govern
         reasons.append(f"the loss has been out of range or near guessing for {state.consecutive_anomalies} host epochs")
     if op == "GERMINATE" and config.max_growth is not None and growth > config.max_growth:
         reasons.append(
-            f"it would have {growth:.3g} times the parameters it began with, more than governor.max_growth = "
-            f"{config.max_growth:g}"
+            f"it would have {growth:.3g} times the parameters it began with, more than "
+            f"governor.rules.max_growth = {config.max_growth:g}"
         )
     return reasons

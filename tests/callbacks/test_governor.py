@@ -1,15 +1,24 @@
-"""Governor callback: the lines that a run prints about rolled-back hosts."""
+"""Governor callback: with it hosts are watched and rolled back, without it they are not; and the lines it prints."""
 
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import torch
 from lightning import Callback, Trainer
 
 from callbacks import Governor
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules.tasks import TaskConfig
+from esper_lightning.envs import HostPool, MixedPool, StepResult
+from esper_lightning.governor.judge import Verdict
+from esper_lightning.hosts import MLP
 from esper_lightning.module import TamiyoModule
-from tests.envs.breaking import set_weight_to_nan
-from tests.runs import fit, with_callback
+from esper_lightning.tasks import Digits, Synthetic
+from tests.conftest import SMALL
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch, set_weight_to_nan
+from tests.runs import differences, fit, tiny_host, with_callback
 
 LINE = re.compile(r"host (\d) \(seed \d+\) (.*)")
 
@@ -68,6 +77,112 @@ def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
     advice = "if there are many, lower data.env.training.lr"
 
     assert governor_lines(tmp_path, capsys, 2, "--governor.lines=3") == (2 * BROKEN[:3], 2 * [f"{rest}: {advice}"])
+
+
+@pytest.fixture
+def data() -> HostPoolData:
+    """Data module with two hosts that are not watched yet."""
+    made = HostPoolData(Digits(validation=100, test=100), tiny_host, SMALL, n_envs=2)
+    made.build(torch.device("cpu"))
+    return made
+
+
+def trainer_of(data: HostPoolData | None, governor: Governor) -> Trainer:
+    """Return a trainer whose data module is `data`, after the setup of its only callback."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[governor])
+    trainer.datamodule = data
+    governor.setup(trainer, TamiyoModule(), "fit")
+    return trainer
+
+
+def wait(pool: HostPool, *broken: int) -> StepResult:
+    """Step the pool without actions; the training of the hosts `broken` diverges."""
+    with breaking_epoch(pool, broken):
+        return pool.step(pool.space.zeros(pool.n_envs, pool.device))
+
+
+def is_finite(pool: HostPool | MixedPool, host: int) -> bool:
+    return all(tensor.isfinite().all() for tensor in pool.envs[host].network.state_dict().values())
+
+
+def test_a_host_that_diverges_gets_its_own_last_snapshot_back_within_the_tick(data: HostPoolData) -> None:
+    trainer_of(data, Governor(ONLY_NAN_DIVERGES))
+    pool = data.pool
+    pool.reset([3, 4])
+    for _ in range(ONLY_NAN_DIVERGES.snapshot_every):
+        wait(pool)
+    kept = [deepcopy(env.network.state_dict()) for env in pool.envs]
+    assert differences(*kept), "two hosts differ"
+    wait(pool)
+
+    step = wait(pool, 0)
+
+    (verdict,) = step.verdicts
+    assert (verdict.host, verdict.verdict.outcome, verdict.restored_tick) == (0, Verdict.ROLL_BACK, 2)
+    assert differences(dict(kept[0]), dict(pool.envs[0].network.state_dict())) == []
+    assert differences(dict(kept[1]), dict(pool.envs[1].network.state_dict())) != [], "the other host trains on"
+    assert step.reward[0] == -ONLY_NAN_DIVERGES.penalty
+    assert step.terminated.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_without_the_callback_or_with_a_disabled_one_no_host_is_watched(data: HostPoolData, disabled: bool) -> None:
+    if disabled:
+        trainer = trainer_of(data, Governor(ONLY_NAN_DIVERGES, enabled=False))
+        trainer.callbacks[-1].teardown(trainer, TamiyoModule(), "fit")
+    pool = data.pool
+    pool.reset([3, 4])
+
+    step = wait(pool, 0)
+
+    assert step.verdicts == step.vetoes == [] and not step.terminated.any()
+    assert "rollback" not in step.terms
+    assert [is_finite(pool, host) for host in (0, 1)] == [False, True]
+    assert pool.overseer is None
+    assert all(env.monitor is None and env.state_dict()["monitor"] is None for env in pool.envs), "and no snapshot"
+
+
+def test_hosts_are_watched_from_the_setup_of_the_callback_to_its_teardown(data: HostPoolData) -> None:
+    pool, governor = data.pool, Governor(ONLY_NAN_DIVERGES)
+    trainer = trainer_of(data, governor)
+    before = deepcopy(pool.envs[1].network.state_dict())
+    assert len(wait(pool, 1).verdicts) == 1
+    assert differences(dict(before), dict(pool.envs[1].network.state_dict())) == [], "the state at the setup"
+
+    governor.teardown(trainer, TamiyoModule(), "fit")
+
+    assert wait(pool, 1).verdicts == []
+    assert wait(data.make_pool(1), 0).verdicts == []
+
+
+def test_the_hosts_of_comparisons_are_watched_too(data: HostPoolData) -> None:
+    trainer_of(data, Governor(ONLY_NAN_DIVERGES))
+    other = data.make_pool(3)
+
+    (verdict,) = wait(other, 2).verdicts
+
+    assert verdict.host == 2 and is_finite(other, 2)
+
+
+def test_hosts_of_every_task_are_watched() -> None:
+    table = TaskConfig(task=Synthetic(shape=[6], classes=3, train=64, validation=32, test=32), host=MLP, n_envs=2)
+    data = HostPoolData(Digits(validation=100, test=100), tiny_host, SMALL, n_envs=1, also={"table": table})
+    data.build(torch.device("cpu"))
+    trainer_of(data, Governor(ONLY_NAN_DIVERGES))
+    data.pool.reset([3, 4, 5])
+
+    with breaking_epoch(data.pools["table"], [1]):
+        (verdict,) = data.pool.step(data.pool.space.zeros(3, data.pool.device)).verdicts
+
+    assert verdict.host == 2 and is_finite(data.pool, 2)
+    assert len(wait(data.make_pool(1, task="table"), 0).verdicts) == 1
+
+
+def test_environments_that_are_no_hosts_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"callbacks\.Governor watches hosts, and NoneType has none; leave the callback"
+    ):
+        trainer_of(None, Governor())
 
 
 def test_a_negative_number_of_lines_is_refused() -> None:

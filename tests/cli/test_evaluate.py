@@ -98,6 +98,14 @@ def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: 
     assert [row["parameters"] for row in by_name["static tamiyo"]] == [row["parameters"] for row in by_name["tamiyo"]]
 
 
+def test_the_governor_watches_the_hosts_that_are_evaluated(trained: list[Run], tmp_path: Path) -> None:
+    everything_diverges = ("--governor.rules.max_loss=1e-6", "--governor.rules.patience=1")
+    alone = (*FEW, "--evaluation.against=[]", "--evaluation.controls=false", f"--out={tmp_path}")
+    evaluate("--ckpt_path", str(trained[0].latest), *alone, *everything_diverges)
+
+    assert {int(row["rollbacks"]) for row in rows_of(tmp_path)} == {1}, "the cooldown lasts as long as the episode"
+
+
 @pytest.mark.slow
 def test_a_config_comes_before_that_of_the_run(
     trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]

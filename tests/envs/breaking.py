@@ -18,8 +18,6 @@ ONLY_NAN_DIVERGES = GovernorConfig(
     snapshot_every=2, patience=2, cooldown=1, max_rollbacks=2, penalty=0.75,
 )  # fmt: skip
 
-NO_GOVERNOR = GovernorConfig(enabled=False)
-
 
 def set_weight_to_nan(env: HostEnv) -> None:
     """Set a weight to NaN, so that the next loss of the host is NaN."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
 
@@ -25,6 +26,7 @@ def make_pool(others: Sequence[torch.device] = (), **changes: str) -> HostPool:
         n_envs=3,
         device=torch.device("cuda"),
         extra_devices=others,
+        overseer=Overseer(GovernorConfig()),
     )
 
 

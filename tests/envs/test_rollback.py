@@ -13,7 +13,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from tests.decisions import WAIT, act
-from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import HORIZON, Episode, FirstOption, MakePool, restored_by_hand
 from tests.envs.execution.fused.hosts import make
 from tests.envs.execution.fused.hosts import precision as precision_of
@@ -38,7 +38,7 @@ def test_a_rolled_back_host_goes_on_as_one_that_was_restored_by_hand(
     training = HostTraining(batches=2, optimizer=optimizer, precision=precision, weight_decay=0.01)
     settings = {"horizon": HORIZON, "executor": executor, "training": training}
     pool = make_pool(3, governor=ONLY_NAN_DIVERGES, **settings)
-    by_hand = make_pool(3, governor=NO_GOVERNOR, **settings)
+    by_hand = make_pool(3, governor=None, **settings)
     drawn = random.Random(f"{executor} {optimizer} {precision}")
     for _ in range(2 if precision == "fp32" else 1):
         seed, tick, host = drawn.randrange(1000), drawn.randrange(2, HORIZON - 2), drawn.randrange(3)

@@ -17,7 +17,7 @@ from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import objective
 from tests.decisions import WAIT, act, fossilize, germinate
-from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import (
     HORIZON,
     Episode,
@@ -140,7 +140,7 @@ def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
 ) -> None:
     fast, slow = (HostTraining(batches=2, optimizer="adamw", lr=lr) for lr in (0.02, 0.01))
     pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, lr_factor=0.5), horizon=HORIZON, training=fast)
-    by_hand = make_pool(2, governor=NO_GOVERNOR, horizon=HORIZON, training=slow)
+    by_hand = make_pool(2, governor=None, horizon=HORIZON, training=slow)
     episode = Episode(pool, 7).play(4).play_broken(0)
     restored_by_hand(by_hand, deepcopy(pool.state_dict()), 0, snapshots[pool.envs[0]])
     other = episode.continue_in(by_hand).play(2)

@@ -13,7 +13,7 @@ from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, cull, fossilize, germinate
-from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.envs.episodes import (
     Episode,
     FirstOption,
@@ -183,7 +183,7 @@ def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> N
     (veto,) = pool.step(act(large)).vetoes
 
     assert (veto.host, veto.tick) == (0, 2)
-    assert "governor.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
+    assert "governor.rules.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
     assert not pool.envs[0].slots[1].occupied
 
 
@@ -200,7 +200,7 @@ def test_a_host_that_would_get_too_large_with_all_its_seeds_waits_instead(make_p
 
 @pytest.mark.parametrize("executor", ["loop", "fused"])
 def test_without_a_governor_a_broken_host_stays_broken(make_pool: MakePool, executor: str) -> None:
-    pool = make_pool(2, governor=NO_GOVERNOR, horizon=6, executor=executor)
+    pool = make_pool(2, governor=None, horizon=6, executor=executor)
     episode = Episode(pool, 1).play(2).play_broken(0).play(3)
 
     assert not any(episode.verdicts)

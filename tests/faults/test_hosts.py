@@ -20,7 +20,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, germinate
-from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES
+from tests.envs.breaking import ONLY_NAN_DIVERGES
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import differences
 from tests.tiers import pairs_of, rest_is_slow
@@ -270,12 +270,10 @@ def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_t
 
 @pytest.mark.parametrize("training", [True, False])
 def test_without_a_governor_the_error_is_raised(make_pool: MakePool, training: bool) -> None:
-    pool = pool_of(make_pool, "loop", governor=NO_GOVERNOR)
+    pool = pool_of(make_pool, "loop", governor=None)
     germinate_in_every_host(pool)
-    with (
-        short_of_memory(pool.envs[1], no_memory_on_the_processor, training),
-        pytest.raises(RuntimeError, match="can't allocate memory"),
-    ):
+    shortage = short_of_memory(pool.envs[1], no_memory_on_the_processor, training)
+    with shortage, pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory: .*can't allocate memory"):
         pool.step(act(WAIT, WAIT, WAIT))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig, Verdict
 from esper_lightning.hosts import CNN
@@ -31,9 +31,9 @@ def host(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 def wanderer_pool(device: torch.device) -> HostPool:
     training = HostTraining(batches=1, batch_size=8, onednn=False)
-    config = replace(SMALL, horizon=HORIZON, training=training, governor=EAGER)
+    config = replace(SMALL, horizon=HORIZON, training=training)
     task = Digits(validation=20, test=20)
-    return HostPool(task, task.load(), host, config=config, n_envs=HOSTS, device=device)
+    return HostPool(task, task.load(), host, config=config, n_envs=HOSTS, device=device, overseer=Overseer(EAGER))
 
 
 def play(pool: HostPool, wanderer: RandomValid, snapshots: int) -> int:

@@ -492,8 +492,7 @@ DEFECTS: tuple[Defect, ...] = (
         "esper_lightning/governor/judge.py",
         "window: int = 3",
         "quiet: bool = False\n    window: int = 3",
-        "tests/test_settings.py::"
-        "test_every_setting_is_reachable_from_yaml_and_explained_by_help[fit data.env.governor]",
+        "tests/test_settings.py::test_every_setting_is_reachable_from_yaml_and_explained_by_help[fit governor.rules]",
     ),
     Defect(
         "A8: settings cannot be set from YAML",

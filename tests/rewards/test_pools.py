@@ -19,7 +19,7 @@ from esper_lightning.rewards import MODES, ModeName, ObjectiveConfig, RewardConf
 from esper_lightning.tasks import Split
 from tests.conftest import FREE
 from tests.decisions import WAIT, act, cull, fossilize, germinate
-from tests.envs.breaking import NO_GOVERNOR, ONLY_NAN_DIVERGES, breaking_epoch
+from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.rewards.ticks import reward_bound
 from tests.tiers import rest_is_slow
 
@@ -246,7 +246,7 @@ def test_a_host_whose_episode_is_over_gets_no_reward(mode: ModeName, pool_of: Ca
 
 
 def test_without_a_governor_there_is_no_rollback_to_pay_for(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("basic", 1, governor=NO_GOVERNOR)
+    pool = pool_of("basic", 1, governor=None)
     pool.reset([1])
     assert list(pool.step(act(WAIT)).terms) == ["shaping", "rent", "bonus", "end"]
 

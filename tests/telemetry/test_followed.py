@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Op, Overseer
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import LIVE, Stage
 from esper_lightning.tasks import Digits
@@ -28,7 +29,8 @@ def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
         lifecycle=LifecycleConfig(**{"training_ticks": 1, "min_contribution": None, "embargo_ticks": 1, **lifecycle}),
         actions=ActionConfig(tempos={"FAST": 2}, slow_cull=True, set_alpha=True, speeds=[0, 2]),
     )
-    return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=torch.device("cpu"))
+    device, overseer = torch.device("cpu"), Overseer(GovernorConfig())
+    return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=device, overseer=overseer)
 
 
 def observe_steps(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer, object]]:

@@ -83,7 +83,7 @@ def test_exploding_hosts_are_the_learning_rate_s_fault(
 ) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.env.training.lr=1000"),
-        f"--data.env.governor.enabled={governor}",
+        f"--governor.enabled={governor}",
     )
 
     assert found.at_least(1) == {"gradient_health"} | named

@@ -10,9 +10,9 @@ from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.context.context import HostContext
 from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails
 from esper_lightning.envs.flops import measure_flops
+from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, describe_host, discover_action_space, pad_slots
-from esper_lightning.governor.monitor import HostMonitor
 from esper_lightning.profiling import HostTimer, make_timer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
 
@@ -97,7 +97,22 @@ class EnvFactory:
             }
         self.host_kind = self._describe()
         self.host_contexts = {repr(context): self._make_host_context(context) for context in contexts}
+        self.overseer: Overseer | None = None
         self.envs: dict[tuple[int, str], HostEnv] = {}  # by host index and architecture
+
+    def oversee(self, overseer: Overseer | None) -> None:
+        """Let an overseer watch every environment, those created later too. None: stop watching."""
+        self.overseer = overseer
+        for env in self.envs.values():
+            self._attach_monitor(env)
+
+    def _attach_monitor(self, env: HostEnv) -> None:
+        monitor = None
+        if self.overseer is not None:
+            monitor = self.overseer.make_monitor(
+                chance_loss=env.context.chance_loss, steps_per_epoch=self.steps_per_epoch, device=env.device
+            )
+        env.monitor = monitor
 
     def _describe(self) -> str:
         """Describe the hosts of training, even if held-out contexts are drawn: policies are built for the former."""
@@ -150,12 +165,7 @@ class EnvFactory:
 
     def _create(self, context: HostContext, architecture: str, device: torch.device) -> HostEnv:
         config = self.config
-        monitor = (
-            HostMonitor(config.governor, chance_loss=0.0, steps_per_epoch=self.steps_per_epoch, device=device)
-            if config.governor.enabled
-            else None
-        )
-        return HostEnv(
+        env = HostEnv(
             self._build_host(context.context, device),
             self.space,
             context,
@@ -165,11 +175,12 @@ class EnvFactory:
             horizon=config.horizon,
             device=device,
             timer=HostTimer(make_timer(device)),
-            monitor=monitor,
             measure_host_only=config.reward.needs_host_only,
             flops=self.host_flops[architecture] if self.host_flops is not None else None,
             architecture=architecture,
         )
+        self._attach_monitor(env)
+        return env
 
     @property
     def num_privileged(self) -> int:

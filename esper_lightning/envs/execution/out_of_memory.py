@@ -15,14 +15,11 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def isolate_oom(env: HostEnv) -> Iterator[None]:
-    """Turn an out-of-memory error in this block into `env.failure`, so that only this host is affected.
-
-    Without a monitor (the Governor is disabled) the host cannot be rolled back, and the error is raised.
-    """
+    """Turn an out-of-memory error in this block into `env.failure`, so that only this host is affected."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if env.monitor is None or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         env.failure = first_line(error)
         env.optimizer.zero_grad()  # frees the memory of its gradients

@@ -12,7 +12,6 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
 from esper_lightning.envs.execution import EXECUTORS
-from esper_lightning.governor.judge import GovernorConfig
 from tests.tiers import rest_is_slow
 
 CPU_EXECUTORS = [name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, "cpu")]
@@ -29,8 +28,8 @@ def tensors_alive() -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", rest_is_slow(CPU_EXECUTORS, {"fused"}))
 def test_what_is_alive_after_a_rollout_does_not_become_more(make_pool: Callable[..., HostPool], executor: str) -> None:
-    unwatched = GovernorConfig(enabled=False)  # snapshots have room for the largest network so far
-    pool, wanderer = make_pool(3, executor=executor, horizon=8, governor=unwatched), RandomValid(0)
+    # Without snapshots, which have room for the largest network so far.
+    pool, wanderer = make_pool(3, executor=executor, horizon=8, governor=None), RandomValid(0)
     seeds: WeakSet[nn.Module] = WeakSet()
     grown = 0
     held = []

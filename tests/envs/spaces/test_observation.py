@@ -12,7 +12,6 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import EpochResult, Score, TrainingStats, Validation
 from esper_lightning.envs.spaces.observation import MISSING, compute_features, plateau_length
-from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.hosts import CNN
 from esper_lightning.rewards import ObjectiveConfig
@@ -116,7 +115,7 @@ def test_a_loss_that_is_not_a_number_looks_no_better_than_any_other(spare: HostE
 
 
 def test_a_host_whose_weights_are_not_numbers_is_observed_within_bounds(make_pool: Callable[..., HostPool]) -> None:
-    pool, wait = make_pool(2, governor=GovernorConfig(enabled=False)), WaitOnly()  # no rollback
+    pool, wait = make_pool(2, governor=None), WaitOnly()  # no rollback
     with torch.no_grad():
         pool.envs[0].network.head.weight.fill_(math.nan)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -103,12 +104,21 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def make(executor: str, host: str, n_envs: int = 4, dtype: torch.dtype = torch.float64, **changes: Any) -> HostPool:
-    """Make a pool of one of HOSTS with the config LIVELY and `changes` to it."""
+def make(
+    executor: str,
+    host: str,
+    n_envs: int = 4,
+    dtype: torch.dtype = torch.float64,
+    *,
+    governor: GovernorConfig = GovernorConfig(),
+    **changes: Any,
+) -> HostPool:
+    """Make a pool of one of HOSTS with the config FAST_CONFIG and `changes` to it, watched by the rules `governor`."""
     task = TokenTask() if host == "gpt" else NoisyDigits()
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
-        return HostPool(task, task.load(), HOSTS[host], config=config, n_envs=n_envs, device=CPU)
+        overseer = Overseer(governor)
+        return HostPool(task, task.load(), HOSTS[host], config=config, n_envs=n_envs, device=CPU, overseer=overseer)
 
 
 class EpisodeRecord:
