@@ -21,11 +21,18 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_OUT_OF_MEMORY in str(error)
 
 
-EXIT_BAD_INPUT, EXIT_DISK_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+EXIT_BAD_INPUT, EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 1, 3, 130
 """Exit codes."""
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 """Error numbers of disk failures, as opposed to errors in the program or its settings."""
+
+
+class DivergedError(ArithmeticError):
+    """Error of a run whose policy, or all data to learn from, is not finite.
+
+    The message says which setting to change.
+    """
 
 
 OUT_OF_MEMORY_MESSAGE = (

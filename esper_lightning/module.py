@@ -8,10 +8,12 @@ import torch
 from lightning import Callback, LightningModule
 from torch import nn
 
-from esper_lightning.checkpointing.validate import write_identity
+from esper_lightning.checkpointing.validate import UPDATED_KEY, write_identity
+from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
+from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
@@ -83,6 +85,9 @@ class TamiyoModule(LightningModule):
         self.ppo = ppo
         self.normalize = normalize
         self.report: UpdateReport | None = None  # report of the last update in this process
+        self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
+        self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
+        self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if the module's settings do not fit the environments."""
@@ -138,7 +143,12 @@ class TamiyoModule(LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps)
+        # On a GPU only a fused optimizer can skip a step without a transfer; one whose gradients are scaled unscales
+        # them itself, after they are clipped.
+        fused = self.device.type == "cuda" and self.trainer.scaler is None
+        return torch.optim.Adam(
+            self.policy.parameters(), lr=self.ppo.lr.at(0.0), eps=self.ppo.adam_eps, fused=fused or None
+        )
 
     def training_step(self, tick: int, batch_idx: int) -> None:
         # The trainer's autocast must not reach hosts or policy: the probability ratio would no longer start at 1.
@@ -150,11 +160,16 @@ class TamiyoModule(LightningModule):
             step = self.collector.last_step
             if self.trainer.is_last_batch:
                 with self.collector.pool.clock.measure("update"):
+                    self.scored = {name: part.clone() for name, part in self.state_dict().items()}
                     self.update(*self.collector.finish())
         self.log_dict(step.log, prog_bar=True, logger=False)
 
     def update(self, rollout: Rollout, summary: RolloutSummary) -> None:
-        """Run one PPO update on a rollout and store its report."""
+        """Run one PPO update on a rollout and store its report.
+
+        A minibatch whose loss or gradient is not finite is skipped. Raises DivergedError after three in a row, or if
+        the policy's weights are not finite at the end.
+        """
         assert self.trainer.max_epochs is not None, "Lightning has put its default there"
         progress = self.trainer.current_epoch / max(1, self.trainer.max_epochs - 1)  # 0 in a run of one rollout
         optimizer = self.optimizers()
@@ -164,7 +179,8 @@ class TamiyoModule(LightningModule):
         entropy_coefficient = self.ppo.entropy.at(progress)
         before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
         minibatch_terms: list[PPOTerms] = []
-        grad_norms: list[torch.Tensor] = []
+        self.grad_norms: list[torch.Tensor] = []
+        self.finite: list[torch.Tensor] = []  # [] bool for each minibatch: False if it was skipped
         for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator):
             terms = ppo_terms(self.policy, minibatch, self.ppo)
             minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
@@ -172,12 +188,18 @@ class TamiyoModule(LightningModule):
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
             optimizer.zero_grad()
-            self.manual_backward(terms.total(self.ppo.value_coefficient, entropy_coefficient))
+            self.loss = terms.total(self.ppo.value_coefficient, entropy_coefficient)
+            self.manual_backward(self.loss)
             optimizer.step()
-            grad_norms.append(self.grad_norm)
+        finite = torch.stack(self.finite).tolist() if self.finite else []
+        self.skips_in_a_row = count_skips(finite, self.skips_in_a_row)
         after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
-        metrics = update_metrics(minibatch_terms, grad_norms, list(self.policy.heads.tables)) | {
-            "weight_change": (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item(),
+        weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
+        check_change(weight_change)
+        metrics = update_metrics(minibatch_terms, self.grad_norms, list(self.policy.heads.tables), finite=finite) | {
+            "skipped": float(finite.count(False)),
+            "left_out": float(summary.left_out),
+            "weight_change": weight_change,
             "explained_variance": summary.explained_variance,
             "value_error": summary.value_error,
             "advantage_spread": summary.advantage_spread,
@@ -185,14 +207,26 @@ class TamiyoModule(LightningModule):
             "entropy_coefficient": entropy_coefficient,
         }
         last_pass = (len(minibatch_terms) - 1) // self.ppo.minibatches * self.ppo.minibatches
+        if summary.left_out:
+            print_status(
+                f"{summary.left_out} of {summary.left_out + len(summary.returns)} environments are left out of update "
+                f"{self.trainer.current_epoch + 1}: {summary.defect}"
+            )
+        if not all(finite):
+            print_status(
+                f"{finite.count(False)} of {len(finite)} minibatches of update {self.trainer.current_epoch + 1} were "
+                f"skipped: their loss or gradient is not finite"
+            )
         self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
         # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
         chosen_by = {"return": summary.returns.mean()} | self.collector.last_step.log
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip gradients; in this hook they are unscaled in every precision."""
-        self.grad_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.ppo.max_grad_norm)
+        """Clip gradients and skip a step that is not finite; in this hook gradients are unscaled in every precision."""
+        self.grad_norms.append(nn.utils.clip_grad_norm_(self.policy.parameters(), self.ppo.max_grad_norm))
+        self.finite.append(is_finite_step(self.loss, self.grad_norms[-1]))
+        skip_unless(self.finite[-1], optimizer)
 
     def controller(self) -> LearnedController:
         """Return a controller that plays the current policy greedily."""
@@ -200,8 +234,13 @@ class TamiyoModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         write_identity(checkpoint, run_identity(self, attached_data(self.trainer)))
+        if self.saves_scored and self.scored is not None:
+            checkpoint[UPDATED_KEY] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = self.scored
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if UPDATED_KEY in checkpoint:
+            checkpoint["state_dict"] = checkpoint[UPDATED_KEY]
         attached_data(self.trainer).adapt_checkpoint(checkpoint)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -17,8 +18,10 @@ from esper_lightning.envs import Overseer
 from esper_lightning.errors import (
     EXIT_BAD_INPUT,
     EXIT_DISK_FAILED,
+    EXIT_DIVERGED,
     EXIT_INTERRUPTED,
     OUT_OF_MEMORY_MESSAGE,
+    DivergedError,
     exit_with_error,
     find_disk_error,
     find_missing_path,
@@ -70,9 +73,12 @@ class EsperTrainer(Trainer):
         with remove_empty_run_folder(folder):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            except DivergedError as error:
+                exit_with_error(self._recovery_hint(str(error)), EXIT_DIVERGED)
             except RESTORE_ERRORS as error:
                 if (failure := find_disk_error(error)) is not None:
-                    exit_with_error(self._recovery_hint(failure), EXIT_DISK_FAILED)
+                    problem = f"{describe_disk_error(failure)}; free some space"
+                    exit_with_error(self._recovery_hint(problem), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
                     exit_with_error(
                         f"{str(missing)!r} was removed while the run wrote to it; start again", EXIT_DISK_FAILED
@@ -194,17 +200,29 @@ class EsperTrainer(Trainer):
         self.training_started = True  # also if there was nothing left to train
         return result
 
-    def _recovery_hint(self, failure: OSError) -> str:
-        """Return an error message for a disk failure that says how to go on."""
+    def _recovery_hint(self, problem: str) -> str:
+        """Return the problem that ended the run, which says what to do about it, and how to go on after that."""
         run = Path(self.log_dir or self.default_root_dir)
         latest = run / "checkpoints" / "latest.ckpt"
-        reason = describe_disk_error(failure)
         if not latest.is_file():
-            return f"{reason}; free some space and start again: there is no checkpoint yet to go on from"
+            return f"{problem}, and start again: there is no checkpoint yet to go on from"
         return (
-            f"{reason}; the last checkpoint is whole: free some space and go on with esper-lightning fit "
+            f"{problem}, and go on from the last checkpoint, which is whole: esper-lightning fit "
             f"--config {run / 'config.yaml'} --ckpt_path {latest}"
         )
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint; one that a ModelCheckpoint has chosen by a score holds the weights that were scored."""
+        module = self.lightning_module
+        assert isinstance(module, TamiyoModule), "that of the command line"
+        saved_by = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        module.saves_scored = any(one.monitor is not None and str(filepath) in one.best_k_models for one in saved_by)
+        try:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+        finally:
+            module.saves_scored = False
 
 
 def describe_disk_error(failure: OSError) -> str:

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
+from esper_lightning.checkpointing.validate import check_saved_policy
 from esper_lightning.errors import find_disk_error
 from esper_lightning.serialization.safe_load import read_tensors
 
@@ -39,8 +40,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.listeners: list[Callable[[Path, float], None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. Raises DiskError and keeps the previous file if the new one does not fit."""
+        """Write a checkpoint.
+
+        Raises DiskError if it does not fit on the disk, and DivergedError if its policy is not finite; the previous
+        file is kept.
+        """
         start = time.perf_counter()
+        check_saved_policy(checkpoint)
         target = Path(path)
         draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from esper_lightning.errors import DivergedError
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.serialization.checks import check_count, check_finite, check_keys, check_numbers, load_optimizer
 from esper_lightning.serialization.safe_load import read_tensors
 
@@ -17,6 +20,10 @@ SCHEMA = 6
 SCHEMA_KEY = "esper_schema"
 IDENTITY_KEY = "esper_identity"
 SETTINGS_KEY = "esper_settings"
+
+UPDATED_KEY = "esper_updated"
+"""Key of the weights that a resumed run goes on with, in a checkpoint that was chosen by its score. Its `state_dict`
+holds the weights that played the rollout with that score."""
 
 REQUIRED_PARTS: dict[str, type] = {
     "state_dict": dict,
@@ -75,7 +82,8 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
     for part, kind in REQUIRED_PARTS.items():
         if not isinstance(checkpoint[part], kind):
             raise ValueError(f"{part} is a {type(checkpoint[part]).__name__}; give another checkpoint")
-    for name, weights in checkpoint["state_dict"].items():
+    check_keys("the updated policy", checkpoint.get(UPDATED_KEY, {}), ())
+    for name, weights in [*checkpoint["state_dict"].items(), *checkpoint.get(UPDATED_KEY, {}).items()]:
         if not isinstance(weights, Tensor):
             raise ValueError(f"{name!r:.80} is a {type(weights).__name__}, not a tensor; give another checkpoint")
         check_finite(str(name), weights)
@@ -84,6 +92,18 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
         raise ValueError("its settings are no texts; give another checkpoint")
     rollout = check_keys("RolloutState", checkpoint["callbacks"]["RolloutState"], ("loop", "random"))
     check_random(rollout["random"])
+
+
+def check_saved_policy(checkpoint: dict[str, Any]) -> None:
+    """Raise DivergedError if policy, normalisers or optimizer state are not finite, because no run could load them."""
+    parts = ("state_dict", UPDATED_KEY, "optimizer_states")
+    tensors = [t for part in parts for t in iter_tensors(checkpoint.get(part)) if t.is_floating_point()]
+    # Optimizers may keep the step counts on the CPU. A single transfer for all tensors of a device.
+    for device in {tensor.device for tensor in tensors}:
+        if not torch.stack([t.isfinite().all() for t in tensors if t.device == device]).all():
+            raise DivergedError(
+                "the policy, its normalisers or its optimizer are not finite, so they are not saved; lower model.ppo.lr"
+            )
 
 
 def check_random(states: Any) -> None:

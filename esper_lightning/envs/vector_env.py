@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -53,6 +54,7 @@ class VectorStep(NamedTuple):
     truncated: Tensor  # [N] bool: a time limit cut the episode; its last state keeps its value
     final: FinalObservation | None  # required if an environment was truncated and has reset itself
     log: dict[str, float]  # scalars to log
+    terms: Mapping[str, Tensor] = MappingProxyType({})  # [N] each: the reward is their sum
 
 
 class VectorEnv(Protocol):

@@ -3,7 +3,7 @@
 T environment steps per rollout, N environments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +11,27 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
+from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
+from esper_lightning.ppo.guard import find_defect, leave_out, usable_environments, zero_nonfinite
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.serialization.checks import (
     check_count,
-    check_finite,
     check_index_range,
     check_keys,
     check_matching_tensor,
 )
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
+
+REWARD = "the reward"
+
+REMEDY = (
+    "for a reward lower data.env.reward, data.env.objective or data.env.governor.penalty, for a feature look at the "
+    "environment, else lower model.ppo.lr"
+)
+"""Advice where no environment of a rollout can be learned from."""
 
 
 def clone_record(record: Any) -> Any:
@@ -33,7 +42,7 @@ def clone_record(record: Any) -> Any:
 class RolloutSummary(NamedTuple):
     """Statistics of one rollout before the update."""
 
-    returns: Tensor  # [N] undiscounted sum of rewards per environment
+    returns: Tensor  # [N] undiscounted sum of rewards per environment; without those that are left out
     explained_variance: float
     """Fraction of the variance of returns that the critic explains."""
     value_error: float
@@ -41,6 +50,10 @@ class RolloutSummary(NamedTuple):
     advantage_spread: float
     """Standard deviation of advantages before normalisation."""
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
+    left_out: int = 0
+    """Environments from which nothing is learned, because they have numbers that are not finite or too large."""
+    defect: str | None = None
+    """First such number of the first environment that is left out. None: no environment is left out."""
 
 
 class RolloutCollector:
@@ -86,6 +99,7 @@ class RolloutCollector:
         self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
         self.has_reset = False  # in this process; environments with autoreset are reset only once
         self.last_step: Any = None  # result of the last step in this process, for the listeners
+        self.reward_terms: dict[int, Mapping[str, Tensor]] = {}  # by step of the rollout, as far as this process knows
         self.listeners: list[Callable[[], None]] = []  # called after every step
 
     def reset(self) -> None:
@@ -97,6 +111,7 @@ class RolloutCollector:
             self.has_reset = True
         self.episode += 1
         self.buffer.clear(self.state)
+        self.reward_terms.clear()
 
     @torch.no_grad()
     def step(self) -> Any:
@@ -142,6 +157,7 @@ class RolloutCollector:
                     self.final_values[length].copy_(self._final_values(step.final))
         self.ticks += 1
         self.last_step = step
+        self.reward_terms[length] = step.terms
         for listener in self.listeners:
             listener()
         return step
@@ -157,16 +173,22 @@ class RolloutCollector:
         )
 
     def _normalise_observation(self, observation: Any) -> Any:
-        """Return an observation with normalised features, as given to the policy and stored."""
-        return observation._replace(features=self.observation_norm(observation.features))
+        """Return an observation with normalised features, as given to the policy and stored.
+
+        A feature that is not finite becomes 0, the mean, so that it does not spoil the recurrent state.
+        """
+        return observation._replace(features=zero_nonfinite(self.observation_norm(observation.features)))
 
     def _normalise_privileged(self, privileged: Tensor | None) -> Tensor | None:
         """Return normalised privileged features; None if the critic sees no more than the policy."""
-        return None if self.privileged_norm is None else self.privileged_norm(privileged)
+        return None if self.privileged_norm is None else zero_nonfinite(self.privileged_norm(privileged))
 
     @torch.no_grad()
     def finish(self) -> tuple[Rollout, RolloutSummary]:
-        """Compute advantages and value targets of the full buffer, and update the normalisers for the next rollout."""
+        """Compute advantages and value targets of the full buffer, and update the normalisers for the next rollout.
+
+        An environment with a number that is not finite or too large is left out. Raises DivergedError if all are.
+        """
         buffer, config = self.buffer, self.config
         assert buffer.length == buffer.ticks, "the rollout is not finished"
         # V of the state after the last action, with the recurrent state after it.
@@ -190,9 +212,21 @@ class RolloutCollector:
             gamma=config.gamma,
             lam=config.gae_lambda,
         )
-        active = ~buffer.masks.ended  # steps of a host whose episode ended before the horizon are padding
+        records = {REWARD: buffer.rewards, "an observed feature": self.raw_features}
+        if self.raw_privileged is not None:
+            records["a privileged feature"] = self.raw_privileged
+        records |= {"the policy's log-probability": buffer.log_prob, "the critic's value": values}
+        records |= {"the return": returns, "the advantage": advantages}
+        usable = usable_environments(records.values())
+        left_out = int((~usable).sum())
+        defect = self._describe_defect(records, env=int(usable.int().argmin())) if left_out else None
+        if left_out == len(usable):
+            raise DivergedError(f"no environment of the rollout can be learned from: {defect}; {REMEDY}")
+        advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
+        # Steps of a host whose episode ended before the horizon are padding.
+        active = ~buffer.masks.ended & usable
         explained = explained_variance(values[active], returns[active]).item()
-        unforced = ~buffer.masks.forced
+        unforced = ~buffer.masks.forced & usable
         normalised = normalise(advantages, unforced, config.advantage_floor)
         self.value_norm.update(returns[active])
         rollout = Rollout(
@@ -207,6 +241,9 @@ class RolloutCollector:
             targets=self.value_norm(returns),
             privileged=buffer.privileged,
         )
+        if left_out:
+            rollout = leave_out(rollout, usable)
+            self.state = RecurrentState(*map(zero_nonfinite, self.state))
         if isinstance(self.observation_norm, RunningMeanStd):
             # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
             self.observation_norm.update(self.raw_features[active])
@@ -214,14 +251,25 @@ class RolloutCollector:
             assert self.raw_privileged is not None
             self.privileged_norm.update(self.raw_privileged[active])
         if buffer.sequence_states is not None:
-            rollout = rollout.split_sequences(buffer.sequence_length, buffer.sequence_states)
+            states = RecurrentState(*map(zero_nonfinite, buffer.sequence_states))
+            rollout = rollout.split_sequences(buffer.sequence_length, states)
         return rollout, RolloutSummary(
-            returns=buffer.rewards.sum(0).cpu(),
+            returns=buffer.rewards.sum(0)[usable].cpu(),
             explained_variance=explained,
             value_error=(values - returns)[active].square().mean().sqrt().item(),
             advantage_spread=advantages[unforced].std(correction=0).item() if unforced.any() else 0.0,
             advantages=torch.where(unforced, normalised, torch.nan),
+            left_out=left_out,
+            defect=defect,
         )
+
+    def _describe_defect(self, records: Mapping[str, Tensor], env: int) -> str:
+        """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`."""
+        found = find_defect(records, env)
+        assert found is not None, "the environment is left out"
+        terms = self.reward_terms.get(found.step, {}) if found.name == REWARD else {}
+        culprit = find_defect({f"the reward term {name}": paid[None] for name, paid in terms.items()}, env) or found
+        return f"in environment {env} at step {found.step + 1} {culprit.name} is {culprit.value:g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the collector's state, in types that `weights_only=True` accepts."""
@@ -244,7 +292,8 @@ class RolloutCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`; its tensors may be on another device.
 
-        Raises ValueError if the state belongs to another run, or is damaged.
+        Numbers that are not finite are kept: `finish` leaves their environments out. Raises ValueError if the state
+        belongs to another run, or is damaged.
         """
         parts = (
             "episode",
@@ -272,12 +321,6 @@ class RolloutCollector:
         )
         for name, part in self._optional_storage().items():
             part[:length].copy_(check_matching_tensor(name, state[name], part[:length]))
-        for tensor in (
-            *self.state,
-            self.raw_features[:length],
-            *(part[:length] for part in self._optional_storage().values()),
-        ):
-            check_finite("the rollout", tensor)
         for head, choices in self.pool.space.iter_heads(self.buffer.action):
             check_index_range("an action", head[:length], choices)
         for part in self.buffer.observation[1:]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -209,15 +210,19 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
 
 
 def update_metrics(
-    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str]
+    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str], *, finite: Sequence[bool]
 ) -> dict[str, float]:
     """Return the metrics of one update by name.
 
     Args:
         minibatch_terms: Terms of every minibatch, including the one at which the update ended early.
-        grad_norms: Gradient norm of every minibatch that was trained on.
+        grad_norms: Gradient norm of every minibatch that was not the one at which the update ended early.
         heads: Names of the policy's heads.
+        finite: False for each of these minibatches that was skipped. They are left out, unless all were skipped.
     """
+    if any(finite):
+        minibatch_terms = [*compress(minibatch_terms, finite), *minibatch_terms[len(finite) :]]
+        grad_norms = list(compress(grad_norms, finite))
 
     def stacked(name: str) -> Tensor:
         return torch.stack([getattr(terms, name) for terms in minibatch_terms])
@@ -238,4 +243,4 @@ def update_metrics(
     numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
     for name, values in (("entropy", first.head_entropy), ("freedom", first.head_freedom)):
         numbers |= {f"{name}.{head}": number for head, number in zip(heads, values.tolist(), strict=True)}
-    return numbers | {"minibatches": float(len(grad_norms))}
+    return numbers | {"minibatches": float(sum(finite))}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.serialization.checks import check_count, check_finite, check_keys, check_matching_tensor
+from esper_lightning.serialization.checks import check_count, check_keys, check_matching_tensor
 from esper_lightning.tamiyo.policy import Policy, RecurrentState
 
 
@@ -166,7 +166,7 @@ class RolloutBuffer:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`. Raises ValueError if its shapes or values do not fit this rollout."""
+        """Restore a state from `state_dict`. Raises ValueError if its shapes or types do not fit this rollout."""
         check_keys(
             "the rollout's buffer",
             state,
@@ -177,6 +177,5 @@ class RolloutBuffer:
         all_current = (*stored, *self.state, *(self.sequence_states or ()))
         all_saved = (*state["ticks"], *state["state"], *state.get("sequence_states", ()))
         for current, saved in zip(all_current, all_saved, strict=True):
-            check_finite("the rollout", check_matching_tensor("a part of the rollout", saved, current))
-            current.copy_(saved)
+            current.copy_(check_matching_tensor("a part of the rollout", saved, current))
         self.length = length

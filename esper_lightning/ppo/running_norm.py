@@ -31,7 +31,10 @@ class RunningMeanStd(nn.Module):
 
     @torch.no_grad()
     def update(self, batch: Tensor) -> None:
-        """Update the statistics with values [..., *shape]; an empty batch changes nothing."""
+        """Update the statistics with values [..., *shape].
+
+        An empty batch changes nothing, nor does one whose mean or variance is not finite.
+        """
         batch = batch.reshape(-1, *self.mean.shape)
         n_values = batch.shape[0]
         if n_values == 0:
@@ -42,9 +45,12 @@ class RunningMeanStd(nn.Module):
         else:
             weight = torch.where(self.count > 0, 1.0 - self.momentum, 1.0)
         shift = mean - self.mean
-        self.var.copy_((1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square())
-        self.mean.add_(weight * shift)
-        self.count.add_(n_values)
+        new_var = (1.0 - weight) * self.var + weight * var + weight * (1.0 - weight) * shift.square()
+        new_mean = self.mean + weight * shift
+        finite = (new_mean.isfinite() & new_var.isfinite()).all()
+        self.var.copy_(torch.where(finite, new_var, self.var))
+        self.mean.copy_(torch.where(finite, new_mean, self.mean))
+        self.count.add_(n_values * finite)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return normalised and clipped values; before the first update they are only clipped."""

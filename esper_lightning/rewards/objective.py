@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST_PRICE = 1e12
+"""Largest price and rent: an objective is 0 to 1 without rent, and a price must be finite in float32."""
+
 
 class Prices(NamedTuple):
     """Prices of growth in one episode, in accuracy (0 to 1) per growth by a factor of e."""
@@ -48,6 +51,10 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if value is not None and value < 0.0:
                 raise ValueError(f"objective.{name} must not be negative, got {value}")
+        for name in ("price", "price_to", "compute_price", "compute_price_to", "rent_cap"):
+            value = getattr(self, name)
+            if value is not None and not value <= LARGEST_PRICE:
+                raise ValueError(f"objective.{name} must be at most {LARGEST_PRICE:g}, got {value}")
 
     @property
     def prices_vary(self) -> bool:

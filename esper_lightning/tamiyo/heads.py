@@ -22,6 +22,12 @@ from esper_lightning.envs.vector_env import ActionSpaceProtocol
 MASKED_LOGIT = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
 
+LARGEST_LOGIT = 5e3
+"""Largest absolute logit of a possible choice: a possible choice is never less likely than an impossible one."""
+
+SMALLEST_WEIGHT = 1e-30
+"""Weight of an impossible choice where a distribution is not a number: never drawn unless no choice is possible."""
+
 
 class ConditionalHead(nn.Module):
     """Logits of `choices` for each of `contexts`, from hidden features.
@@ -106,7 +112,8 @@ class Heads(nn.Module):
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Return log-probabilities over the last axis; a row without a possible choice is uniform and never drawn from."""
-    return F.log_softmax(torch.where(mask, logits.float(), MASKED_LOGIT), -1)
+    bounded = logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return F.log_softmax(torch.where(mask, bounded, MASKED_LOGIT), -1)
 
 
 def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -132,6 +139,14 @@ def head_mask(head: str, masks: Masks, table: Tensor) -> Tensor:
             return torch.ones_like(table, dtype=torch.bool)
 
 
+def select_row(table: Tensor, row: Tensor | None) -> Tensor:  # [..., choices]
+    """Return the row of a table [..., rows, choices] with index `row` [...]; None: its only row."""
+    if row is None:
+        return table.squeeze(-2)
+    index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
+    return table.gather(-2, index).squeeze(-2)
+
+
 class FactoredDistribution(ABC):
     """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
 
@@ -146,31 +161,34 @@ class FactoredDistribution(ABC):
         self.log_probs: HeadTables = {head: masked_log_softmax(table, masks[head]) for head, table in logits.items()}
 
     def sample(self, generator: torch.Generator) -> Any:
-        """Draw an action; `generator` must be on the device of the logits."""
+        """Draw an action; `generator` must be on the device of the logits.
 
-        def draw(log_probs: Tensor) -> Tensor:
-            flat = torch.multinomial(log_probs.exp().flatten(0, -2), 1, generator=generator)
-            return flat.view(log_probs.shape[:-1])
+        Where log-probabilities are NaN, all possible choices are equally likely: to draw from NaN would end a GPU's
+        process. The action's log-probability stays NaN, so that nothing is learned from it.
+        """
+
+        def draw(head: str, row: Tensor | None) -> Tensor:
+            log_probs, mask = self.log_probs[head], self.mask_tables[head]
+            table = torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp())
+            weights = select_row(table, row)
+            return torch.multinomial(weights.flatten(0, -2), 1, generator=generator).view(weights.shape[:-1])
 
         return self._action(self._choose(draw))
 
     def mode(self) -> Any:
         """Return the most likely choice of each head, given the choices of earlier heads."""
-        return self._action(self._choose(lambda log_probs: log_probs.argmax(-1)))
+        return self._action(self._choose(lambda head, row: select_row(self.log_probs[head], row).argmax(-1)))
 
-    def _choose(self, draw: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def _choose(self, choose: Callable[[str, Tensor | None], Tensor]) -> dict[str, Tensor]:
+        """Return the choice of each head, given a function of the head and the selected row of its table."""
         chosen: dict[str, Tensor] = {}
         for head in self.heads:
-            chosen[head] = draw(self._row(head, chosen))
+            chosen[head] = choose(head, self._row_index(head, chosen))
         return chosen
 
     def _row(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [..., choices]
         """Return the log-probabilities of a head given the choices of earlier heads."""
-        table, row = self.log_probs[head], self._row_index(head, chosen)
-        if row is None:
-            return table.squeeze(-2)
-        index = row[..., None, None].expand(*row.shape, 1, table.shape[-1])
-        return table.gather(-2, index).squeeze(-2)
+        return select_row(self.log_probs[head], self._row_index(head, chosen))
 
     def _log_prob(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor:  # [...]
         return self._row(head, chosen).gather(-1, chosen[head].unsqueeze(-1)).squeeze(-1)
