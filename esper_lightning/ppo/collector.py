@@ -216,10 +216,10 @@ class RolloutCollector:
         if self.raw_privileged is not None:
             records["a privileged feature"] = self.raw_privileged
         records |= {"the policy's log-probability": buffer.log_prob, "the critic's value": values}
-        records |= {"the return": returns, "the advantage": advantages}
-        usable = usable_environments(records.values())
+        results = {"the return": returns, "the advantage": advantages}
+        usable = usable_environments([*records.values(), *results.values()])
         left_out = int((~usable).sum())
-        defect = self._describe_defect(records, env=int(usable.int().argmin())) if left_out else None
+        defect = self._describe_defect(records, results, env=int(usable.int().argmin())) if left_out else None
         if left_out == len(usable):
             raise DivergedError(f"no environment of the rollout can be learned from: {defect}; {REMEDY}")
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
@@ -263,9 +263,15 @@ class RolloutCollector:
             defect=defect,
         )
 
-    def _describe_defect(self, records: Mapping[str, Tensor], env: int) -> str:
-        """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`."""
-        found = find_defect(records, env)
+    def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
+        """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`.
+
+        Args:
+            records: Numbers of the rollout by name, [T, N, …] each.
+            results: Numbers computed from them, which are named only if no record is the cause.
+            env: Index of the environment.
+        """
+        found = find_defect(records, env) or find_defect(results, env)
         assert found is not None, "the environment is left out"
         terms = self.reward_terms.get(found.step, {}) if found.name == REWARD else {}
         culprit = find_defect({f"the reward term {name}": paid[None] for name, paid in terms.items()}, env) or found

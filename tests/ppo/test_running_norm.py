@@ -134,3 +134,20 @@ def test_an_update_leaves_no_graph_behind() -> None:
     norm.update(torch.tensor([1.0, 3.0], requires_grad=True))
 
     assert not norm.mean.requires_grad and not norm.var.requires_grad
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
+@pytest.mark.parametrize("place", range(3))
+def test_a_batch_whose_statistics_are_not_finite_changes_nothing(
+    momentum: float | None, bad: float, place: int
+) -> None:
+    norm = RunningMeanStd((3,), momentum)
+    norm.update(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    batch = torch.zeros(4, 3)
+    batch[2, place] = bad
+
+    norm.update(batch)
+
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())

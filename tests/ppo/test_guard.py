@@ -1,0 +1,257 @@
+"""Numbers that are not finite, at every place of a rollout and of an update."""
+
+import io
+import math
+from copy import deepcopy
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from benchmarks.cue import CueMemory
+from esper_lightning.envs.spaces.choices import ChoiceAction
+from esper_lightning.envs.vector_env import VectorStep
+from esper_lightning.errors import DivergedError
+from esper_lightning.ppo.collector import RolloutCollector
+from esper_lightning.ppo.guard import LARGEST_NUMBER, count_skips, is_finite_step, skip_unless
+from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms
+from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from tests.runs import differences
+from tests.tiers import rest_is_slow
+
+STEPS, ENVS = 10, 3
+PLACES = ("reward", "feature", "privileged feature", "final feature", "state")
+CASES = list(product(PLACES, range(STEPS), [math.nan, math.inf, -math.inf, 1e38]))
+
+
+class BrokenCue(CueMemory):
+    """Memory games with one number that is replaced, in environment 1.
+
+    Args:
+        place: Kind of number.
+        at: Step at which it is replaced, counted from the beginning.
+        value: What replaces it.
+        everywhere: Replace it in all environments.
+    """
+
+    def __init__(self, place: str, at: int, value: float, *, everywhere: bool = False, horizon: int = STEPS) -> None:
+        self.place, self.at, self.value, self.steps = place, at, value, 0
+        self.broken = slice(None) if everywhere else slice(1, 2)
+        super().__init__(ENVS, horizon, delay=2, time_limit=2)
+
+    def step(self, action: ChoiceAction) -> VectorStep:
+        step = super().step(action)
+        terms = {}
+        if self.steps == self.at and self.place == "reward":
+            step.reward[self.broken] = self.value
+            terms = {"right": torch.zeros(ENVS), "wrong": step.reward.double()}
+        if self.steps == self.at and self.place == "final feature" and step.final is not None:
+            step.final.observation.features[self.broken] = self.value
+        self.steps += 1
+        return step._replace(terms=terms)
+
+    def _update_observation(self) -> None:
+        super()._update_observation()
+        if self.steps + 1 == self.at and self.place == "feature":
+            self.observation.features[self.broken, 2] = self.value
+        if self.steps + 1 == self.at and self.place == "privileged feature":
+            self.privileged[self.broken, 2] = self.value
+
+
+def collector_of(pool: CueMemory, **ppo: int) -> RolloutCollector:
+    torch.manual_seed(0)
+    policy = Policy(policy_shape(pool), PolicyConfig(width=8, asymmetric=True))
+    features, privileged = (part.shape[-1] for part in (pool.observation.features, pool.privileged))
+    return RolloutCollector(
+        pool,
+        policy,
+        observation_norm=RunningMeanStd((features,)),
+        value_norm=RunningMeanStd((), clip=math.inf),
+        config=PPOConfig(**ppo),
+        run_rng_seed=3,
+        privileged_norm=RunningMeanStd((privileged,)),
+    )
+
+
+def play(collector: RolloutCollector) -> None:
+    """Play one rollout; where the place is `state`, the recurrent state is replaced before its step."""
+    collector.reset()
+    for _ in range(STEPS):
+        if collector.pool.place == "state" and collector.pool.steps == collector.pool.at:
+            collector.state.cell[1] = collector.pool.value
+        collector.step()
+
+
+def losses(policy: Policy, rollout: Rollout) -> tuple[PPOTerms, list[Tensor | None]]:
+    """Return the terms of the loss and the gradients."""
+    terms = ppo_terms(policy, rollout, PPOConfig())
+    return terms, torch.autograd.grad(terms.total(0.5, 0.01), list(policy.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "at", "value"),
+    rest_is_slow(
+        CASES,
+        {
+            ("reward", 0, math.nan),
+            ("reward", 4, 1e38),
+            ("reward", 9, -math.inf),
+            ("feature", 3, math.nan),
+            ("feature", 5, 1e38),
+            ("privileged feature", 7, math.inf),
+            ("final feature", 1, math.nan),
+            ("state", 6, math.nan),
+        },
+    ),
+)
+def test_a_rollout_with_a_number_that_is_none_is_learned_from_without_its_environment(
+    place: str, at: int, value: float
+) -> None:
+    collector = collector_of(BrokenCue(place, at, value))
+    play(collector)
+    features = collector.raw_features.clone()
+    rollout, summary = collector.finish()
+
+    norms = (collector.observation_norm, collector.privileged_norm, collector.value_norm)
+    assert all(part.isfinite().all() for norm in norms for part in norm.state_dict().values())
+    terms, gradients = losses(collector.policy, rollout)
+    assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+    if summary.left_out:  # a final feature is read at a time limit only, and where it is not finite, it becomes 0
+        assert summary.left_out == 1
+        assert summary.defect.startswith("in environment 1 at step "), summary.defect
+        assert len(summary.returns) == ENVS - 1
+        assert collector.value_norm.count == STEPS * (ENVS - 1)
+        good = torch.tensor([0, 2])
+        expected = RunningMeanStd(features.shape[2:])
+        expected.update(features[:, good])
+        assert differences(collector.observation_norm.state_dict(), expected.state_dict()) == []
+        alone, alone_gradients = losses(collector.policy, rollout.select_envs(good))
+        for name in ("policy", "value", "entropy", "kl"):
+            torch.testing.assert_close(getattr(terms, name), getattr(alone, name))
+        torch.testing.assert_close(gradients, alone_gradients, rtol=1e-4, atol=1e-6)
+    else:
+        assert place in ("feature", "privileged feature", "final feature", "state")
+        assert place in ("final feature", "state") or at == 0, "the first observation was made before it was replaced"
+    play(collector)  # the next rollout has all environments again
+    assert collector.finish()[1].left_out == 0
+
+
+def test_what_is_wrong_is_named_with_environment_step_term_and_value() -> None:
+    collector = collector_of(BrokenCue("reward", 4, math.nan))
+    play(collector)
+
+    assert collector.finish()[1].defect == "in environment 1 at step 5 the reward term wrong is nan"
+
+
+def test_a_rollout_without_any_usable_environment_ends_the_run_and_changes_no_statistics() -> None:
+    collector = collector_of(BrokenCue("reward", 4, 1e38, everywhere=True))
+    play(collector)
+    before = deepcopy(collector.value_norm.state_dict()), deepcopy(collector.observation_norm.state_dict())
+
+    with pytest.raises(DivergedError, match=r"in environment 0 at step 5 the reward term wrong is 1e\+38; for a reward"):
+        collector.finish()
+
+    assert differences((collector.value_norm.state_dict(), collector.observation_norm.state_dict()), before) == []
+
+
+def test_a_policy_of_nan_draws_possible_actions_until_its_rollout_ends_the_run() -> None:
+    collector = collector_of(BrokenCue("none", 0, 0.0))
+    for parameter in collector.policy.parameters():
+        nn.init.constant_(parameter, math.nan)
+
+    play(collector)
+
+    heads = collector.buffer.action.indices[..., 0]
+    possible = collector.pool.space.split_mask(collector.buffer.masks.possible)["row"].squeeze(-2)
+    assert possible.gather(-1, heads[..., None]).all()
+    with pytest.raises(DivergedError, match="the policy's log-probability is nan.*lower model.ppo.lr"):
+        collector.finish()
+
+
+@pytest.mark.parametrize("at", rest_is_slow(range(STEPS), {4}))
+def test_a_rollout_that_is_saved_after_a_number_that_is_none_goes_on_bit_for_bit(at: int) -> None:
+    collector, other = (collector_of(BrokenCue("reward", at, math.nan), sequence=5) for _ in range(2))
+    collector.reset()
+    for _ in range(STEPS):
+        collector.step()
+    torch.save(collector.state_dict(), file := io.BytesIO())
+
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    other.pool.observation.features.copy_(collector.pool.observation.features)
+    other.pool.privileged.copy_(collector.pool.privileged)
+
+    (ours, summary), (theirs, resumed) = collector.finish(), other.finish()
+    assert differences(list(ours), list(theirs)) == []
+    assert torch.equal(summary.returns, resumed.returns)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_skipped_step_changes_neither_weights_nor_moments_nor_step_counts(fused: bool | None) -> None:
+    """Whatever is in between, weights and moments are those of an optimizer that never met the skipped steps."""
+    gradients = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    skipped = {1, 2, 5, 9}
+
+    def optimize(steps: list[int], guarded: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = Adam([weight], lr=0.1, fused=fused)
+        for step in steps:
+            weight.grad = gradients[step] * (math.nan if step in skipped else 1.0)
+            if guarded:
+                skip_unless(is_finite_step(weight.sum(), weight.grad.norm()), optimizer)
+            optimizer.step()
+        return weight.detach(), optimizer.state[weight]
+
+    met = optimize(list(range(10)), guarded=True)
+    assert differences(met, optimize([step for step in range(10) if step not in skipped], guarded=False)) == []
+    assert met[1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "finite"),
+    [
+        (0.3, 2.0, True),
+        (math.nan, 2.0, False),
+        (math.inf, 2.0, False),
+        (0.3, math.nan, False),
+        (0.3, math.inf, False),
+        (0.3, 1e20, False),  # its square is not finite, nor would be Adam's second moment
+    ],
+)
+def test_a_step_needs_a_finite_loss_and_a_gradient_whose_square_is_finite(
+    loss: float, norm: float, finite: bool
+) -> None:
+    assert is_finite_step(torch.tensor(loss), torch.tensor(norm)).item() is finite
+
+
+@pytest.mark.parametrize(
+    ("before", "update", "after"),
+    [
+        (0, [True, False, False], 2),
+        (2, [True, False, False, True], 0),
+        (1, [], 1),
+        (1, [False, True, False], 1),
+        (0, [False, False, False, True], None),
+        (2, [False, True, True], None),
+        (1, [True, False, False, False], None),
+    ],
+)
+def test_three_skips_in_a_row_end_the_run_within_an_update_or_across_two(
+    before: int, update: list[bool], after: int | None
+) -> None:
+    if after is None:
+        with pytest.raises(DivergedError, match="3 minibatches in a row is not finite; lower model.ppo.lr"):
+            count_skips(update, before)
+    else:
+        assert count_skips(update, before) == after
+
+
+def test_the_largest_numbers_that_are_learned_from_have_finite_statistics() -> None:
+    norm = RunningMeanStd((), clip=math.inf)
+
+    norm.update(LARGEST_NUMBER * torch.tensor([1.0, -1.0]).repeat(10_000))
+
+    assert norm.var.item() == pytest.approx(LARGEST_NUMBER**2, rel=1e-3)
