@@ -1,5 +1,6 @@
 """The policy and its PPO update as a LightningModule with manual optimization."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ class TamiyoModule(LightningModule):
             step = self.collector.last_step
             if self.trainer.is_last_batch:
                 with self.collector.pool.clock.measure("update"):
-                    self.scored = {name: part.clone() for name, part in self.state_dict().items()}
+                    self.scored = OrderedDict((name, part.clone()) for name, part in self.state_dict().items())
                     self.update(*self.collector.finish())
         self.log_dict(step.log, prog_bar=True, logger=False)
 

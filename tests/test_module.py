@@ -1,5 +1,6 @@
 """The LightningModule trains only the policy, at the configured learning rates."""
 
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Literal
@@ -15,14 +16,16 @@ from esper_lightning.cli.main import EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.errors import DivergedError
 from esper_lightning.module import NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
-from esper_lightning.ppo.losses import Anneal, PPOConfig, ppo_terms
+from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
+from tests.tiers import rest_is_slow
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,17 @@ def test_normalisers_have_seen_every_step_when_a_rollout_ends(run: Run) -> None:
     for tick, steps in ((HORIZON - 1, 0), (HORIZON, 2 * HORIZON), (2 * HORIZON, 4 * HORIZON)):
         weights = load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]
         assert weights["observation_norm.count"] == weights["value_norm.count"] == steps
+
+
+def test_the_best_checkpoint_holds_the_weights_that_were_scored_and_those_to_go_on_with(run: Run) -> None:
+    best = load(run.checkpoints / "best.ckpt")
+    end = best["callbacks"]["RolloutState"]["loop"]["ticks"]
+    played, updated = (load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"] for tick in (end - 1, end))
+
+    assert differences(best["state_dict"], played) == []
+    assert differences(best["esper_updated"], updated) == []
+    assert differences(played, updated) != [], "else the update did nothing"
+    assert "esper_updated" not in load(run.latest)
 
 
 def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
@@ -220,6 +234,94 @@ class Twice(TamiyoModule):
             "weight_change": (after - before).norm() / before.norm(),
             "lr": lr,
         }
+
+
+class Poisoned(Twice):
+    """Update the module with minibatches whose loss or gradient is not finite, and the copy without them.
+
+    Args:
+        places: What is not finite in a minibatch, by its number from the first update on.
+    """
+
+    def __init__(self, ppo: PPOConfig, places: dict[int, str]) -> None:
+        super().__init__(ppo=ppo)
+        self.places = places
+        self.seen = 0
+
+    def poisoned_terms(self, policy: Policy, minibatch: Rollout, config: PPOConfig) -> PPOTerms:
+        """Return the terms of the loss with a number that is not finite where it is their turn."""
+        terms, place = ppo_terms(policy, minibatch, config), self.places.get(self.seen)
+        self.seen += 1
+        match place:
+            case "gradient":
+                return terms._replace(value=terms.value + (0.0 * terms.value).sqrt())  # 0, and its gradient is NaN
+            case "nan" | "inf" | "-inf":
+                return terms._replace(policy=terms.policy * float(place))
+        return terms
+
+    def learn_by_hand(self, minibatches: list[Rollout], at_the_end: bool) -> None:
+        first = self.seen - len(minibatches)
+        self.left = [minibatch for i, minibatch in enumerate(minibatches) if first + i not in self.places]
+        super().learn_by_hand(self.left, at_the_end)
+
+
+KINDS = ("nan", "inf", "-inf", "gradient")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "places"),
+    rest_is_slow(
+        [
+            (3, {1: "nan", 3: "gradient", 6: "inf", 7: "gradient"}),
+            *((15, {2 * i + shift: kind for i in range(10)}) for kind in KINDS for shift in (0, 1)),
+        ],
+        lambda case: case[0] == 3,
+    ),
+)
+def test_minibatches_that_are_not_finite_are_skipped_as_if_they_had_not_been(
+    epochs: int, places: dict[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Poisoned(PPOConfig(epochs=epochs, minibatches=2, target_kl=None), places)
+    monkeypatch.setattr("esper_lightning.module.ppo_terms", module.poisoned_terms)
+    practise(module, rollouts=2)
+
+    assert differences(module.policy.state_dict(), module.twins[0].state_dict()) == []
+    moments = [module.trainer.optimizers[0].state_dict()["state"], module.adam.state_dict()["state"]]
+    assert differences(*moments) == []
+    assert module.report is not None
+    skipped = sum(place >= 2 * epochs for place in places)  # in the second update, which is the one reported
+    reported = module.report.metrics
+    assert (reported["skipped"], reported["minibatches"]) == (skipped, 2 * epochs - skipped)
+    assert all(math.isfinite(number) for number in reported.values())
+    in_first = len(places) - skipped
+    assert f"{in_first} of {2 * epochs} minibatches of update 1 were skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("places", "update"),
+    rest_is_slow(
+        [(range(first, first + 3), 1 if first < 4 else 2) for first in range(10)], lambda case: case[0][0] == 4
+    ),
+)
+def test_three_skipped_minibatches_in_a_row_end_the_run(
+    places: range, update: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Poisoned(PPOConfig(epochs=3, minibatches=2, target_kl=None), dict.fromkeys(places, "nan"))
+    monkeypatch.setattr("esper_lightning.module.ppo_terms", module.poisoned_terms)
+
+    with pytest.raises(DivergedError, match=r"3 minibatches in a row is not finite; lower model.ppo.lr"):
+        practise(module, rollouts=2)
+
+    assert module.seen == 6 * update, "at the end of the update, so that the GPU is read once"
+    assert all(part.isfinite().all() for part in module.state_dict().values())
+
+
+def test_an_update_that_makes_the_weights_overflow_ends_the_run() -> None:
+    """The only step of the update is finite: it ends where weights beyond 1e30 leave the range of their squares."""
+    module = TamiyoModule(ppo=PPOConfig(lr=Anneal(start=1e30, end=1e30), epochs=1, minibatches=1))
+
+    with pytest.raises(DivergedError, match=r"the policy's weights are not finite after an update; lower model.ppo.lr"):
+        practise(module)
 
 
 @pytest.mark.parametrize(("target_kl", "learned_from"), [(None, 6.0), (1e-9, 1.0)])

@@ -165,6 +165,15 @@ def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
     assert differences(continuation(run.checkpoints / "best.ckpt"), continuation(best)) == []
 
 
+def test_a_run_that_goes_back_to_its_best_rollout_ends_as_it_did(uninterrupted: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(uninterrupted.folder, tmp_path / "version_0")))
+    run.latest.unlink()
+
+    fit(tmp_path, "--ckpt_path", str(run.checkpoints / "best.ckpt"))
+
+    assert_same_end(run, uninterrupted)
+
+
 def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)

@@ -13,7 +13,7 @@ from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
 from esper_lightning.errors import DivergedError
 from esper_lightning.ppo.gae import explained_variance, gae, normalise
-from esper_lightning.ppo.guard import find_defect, leave_out, usable_environments, zero_nonfinite
+from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
 from esper_lightning.ppo.running_norm import RunningMeanStd
@@ -173,15 +173,12 @@ class RolloutCollector:
         )
 
     def _normalise_observation(self, observation: Any) -> Any:
-        """Return an observation with normalised features, as given to the policy and stored.
-
-        A feature that is not finite becomes 0, the mean, so that it does not spoil the recurrent state.
-        """
-        return observation._replace(features=zero_nonfinite(self.observation_norm(observation.features)))
+        """Return an observation with normalised features, as given to the policy and stored."""
+        return observation._replace(features=self.observation_norm(observation.features))
 
     def _normalise_privileged(self, privileged: Tensor | None) -> Tensor | None:
         """Return normalised privileged features; None if the critic sees no more than the policy."""
-        return None if self.privileged_norm is None else zero_nonfinite(self.privileged_norm(privileged))
+        return None if self.privileged_norm is None else self.privileged_norm(privileged)
 
     @torch.no_grad()
     def finish(self) -> tuple[Rollout, RolloutSummary]:
@@ -241,18 +238,22 @@ class RolloutCollector:
             targets=self.value_norm(returns),
             privileged=buffer.privileged,
         )
+        sequence_states = buffer.sequence_states
         if left_out:
-            rollout = leave_out(rollout, usable)
-            self.state = RecurrentState(*map(zero_nonfinite, self.state))
+            rest = usable.nonzero().squeeze(1)
+            rollout = rollout.select_envs(rest)
+            if sequence_states is not None:
+                sequence_states = RecurrentState(*(part[:, rest] for part in sequence_states))
         if isinstance(self.observation_norm, RunningMeanStd):
             # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
             self.observation_norm.update(self.raw_features[active])
         if isinstance(self.privileged_norm, RunningMeanStd):
             assert self.raw_privileged is not None
             self.privileged_norm.update(self.raw_privileged[active])
-        if buffer.sequence_states is not None:
-            states = RecurrentState(*map(zero_nonfinite, buffer.sequence_states))
-            rollout = rollout.split_sequences(buffer.sequence_length, states)
+        # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
+        self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
+        if sequence_states is not None:
+            rollout = rollout.split_sequences(buffer.sequence_length, sequence_states)
         return rollout, RolloutSummary(
             returns=buffer.rewards.sum(0)[usable].cpu(),
             explained_variance=explained,

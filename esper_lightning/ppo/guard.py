@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_lightning.errors import DivergedError
-from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.tamiyo.policy import RecurrentState
 
 MAX_SKIPS = 3
 """Consecutive skipped minibatches that end the run."""
@@ -20,11 +18,6 @@ LOWER_LR = "lower model.ppo.lr, or set model.ppo.target_kl"
 
 LARGEST_NUMBER = 1e15
 """Largest absolute reward, return or feature to learn from: the sum of the squares of 10⁸ of them fits in float32."""
-
-
-def zero_nonfinite(values: Tensor) -> Tensor:
-    """Return the values with 0 in place of NaN and of infinities."""
-    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def usable_environments(records: Iterable[Tensor]) -> Tensor:  # [N] bool
@@ -63,25 +56,6 @@ def _in_range(values: Tensor) -> Tensor:  # bool, of the same shape
 
 def _is_usable(record: Tensor) -> Tensor:  # [T, N, …] -> [T, N] bool
     return _in_range(record).flatten(2).all(2) if record.dim() > 2 else _in_range(record)
-
-
-def leave_out(rollout: Rollout, usable: Tensor) -> Rollout:
-    """Return the rollout [T, N] with environments from which nothing is learned.
-
-    Their steps count as forced and their episodes as ended, so that no loss includes them, and their numbers that are
-    not finite become 0, because 0 · NaN is NaN.
-
-    Args:
-        rollout: Data of all environments.
-        usable: Environments to learn from, [N] bool.
-    """
-    masks = rollout.masks
-    return rollout._replace(
-        masks=masks._replace(forced=masks.forced | ~usable, ended=masks.ended | ~usable),
-        log_prob=zero_nonfinite(rollout.log_prob),
-        values=zero_nonfinite(rollout.values),
-        state=RecurrentState(*map(zero_nonfinite, rollout.state)),
-    )
 
 
 def is_finite_step(loss: Tensor, grad_norm: Tensor) -> Tensor:  # [] bool

@@ -59,11 +59,14 @@ class Rollout(NamedTuple):
         return Rollout(**fields, state=RecurrentState(*states))
 
     def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator["Rollout"]:
-        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments."""
+        """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments.
+
+        There is one group per environment if there are fewer than `parts`.
+        """
         device = self.log_prob.device
         n = self.log_prob.shape[1]
         for _ in range(epochs):
-            for envs in torch.randperm(n, generator=generator, device=device).tensor_split(parts):
+            for envs in torch.randperm(n, generator=generator, device=device).tensor_split(min(parts, n)):
                 yield self.select_envs(envs)
 
 

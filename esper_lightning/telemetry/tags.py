@@ -88,6 +88,13 @@ SCALARS: tuple[Tag, ...] = (
     Tag("train/advantage_spread", "minimal", "standard deviation of advantages before normalisation", "falls slowly"),
     Tag("train/grad_norm", "minimal", "norm of the policy's gradient before clipping", "steady"),
     Tag("train/minibatches", "minimal", "optimizer steps until the KL stop", "epochs × minibatches, or a few less"),
+    Tag(
+        "train/skipped",
+        "minimal",
+        "minibatches skipped since their loss or gradient was not finite",
+        "0; three in a row end the run",
+    ),
+    Tag("train/left_out", "minimal", "environments left out since a number was not finite or above 1e15", "0"),
     Tag("train/lr", "minimal", "learning rate", "as configured"),
     Tag("train/entropy_coefficient", "minimal", "weight of the entropy bonus", "as configured"),
     Tag("time/ticks_per_second", "minimal", "environment steps of the pool per second", "steady"),

@@ -32,6 +32,27 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/checkpointing/test_validate.py::test_the_drafts_that_killed_processes_have_left_are_removed",
     ),
     Defect(
+        "A policy that is not finite replaces one that is",
+        "esper_lightning/checkpointing/atomic_io.py",
+        "        check_saved_policy(checkpoint)\n",
+        "",
+        "tests/faults/test_not_finite.py::test_a_policy_that_is_not_finite_never_replaces_one_that_is",
+    ),
+    Defect(
+        "The best checkpoint holds the weights after the update, which were not scored",
+        "esper_lightning/module.py",
+        'checkpoint["state_dict"] = self.scored',
+        "pass",
+        "tests/test_module.py::test_the_best_checkpoint_holds_the_weights_that_were_scored_and_those_to_go_on_with",
+    ),
+    Defect(
+        "A run that goes back to its best rollout loses an update",
+        "esper_lightning/module.py",
+        'checkpoint["state_dict"] = checkpoint[UPDATED_KEY]',
+        "pass",
+        "tests/test_resume.py::test_a_run_that_goes_back_to_its_best_rollout_ends_as_it_did",
+    ),
+    Defect(
         "A checkpoint has a whole folder removed",
         "esper_lightning/checkpointing/atomic_io.py",
         "if Path(path).is_file():\n            Path(path).unlink()",

@@ -12,6 +12,10 @@ MODULE = "esper_lightning/module.py"
 
 SUMMARY = "tests/ppo/test_collector.py::test_the_summary_judges_the_critic_on_the_scale_of_the_returns"
 
+GUARDED_ROLLOUT = (
+    "tests/ppo/test_guard.py::test_a_rollout_with_a_number_that_is_none_is_learned_from_without_its_environment"
+)
+
 UPDATE_BY_HAND = "tests/test_module.py::test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other"
 
 DEFECTS: tuple[Defect, ...] = (
@@ -290,8 +294,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "What is impossible may be drawn",
         HEADS,
-        "torch.where(mask, logits.float(), MASKED_LOGIT)",
-        "logits.float()",
+        "torch.where(mask, bounded, MASKED_LOGIT)",
+        "bounded",
         "tests/tamiyo/test_heads.py::test_an_impossible_action_has_probability_0_exactly",
     ),
     Defect(
@@ -330,6 +334,84 @@ DEFECTS: tuple[Defect, ...] = (
         "self.input(hidden).unsqueeze(-2) + self.context",
         "self.input(hidden).unsqueeze(-2) + 0.0 * self.context",
         "tests/tamiyo/test_heads.py::test_untrained_heads_find_every_choice_about_as_likely",
+    ),
+    Defect(
+        "A policy whose numbers are none draws impossible actions",
+        HEADS,
+        "mask + SMALLEST_WEIGHT",
+        "torch.ones_like(log_probs)",
+        "tests/tamiyo/test_heads.py::test_whatever_the_logits_are_only_possible_actions_are_drawn",
+    ),
+    Defect(
+        "An impossible choice is likelier than possible ones with very low logits",
+        HEADS,
+        "logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)",
+        "logits.float()",
+        "tests/tamiyo/test_heads.py::test_whatever_the_logits_are_only_possible_actions_are_drawn",
+    ),
+    # Numbers that are not finite.
+    Defect(
+        "The policy learns from an environment whose reward is not finite",
+        ROLLOUT,
+        "rollout = rollout.select_envs(rest)",
+        "pass",
+        GUARDED_ROLLOUT,
+    ),
+    Defect(
+        "A number that is not finite stays in the recurrent state",
+        ROLLOUT,
+        "part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)",
+        "part",
+        GUARDED_ROLLOUT,
+    ),
+    Defect(
+        "A reward of 1e38 is learned from",
+        f"{P}/guard.py",
+        "values.abs() <= LARGEST_NUMBER  #",
+        "values.isfinite()  #",
+        GUARDED_ROLLOUT,
+    ),
+    Defect(
+        "A normaliser takes in a number that is not finite",
+        f"{P}/running_norm.py",
+        "torch.where(finite, new_var, self.var)",
+        "new_var",
+        f"{T}/test_running_norm.py::test_a_batch_whose_statistics_are_not_finite_changes_nothing",
+    ),
+    Defect(
+        "A minibatch that is not finite changes the policy",
+        f"{P}/guard.py",
+        "elif not finite:",
+        "elif False:",
+        f"{T}/test_guard.py::test_a_skipped_step_changes_neither_weights_nor_moments_nor_step_counts",
+    ),
+    Defect(
+        "A minibatch that is not finite changes the policy on a GPU",
+        f"{P}/guard.py",
+        "(~finite).float()",
+        "torch.zeros(())",
+        f"{T}/test_guard.py::test_a_skipped_step_changes_neither_weights_nor_moments_nor_step_counts",
+    ),
+    Defect(
+        "A gradient that is not finite passes if the loss is finite",
+        f"{P}/guard.py",
+        "(loss.detach() + grad_norm.detach().square()).isfinite()",
+        "loss.detach().isfinite()",
+        f"{T}/test_guard.py::test_a_step_needs_a_finite_loss_and_a_gradient_whose_square_is_finite",
+    ),
+    Defect(
+        "Skipped minibatches in a row are not counted from one update to the next",
+        MODULE,
+        "count_skips(finite, self.skips_in_a_row)",
+        "count_skips(finite, 0)",
+        "tests/test_module.py::test_three_skipped_minibatches_in_a_row_end_the_run",
+    ),
+    Defect(
+        "A policy whose weights are not finite goes on",
+        MODULE,
+        "        check_change(weight_change)\n",
+        "",
+        "tests/test_module.py::test_an_update_that_makes_the_weights_overflow_ends_the_run",
     ),
     # The update, and what is made of the settings.
     Defect(

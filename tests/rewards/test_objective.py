@@ -1,5 +1,7 @@
 """The objective J = accuracy - rent, against hand-computed numbers."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -91,6 +93,13 @@ def test_below_the_cap_every_parameter_costs_something(host: int, extra: int, pr
     sizes = torch.tensor([host + extra - 1, host + extra], dtype=torch.float64)
     fewer, more = objective(torch.full((2,), 0.5, dtype=torch.float64), sizes, host, config=config).tolist()
     assert more < fewer
+
+
+@pytest.mark.parametrize("name", ["price", "price_to", "compute_price", "compute_price_to", "rent_cap"])
+@pytest.mark.parametrize("value", [1e300, math.inf, math.nan])
+def test_prices_that_are_no_numbers_in_float32_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"objective.{name} must be at most 1e\\+12, got {value}"):
+        ObjectiveConfig(**{name: value})
 
 
 @pytest.mark.parametrize("settings", [{"price": -0.01}, {"rent_cap": -1.0}])

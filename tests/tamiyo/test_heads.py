@@ -104,6 +104,34 @@ def test_an_impossible_action_has_probability_0_exactly() -> None:
     assert ops == set(Op) - {Op.WAIT}
 
 
+@several
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4])
+def test_whatever_the_logits_are_only_possible_actions_are_drawn(sizes: Sizes, bad: float) -> None:
+    masks, logits = random_masks(64, seed=3, sizes=sizes), random_logits(64, seed=3, sizes=sizes)
+    logits = {head: torch.full_like(table, bad) for head, table in logits.items()}
+
+    drawn = HostDistribution(logits, masks).sample(torch.Generator().manual_seed(0))
+
+    for row, action in enumerate(zip(*(part.tolist() for part in drawn), strict=True)):
+        assert action in set(legal_actions(masks, row, sizes)), f"{action} in row {row}"
+
+
+def test_a_row_of_nan_does_not_change_what_is_drawn_in_the_others() -> None:
+    masks, logits = random_masks(8, seed=4), random_logits(8, seed=4)
+    broken = {head: table.clone() for head, table in logits.items()}
+    for table in broken.values():
+        table[5] = math.nan
+
+    clean, drawn = (
+        torch.stack(HostDistribution(tables, masks).sample(torch.Generator().manual_seed(1)), -1)
+        for tables in (logits, broken)
+    )
+
+    others = [0, 1, 2, 3, 4, 6, 7]
+    assert torch.equal(drawn[others], clean[others])
+    assert HostDistribution(broken, masks).log_prob(Action(*drawn.unbind(-1)))[5].isnan(), "nothing is learned from it"
+
+
 def test_actions_are_drawn_as_often_as_they_are_likely() -> None:
     masks, logits, draws = random_masks(1, seed=2), random_logits(1, seed=2, spread=0.7), 40_000
     masks.slot[0] = torch.tensor([[True] * 3, [True, False, True], *[[False, True, True]] * 4])
