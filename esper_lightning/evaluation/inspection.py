@@ -49,7 +49,6 @@ def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
     env = pool.envs[host]
     generator_state = env.generator.get_state()
     batch = env.draw_batches(pool.data.train.samples).split(env.training.micro_batches).minibatch(0)
-    env.generator.set_state(generator_state)
     data = fetch(pool.data.train.to(env.device), batch, env.training.augment)
     network, training = env.network, env.network.training
     names, parameters = zip(*network.named_parameters(), strict=True)
@@ -58,6 +57,7 @@ def layer_gradients(pool: HostPool, host: int) -> dict[str, float]:
         outputs = functional_call(network.train(), buffers, (data.inputs,))
         loss = pool.task.measure(outputs, data.targets).loss.mean()
     network.train(training)
+    env.generator.set_state(generator_state)  # not earlier, because dropout has drawn from it, too
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     failing = {id(parameter) for slot in env.failing_slots for parameter in slot.seed.parameters()}  # failing seeds
     norms = [

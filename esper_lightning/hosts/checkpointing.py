@@ -1,11 +1,13 @@
 """Activation checkpointing (https://arxiv.org/abs/1604.06174): less memory and more arithmetic, same results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from esper_lightning.hosts.dropout import dropout_generators
 
 
 def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, *, checkpoint_activations: bool) -> Tensor:
@@ -16,15 +18,21 @@ def run_block(host: nn.Module, block: Callable[[Tensor], Tensor], x: Tensor, *, 
     """
     if not (checkpoint_activations and host.training and torch.is_grad_enabled()):
         return block(x)
-    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _preserve_buffers(host)))
+    states = [generator.get_state() for generator in dropout_generators(host)]
+    return checkpoint(block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _repeat(host, states)))
 
 
 @contextmanager
-def _preserve_buffers(network: nn.Module) -> Iterator[None]:
-    """Discard writes to buffers within this context, because BatchNorm would count a recomputed batch twice.
+def _repeat(network: nn.Module, states: Sequence[Tensor]) -> Iterator[None]:
+    """Begin with `states` of the generators of dropout, and discard writes to buffers and generators afterwards.
 
-    See https://github.com/pytorch/pytorch/issues/96136.
+    Without it BatchNorm would count a recomputed batch twice, see https://github.com/pytorch/pytorch/issues/96136, and
+    dropout would draw other masks: torch restores its global generators only.
     """
+    generators = dropout_generators(network)
+    later_states = [generator.get_state() for generator in generators]
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
     buffers = [
         (module, name, buffer) for module in network.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
@@ -37,3 +45,5 @@ def _preserve_buffers(network: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
+        for generator, state in zip(generators, later_states, strict=True):
+            generator.set_state(state)

@@ -19,6 +19,7 @@ from esper_lightning.growth.counterfactual import forward_variants, leave_one_ou
 from esper_lightning.growth.lifecycle import germinate, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts.dropout import dropout_generators
 
 N_HOSTS, N_SAMPLES = 3, 4
 """Numbers of hosts in the stack and of samples per host.
@@ -206,8 +207,12 @@ def _compare(stack: HostStack, trial: Trial) -> Iterator[ResultPair]:
     hosts, inputs = trial.hosts, trial.inputs
     weights = stack.load(hosts)
     weights.bind(requires_grad=True)
+    generators = [generator for host in hosts for generator in dropout_generators(host)]  # copies, as the hosts are
+    states = [generator.get_state() for generator in generators]
     stacked_outputs = stack.train(inputs)
     stacked_outputs.square().mean().backward()
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)  # the separate hosts must draw the same masks
     for host in hosts:
         host.train().zero_grad()
     separate_outputs = torch.cat([host(own) for host, own in zip(hosts, inputs.chunk(N_HOSTS), strict=True)])

@@ -16,6 +16,7 @@ from esper_lightning.growth.attach import attach_from_records, attachment_record
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.hosts.dropout import Dropout
 
 
 class HostStack:
@@ -39,6 +40,7 @@ class HostStack:
         self.network = stack_layers(network, self.stack_index).eval()
         attach_from_records(self.network, attached)
         self.stacked_host = StackedModule(self.network)
+        self.dropouts = {path: layer for path, layer in self.network.named_modules() if isinstance(layer, Dropout)}
         for name, slot in slots_of(self.network).items():
             slot.empty()
             self.slots[name] = slot.override = StackedSlot(self.stack_index, self.entries)
@@ -56,6 +58,8 @@ class HostStack:
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
             self.host_layers = [self.stacked_host.layers_of(host) for host in hosts]
         self.n_hosts = len(hosts)
+        for path, layer in self.dropouts.items():
+            layer.generators = [generator for host in hosts for generator in _dropout(host, path).generators]
         self.assignments = [Assignment(self.stacked_host, self.host_layers)]
         self.seed_slots: list[list[tuple[int, str]]] = []  # (host index, slot name) of each seed, by stacked seeds
         for name, slot in self.slots.items():
@@ -125,3 +129,9 @@ class HostStack:
         samples = len(inputs) // count
         outputs = self.network(stack_inputs(inputs, count))
         return unstack_outputs(outputs, self.stack_index.count, samples)
+
+
+def _dropout(host: nn.Module, path: str) -> Dropout:
+    layer = host.get_submodule(path)
+    assert isinstance(layer, Dropout), "hosts of one architecture have the same layers"
+    return layer
