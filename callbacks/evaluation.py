@@ -1,5 +1,6 @@
 """Callback that compares the trained policy with baselines on unseen hosts at the end of training."""
 
+from math import isfinite
 from pathlib import Path
 
 from lightning import Callback
@@ -12,7 +13,10 @@ from esper_lightning.trainer import EVALUATION_FOLDER, EsperTrainer
 
 
 class Evaluation(Comparison, Callback):
-    """Compares controllers when training ends, like the command `evaluate` with a checkpoint; see `Comparison`."""
+    """Compares controllers when training ends, like the command `evaluate` with a checkpoint; see `Comparison`.
+
+    The policy's further test metrics also go to the trainer's loggers.
+    """
 
     def on_fit_end(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
         if self.hosts == 0:
@@ -20,4 +24,13 @@ class Evaluation(Comparison, Callback):
         data = trainer.datamodule
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
-        run_comparison(self, data, [tamiyo], folder=folder, record=trainer.record())
+        results = run_comparison(self, data, [tamiyo], folder=folder, record=trainer.record())
+        tags = {task: f"test/{task}/" if len(results) > 1 else "test/" for task in results}
+        means = {
+            f"{tags[task]}{name}": mean
+            for task, result in results.items()
+            for name, mean in result.policy_entry.mean_metrics().items()
+            if isfinite(mean)
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(means, step=pl_module.collector.ticks)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Callback, LightningModule
 from torch import nn
+from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import UPDATED_KEY, write_identity
 from esper_lightning.console import print_status
@@ -89,6 +90,11 @@ class TamiyoModule(LightningModule):
         self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
         self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
+        # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
+        self.critic_metrics = MetricCollection(
+            {"explained_variance": ExplainedVariance(), "value_error": MeanSquaredError(squared=False)},
+            prefix="train/",
+        )
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if the module's settings do not fit the environments."""
@@ -201,8 +207,7 @@ class TamiyoModule(LightningModule):
             "skipped": float(finite.count(False)),
             "left_out": float(summary.left_out),
             "weight_change": weight_change,
-            "explained_variance": summary.explained_variance,
-            "value_error": summary.value_error,
+            **self.measure_critic(summary.values, summary.value_targets),
             "advantage_spread": summary.advantage_spread,
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
@@ -219,9 +224,25 @@ class TamiyoModule(LightningModule):
                 f"skipped: their loss or gradient is not finite"
             )
         self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
+        self.log_dict(self.critic_metrics, on_step=False, on_epoch=True, logger=False)
         # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
         chosen_by = {"return": summary.returns.mean()} | self.collector.last_step.log
         self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
+
+    def measure_critic(self, values: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        """Return the metrics of the critic on one rollout, by name.
+
+        Args:
+            values: Values [steps] that the critic estimated.
+            targets: Returns [steps] that they should equal.
+        """
+        # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
+        # would cancel in float32 if the mean of the returns were not removed first.
+        offset = targets.mean()
+        self.critic_metrics.reset()
+        self.critic_metrics.update(values - offset, targets - offset)
+        found = self.critic_metrics.compute()
+        return {name.removeprefix("train/"): value.item() for name, value in found.items()}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients and skip a step that is not finite; in this hook gradients are unscaled in every precision."""

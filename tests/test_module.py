@@ -93,6 +93,34 @@ def test_the_first_minibatch_sees_the_policy_that_acted(run: Run) -> None:
     assert max(values(run, "train/first_ratio_error")) < 1e-5
 
 
+def test_the_explained_variance_tells_a_perfect_critic_from_a_useless_one() -> None:
+    module, returns = TamiyoModule(), torch.tensor([1.0, 2.0, 3.0, 6.0])
+
+    def explained(values: torch.Tensor, targets: torch.Tensor = returns) -> float:
+        return module.measure_critic(values, targets)["explained_variance"]
+
+    assert explained(returns) == 1.0
+    assert explained(returns + 5.0) == pytest.approx(1.0), "a constant error is no variance"
+    assert explained(torch.full((4,), 3.0)) == pytest.approx(0.0)
+    assert explained(-returns) == pytest.approx(-3.0)  # Var(2R) = 4 Var(R)
+    assert explained(returns, torch.zeros(4)) == 0.0
+    far = 10_000.0 + torch.randn(500, generator=torch.Generator().manual_seed(0))
+    assert explained(10_000.0 + 0.5 * (far - 10_000.0), far) == pytest.approx(0.75, abs=1e-3)
+
+
+def test_the_critics_metrics_are_those_of_the_last_rollout_and_can_be_monitored(built: EsperCLI, run: Run) -> None:
+    summary = built.model.report.summary
+    errors = summary.value_targets - summary.values
+    expected = {
+        "train/explained_variance": 1.0 - (errors.var() / summary.value_targets.var()).item(),
+        "train/value_error": errors.square().mean().sqrt().item(),
+    }
+
+    for tag, value in expected.items():
+        assert built.trainer.callback_metrics[tag].item() == pytest.approx(value, rel=1e-3)
+        assert values(run, tag)[-1] == pytest.approx(value, rel=1e-3)
+
+
 def test_normalisers_have_seen_every_step_when_a_rollout_ends(run: Run) -> None:
     for tick, steps in ((HORIZON - 1, 0), (HORIZON, 2 * HORIZON), (2 * HORIZON, 4 * HORIZON)):
         weights = load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]

@@ -384,6 +384,11 @@ class HostPool:
         loss, accuracy = torch.tensor(scores, dtype=validated.dtype).unbind(1)
         return loss, accuracy
 
+    def test_metrics(self) -> dict[str, Tensor]:
+        """Return the task's further test metrics by name, [N] each, of each host with its fossilized seeds only."""
+        rows = [self.task.test_metrics(*self.executor.predict(env, self.data.test)) for env in self.envs]
+        return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]}
+
     def variant_accuracies(self, host: int, variants: Sequence[SeedVariant], data: Split) -> Tensor:
         """Return the accuracy [V] of one host on `data`, a split of this pool, with each combination of seeds."""
         _, accuracy = self.executor.measure(self.envs[host], data, variants)

@@ -70,6 +70,13 @@ class Entry(NamedTuple):
         """Return one column of the outcomes, one value per training seed and host."""
         return np.array([getattr(outcome, column) for outcome in self.outcomes], dtype=np.float64)
 
+    def mean_metrics(self) -> dict[str, float]:
+        """Return the mean of each further test metric over training seeds and hosts, by name."""
+        return {
+            name: float(np.mean([outcome.metrics[name] for outcome in self.outcomes]))
+            for name in self.outcomes[0].metrics
+        }
+
 
 class ComparisonResult(NamedTuple):
     """Result of a comparison, ready to be reported."""

@@ -38,7 +38,7 @@ class PoolTrace(NamedTuple):
 class Outcome(NamedTuple):
     """Results of one controller at the end of its episode, one value per host [H].
 
-    Accuracy, loss and objective are measured on the test split, with the fossilized seeds of each host only.
+    Accuracy, loss, objective and metrics are measured on the test split, with the fossilized seeds of each host only.
     """
 
     controller: str
@@ -54,6 +54,7 @@ class Outcome(NamedTuple):
     topologies: list[Topology]
     trace: PoolTrace
     contexts: list[str]  # variables of each host's context, as text
+    metrics: dict[str, np.ndarray]  # further test metrics by name, see Task.test_metrics; NaN where undefined
 
 
 def play_episode(
@@ -103,6 +104,7 @@ def play_episode(
         topologies=topologies,
         trace=trace,
         contexts=[str(env.context.context) for env in pool.envs],
+        metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )
 
 

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from esper_lightning.controllers.schedule import write_schedule
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.comparison import REPLAYED, YOKED, ComparisonResult, Entry
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
+from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 from esper_lightning.growth.saving import replace_file
 
@@ -36,8 +37,8 @@ def format_effect(value: float) -> str:
 
 
 def make_tables(result: ComparisonResult) -> list[Table]:
-    """Return the tables of results and costs and, with several training seeds, the lead of each policy."""
-    tables = [results_table(result), costs_table(result)]
+    """Return the tables of results, costs and test metrics; with several training seeds also each policy's lead."""
+    tables = [results_table(result), costs_table(result), metrics_table(result)]
     return [*tables, training_seed_table(result)] if len(result.policies) > 1 else tables
 
 
@@ -86,6 +87,33 @@ def costs_table(result: ComparisonResult) -> Table:
     return table
 
 
+def metrics_table(result: ComparisonResult) -> Table:
+    """Return a table of the task's further test metrics with one row per entry: means over hosts and training seeds.
+
+    Of metrics that exist for each class, such as `accuracy.<class>`, it shows the lowest mean and its class.
+    """
+    names = list(result.policy_entry.mean_metrics())
+    single = [name for name in names if "." not in name]
+    grouped = list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
+    table = make_table(
+        "further test metrics, mean over hosts",
+        "lowest: the class with the lowest mean, its number in brackets" if grouped else "",
+        ("controller", *(name.replace("_", " ") for name in single), *(f"lowest {name}" for name in grouped)),
+    )
+    for entry in result.entries:
+        means = entry.mean_metrics()
+        lowest = [
+            min((mean, name.partition(".")[2]) for name, mean in means.items() if name.startswith(f"{group}."))
+            for group in grouped
+        ]
+        table.add_row(
+            entry.name,
+            *(f"{means[name]:.3f}" for name in single),
+            *(f"{mean:.3f} ({label})" for mean, label in lowest),
+        )
+    return table
+
+
 def training_seed_table(result: ComparisonResult) -> Table:
     """Return a table of the policy's lead over every baseline: one column per training seed, and one pooled."""
     names = [policy_label(result, number) for number in range(len(result.policies))]
@@ -113,11 +141,12 @@ def policy_label(result: ComparisonResult, number: int) -> str:
 def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, Any]) -> None:
     """Write all files of a comparison.
 
-    `evaluation.csv` has one row per host and controller, `evaluation.json` the summary; every found schedule has its
-    own file.
+    `evaluation.csv` and `test_metrics.csv` have one row per host and controller, `evaluation.json` the summary; every
+    found schedule has its own file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "evaluation.csv", host_rows(result))
+    write_csv(folder / "test_metrics.csv", metric_rows(result))
     text = json.dumps(replace_nan(summary(result, record)), indent=1, allow_nan=False) + "\n"
     replace_file(folder / "evaluation.json", lambda path: path.write_text(text))
     for name, schedule in result.schedules.items():
@@ -128,17 +157,33 @@ def host_rows(result: ComparisonResult) -> list[list[str]]:
     """Return rows in long format: one per host and controller, and per training seed if the controller has one."""
     rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
     contexts = result.policy_entry.outcomes[0].contexts
+    for identifiers, outcome in identified_outcomes(result):
+        for host, host_seed in enumerate(result.rng_seeds):
+            numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
+            rows.append([*identifiers, str(host), str(host_seed), contexts[host], *numbers, f"{outcome.seconds:.3f}"])
+    return rows
+
+
+def metric_rows(result: ComparisonResult) -> list[list[str]]:
+    """Return rows like those of `host_rows`, with the task's further test metrics; empty cells where undefined."""
+    names = list(result.policy_entry.mean_metrics())
+    rows = [["controller", "training_seed", "host", *names]]
+    for identifiers, outcome in identified_outcomes(result):
+        for host in range(len(result.rng_seeds)):
+            numbers = [outcome.metrics[name][host] for name in names]
+            rows.append(
+                [*identifiers, str(host), *("" if math.isnan(number) else f"{number:.9g}" for number in numbers)]
+            )
+    return rows
+
+
+def identified_outcomes(result: ComparisonResult) -> Iterator[tuple[list[str], Outcome]]:
+    """Yield every outcome, with the name of its entry and its training seed (empty for one without training)."""
     for entry in result.entries:
         is_learned = depends_on_checkpoint(result, entry)
         for number, outcome in enumerate(entry.outcomes):
             seed = result.policies[number].training_seed if is_learned else None
-            identifiers = [entry.name, "" if seed is None else str(seed)]
-            for host, host_seed in enumerate(result.rng_seeds):
-                numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
-                rows.append(
-                    [*identifiers, str(host), str(host_seed), contexts[host], *numbers, f"{outcome.seconds:.3f}"]
-                )
-    return rows
+            yield [entry.name, "" if seed is None else str(seed)], outcome
 
 
 def depends_on_checkpoint(result: ComparisonResult, entry: Entry) -> bool:
@@ -155,6 +200,7 @@ def summary(result: ComparisonResult, record: Mapping[str, Any]) -> dict[str, An
         rows = zip(result.policies, result.lead(entry), strict=True)
         controllers[entry.name] = {
             **{column: mean_interval(entry.values(column))._asdict() for column in COLUMNS},
+            "test_metrics": entry.mean_metrics(),
             "pool_seconds": [outcome.seconds for outcome in entry.outcomes],
             "ahead": lead._asdict() | {"d_z": effect},
             "ahead_by_training_seed": [

@@ -19,8 +19,10 @@ def run_comparison(
     *,
     folder: Path,
     record: Mapping[str, Any],
-) -> None:
+) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
+
+    Returns the results by task.
 
     Args:
         comparison: Settings of the comparison.
@@ -29,12 +31,14 @@ def run_comparison(
         folder: Output folder.
         record: Description of this process, saved in `evaluation.json`.
     """
+    results = {}
     for task, pool in data.pools.items():
         several = len(data.pools) > 1
         if several:
             print_status(f"hosts of {task}")
-        result = comparison.run(data, policies, task)
+        results[task] = result = comparison.run(data, policies, task)
         publish(comparison, result, pool.space.slot, folder=folder / task if several else folder, record=record)
+    return results
 
 
 def publish(
@@ -60,5 +64,5 @@ def publish(
         write_credits(result.credits, folder)
         no_seeds = "tamiyo fossilized no seed on the analysed hosts"
         console.print(credit_table(result.credits, comparison.credit) if result.credits else no_seeds)
-    names = ", ".join(["evaluation.csv", "evaluation.json", *(path.name for path in figures)])
+    names = ", ".join(["evaluation.csv", "test_metrics.csv", "evaluation.json", *(path.name for path in figures)])
     console.print(f"written to {folder}: {names}", soft_wrap=True)

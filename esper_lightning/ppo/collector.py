@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
 from esper_lightning.errors import DivergedError
-from esper_lightning.ppo.gae import explained_variance, gae, normalise
+from esper_lightning.ppo.gae import gae, normalise
 from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
@@ -43,10 +43,8 @@ class RolloutSummary(NamedTuple):
     """Statistics of one rollout before the update."""
 
     returns: Tensor  # [N] undiscounted sum of rewards per environment; without those that are left out
-    explained_variance: float
-    """Fraction of the variance of returns that the critic explains."""
-    value_error: float
-    """Root mean square error of the critic, in units of the return."""
+    values: Tensor  # [steps] V(s_t) of the steps that are learned from, in units of the return
+    value_targets: Tensor  # [steps] returns that these values estimate
     advantage_spread: float
     """Standard deviation of advantages before normalisation."""
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
@@ -222,7 +220,6 @@ class RolloutCollector:
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
         active = ~buffer.masks.ended & usable
-        explained = explained_variance(values[active], returns[active]).item()
         unforced = ~buffer.masks.forced & usable
         normalised = normalise(advantages, unforced, config.advantage_floor)
         self.value_norm.update(returns[active])
@@ -256,8 +253,8 @@ class RolloutCollector:
             rollout = rollout.split_sequences(buffer.sequence_length, sequence_states)
         return rollout, RolloutSummary(
             returns=buffer.rewards.sum(0)[usable].cpu(),
-            explained_variance=explained,
-            value_error=(values - returns)[active].square().mean().sqrt().item(),
+            values=values[active],
+            value_targets=returns[active],
             advantage_spread=advantages[unforced].std(correction=0).item() if unforced.any() else 0.0,
             advantages=torch.where(unforced, normalised, torch.nan),
             left_out=left_out,

@@ -37,8 +37,3 @@ def normalise(advantages: Tensor, included: Tensor, floor: float) -> Tensor:
     if sample.numel() < 2:
         return torch.zeros_like(advantages)
     return (advantages - sample.mean()) / sample.std(correction=0).clamp(min=floor)
-
-
-def explained_variance(values: Tensor, returns: Tensor, floor: float = 1e-8) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one no better than the mean."""
-    return 1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=floor)

@@ -7,6 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+from torchmetrics.functional.regression import r2_score
+from torchmetrics.functional.text import perplexity
+
+CALIBRATION_BINS = 15
+"""Number of bins of confidence in the calibration error, as in https://arxiv.org/abs/1706.04599."""
 
 
 class Split(NamedTuple):
@@ -120,3 +126,29 @@ class Task(ABC):
         if targets.ndim == 1:
             return Measures(loss, correct)
         return Measures(loss.flatten(1).mean(1), correct.flatten(1).mean(1))
+
+    def test_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return further metrics of one host on the test split, by name.
+
+        - Classes: `calibration_error`, the expected calibration error, which is the mean difference between confidence
+          and accuracy (https://arxiv.org/abs/1706.04599); and `accuracy.<class>`, the accuracy on the samples of each
+          class, NaN for a class without samples.
+        - Tokens: `perplexity`, e to the mean cross-entropy per token.
+        - Quantities: `r2`, the coefficient of determination; the mean over them if there are several.
+
+        Args:
+            outputs: Logits [samples, classes] or [samples, T, classes], or estimates [samples, quantities].
+            targets: Class numbers [samples] or [samples, T], or quantities as floats, [samples] or like the outputs.
+        """
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        if targets.is_floating_point():
+            return {"r2": r2_score(outputs.view_as(targets), targets).item()}
+        if targets.ndim > 1:
+            return {"perplexity": perplexity(outputs, targets).item()}
+        classes = outputs.shape[-1]
+        probabilities = outputs.softmax(-1)  # torchmetrics would take logits that all lie in [0, 1] for probabilities
+        error = multiclass_calibration_error(probabilities, targets, classes, CALIBRATION_BINS)
+        accuracies = multiclass_accuracy(probabilities, targets, classes, average=None)
+        is_absent = torch.bincount(targets, minlength=classes) == 0
+        shares = accuracies.masked_fill(is_absent, torch.nan).tolist()
+        return {"calibration_error": error.item()} | {f"accuracy.{c}": share for c, share in enumerate(shares)}

@@ -106,6 +106,13 @@ SCALARS: tuple[Tag, ...] = (
         "`train` and `validate` are most of it",
     ),
     Tag("time/samples_per_second.<phase>", "minimal", "samples of all hosts, in `train` and in `validate`", "steady"),
+    Tag(
+        "test/<metric>",
+        "minimal",
+        "the policy's further test metrics in the closing comparison, mean over its hosts; `test/<task>/<metric>` with "
+        "several tasks",
+        "calibration error and perplexity low, accuracies high and alike",
+    ),
     Tag("memory/process", "minimal", "MiB of this process", "flat after the first rollouts"),
     Tag("memory/cuda", "minimal", "MiB allocated on the GPU", "flat after the first rollouts"),
     Tag(

@@ -14,11 +14,15 @@ import torch
 from esper_lightning.__main__ import main
 from esper_lightning.controllers.schedule import Schedule, write_schedule
 from esper_lightning.evaluation.baselines import HAND_WRITTEN
-from tests.runs import CONFIGS, HORIZON, ROOT, Run, fit
+from esper_lightning.tasks import Digits
+from tests.runs import CONFIGS, EPOCHS, HORIZON, ROOT, Run, fit
 
 FEW = ("--evaluation.hosts=2",)
 SLOTS = ("block1.pool", "block2.pool", "block3")
-FILES = ["curves.png", "evaluation.csv", "evaluation.json", "pareto.png", "schedule.json", "timeline.png"]
+FILES = [
+    *("curves.png", "evaluation.csv", "evaluation.json", "pareto.png", "schedule.json", "test_metrics.csv"),
+    "timeline.png",
+]
 
 
 def evaluate(*args: str) -> None:
@@ -69,6 +73,25 @@ def test_a_checkpoint_is_all_that_is_needed_and_gives_the_table_of_its_run(
     assert without_time(rows_of(run.folder / "evaluation")) == without_time(before), "bit for bit what `fit` has found"
     names = list(dict.fromkeys(row["controller"] for row in before))
     assert all(f"│ {name} " in said for name in names)
+
+
+def test_the_class_accuracies_of_a_host_make_up_its_accuracy_and_reach_tensorboard(trained: list[Run]) -> None:
+    folder = trained[0].folder / "evaluation"
+    with (folder / "test_metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    samples = torch.bincount(Digits().load().test.targets).tolist()
+
+    for row, whole in zip(rows, rows_of(folder), strict=True):
+        assert [row[name] for name in ("controller", "training_seed", "host")] == [
+            whole[name] for name in ("controller", "training_seed", "host")
+        ]
+        right = sum(n * float(row[f"accuracy.{c}"]) for c, n in enumerate(samples))
+        assert right / sum(samples) == pytest.approx(float(whole["accuracy"]), abs=1e-6)
+    ours = [float(row["calibration_error"]) for row in rows if row["controller"] == "tamiyo"]
+    ((tick, written),) = trained[0].scalars()["test/calibration_error"]
+    assert tick == EPOCHS * HORIZON
+    assert written == pytest.approx(sum(ours) / len(ours), rel=1e-5)
+    assert summary_of(folder)["controllers"]["tamiyo"]["test_metrics"]["calibration_error"] == pytest.approx(written)
 
 
 def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: list[Run]) -> None:

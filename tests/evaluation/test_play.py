@@ -23,7 +23,7 @@ def outcome(name: str, objective: np.ndarray) -> Outcome:
     none = np.zeros_like(objective)
     trace = PoolTrace(none[None], none[None], none[None, :, None])
     kept, members = [()] * len(none), ["as configured"] * len(none)
-    return Outcome(name, none, none, none, objective, none, none, none, none, 0.0, kept, trace, members)
+    return Outcome(name, none, none, none, objective, none, none, none, none, 0.0, kept, trace, members, {})
 
 
 @given(seed=st.integers(0, 1000), gain=st.floats(-1.0, 1.0))

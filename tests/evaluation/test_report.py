@@ -33,6 +33,7 @@ def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     return Outcome(
         name, accuracy, 1 - accuracy, whole + parameters, accuracy - 0.01, 1000 * whole + 1, whole, whole, whole, 1.5,
         [()] * HOSTS, trace, ["as configured"] * HOSTS,
+        {"calibration_error": 0.1 * accuracy, "accuracy.0": accuracy, "accuracy.1": accuracy - 0.1},
     )  # fmt: skip
 
 
@@ -137,7 +138,31 @@ def test_the_tables_fit_and_compare_everyone_with_tamiyo(played: ComparisonResul
     lead = mean_interval(played.lead(played.entries[1]))
     assert format_interval(lead, 3) in rows[0]
     assert format_interval(mean_interval(played.entries[1].values("accuracy")), 3) in rows[0]
-    assert len(rows) == (3 if len(played.policies) > 1 else 2)
+    assert len(rows) == (4 if len(played.policies) > 1 else 3)
+
+
+def test_the_further_metrics_are_a_table_with_the_weakest_class(played: ComparisonResult) -> None:
+    lines = printed(played).splitlines()
+    start = next(i for i, line in enumerate(lines) if "further test metrics" in line)
+    heading = next(line for line in lines[start:] if "controller" in line)
+    row = next(line for line in lines[start:] if "│ random " in line)
+
+    assert [word.strip() for word in heading.split("┃")[2:-1]] == ["calibration error", "lowest accuracy"]
+    accuracy = played.entries[1].values("accuracy").mean()
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == [f"{0.1 * accuracy:.3f}", f"{accuracy - 0.1:.3f} (1)"]
+
+
+def test_a_metric_that_is_undefined_on_a_host_is_an_empty_cell(tmp_path: Path) -> None:
+    played = contest([0])
+    played.entries[1].outcomes[0].metrics["accuracy.1"][2] = np.nan
+
+    write_report(played, tmp_path, {})
+
+    with (tmp_path / "test_metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["controller"] == "random"]
+    known = played.entries[1].outcomes[0].metrics
+    assert [row["accuracy.1"] == "" for row in rows] == [host == 2 for host in range(HOSTS)]
+    assert [float(row["calibration_error"]) for row in rows] == pytest.approx(known["calibration_error"].tolist())
 
 
 def test_several_training_seeds_are_told_apart_and_taken_together() -> None:

@@ -290,9 +290,8 @@ def test_the_summary_judges_the_critic_on_the_scale_of_the_returns(make_watched:
     real, forced = ~rollout.masks.ended, rollout.masks.forced
     values, returns = scale.inverse(rollout.values), loop.value_norm.inverse(rollout.targets)
     errors = (returns - values)[real]
-    assert summary.value_error == pytest.approx(errors.square().mean().sqrt().item(), rel=1e-4)
-    explained = 1.0 - (errors.var() / returns[real].var()).item()
-    assert summary.explained_variance == pytest.approx(explained, rel=1e-4)
+    torch.testing.assert_close(summary.values, values[real], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(summary.value_targets - summary.values, errors, rtol=1e-4, atol=1e-5)
     advantages = (returns - values)[~forced]
     assert summary.advantage_spread == pytest.approx(advantages.std(correction=0).item(), rel=1e-4)
     assert forced.any() and torch.equal(summary.advantages.isnan(), forced)
@@ -312,7 +311,7 @@ def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[T
     terms.total(0.5, 0.01).backward()
     norms = [*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values()]
     gradients = [p.grad for p in loop.policy.parameters()]
-    return [*norms, torch.tensor(summary.explained_variance)], terms, gradients, rollout
+    return [*norms, summary.values, summary.value_targets], terms, gradients, rollout
 
 
 def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -> None:

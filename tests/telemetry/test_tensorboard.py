@@ -30,8 +30,8 @@ RICH = (
 )
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
-NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"}
-"""Tags that need a GPU, or several tasks (see test_cli_mixed)."""
+NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, accuracy, parameters>", "test/<metric>"}
+"""Tags that need a GPU, several tasks (tests/cli/test_mixed.py) or a comparison (tests/cli/test_evaluate.py)."""
 
 EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
 

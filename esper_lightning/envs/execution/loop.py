@@ -10,9 +10,12 @@ from esper_lightning.envs.execution.host_epoch import HostEpoch, nan_training_ro
 from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.growth.counterfactual import SeedVariant, forward_variants
+from esper_lightning.growth.counterfactual import SeedVariant, forward_variants, fossilized_only
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Split, Task
+
+PREDICTED_SAMPLES = 1024
+"""Number of samples in one pass of `LoopExecutor.predict`."""
 
 
 @contextmanager
@@ -118,3 +121,13 @@ class LoopExecutor:
         record_interval(n_outputs)
         # Slices, because an index list would be copied to the device synchronously.
         return torch.stack([means[:, i] for i in output_index], 1)
+
+    @torch.inference_mode()
+    def predict(self, env: HostEnv, data: Split) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets [samples, …] of one environment on `data`, with its fossilized seeds only."""
+        inputs, targets = data.to(env.device).variant(env.context.variant_index)
+        env.network.eval()
+        fossilized = [fossilized_only(env.network)]
+        with onednn_convolutions(self.training.onednn), self.training.autocast(env.device):
+            outputs = [forward_variants(env.network, fossilized, part)[0] for part in inputs.split(PREDICTED_SAMPLES)]
+        return torch.cat(outputs), targets
