@@ -1,12 +1,13 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, execution, findings, governor, growth, ppo
+from tests.mutations import checkpoints, evaluation, execution, findings, governor, growth, ppo
 
 DEFECTS = (
     *findings.DEFECTS,
     *growth.DEFECTS,
     *ppo.DEFECTS,
     *execution.DEFECTS,
+    *evaluation.DEFECTS,
     *governor.DEFECTS,
     *checkpoints.DEFECTS,
 )
