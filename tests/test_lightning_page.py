@@ -40,7 +40,7 @@ def test_a_run_with_the_pages_configs_is_logged_profiled_and_monitored(place: Pa
     assert [float(row["rollout/objective"]) for row in rows] == pytest.approx([value for _, value in objectives])
 
     profile = (place / "runs" / "profile" / "fit-simple.txt").read_text()
-    (calls,) = re.findall(r"SingleDeviceStrategy\.training_step +\|[^|]*\| *(\d+)", profile)
+    (calls,) = re.findall(r"SingleDeviceStrategy\.training_step\s*\|[^|]*\|\s*(\d+)", profile)
     assert int(calls) == EPOCHS * HORIZON
 
     (stopping,) = (callback for callback in built.trainer.callbacks if isinstance(callback, EarlyStopping))

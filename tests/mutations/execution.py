@@ -20,8 +20,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A host is validated in training mode, so that a sample's output depends on its batch",
         "esper_lightning/envs/execution/loop.py",
-        "env.network.eval()",
-        "env.network.train()",
+        "env.network.eval()\n        env.timer.start()",
+        "env.network.train()\n        env.timer.start()",
         "tests/envs/execution/test_loop.py::test_a_validation_is_that_of_the_network_with_its_seeds_taken_out",
     ),
     Defect(
