@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 from lightning import Callback, Trainer
+from torch import Tensor
 
 from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.collector import RolloutCollector
+from esper_lightning.serialization.checks import check_keys, check_matching_tensor
 
 
 class RolloutState(Callback):
-    """Saves and restores the unfinished rollout, the recurrent state and every global random state.
+    """Saves and restores the unfinished rollout, the LSTM's state and every global random state.
 
     With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint. `fit` requires it.
+
+    The statistics of the normalisers are restored with the module. A copy of them is saved here, because a rollout
+    holds features normalised by them: a file whose module and rollout come from different moments is refused.
     """
 
     def __init__(self) -> None:
@@ -24,7 +30,12 @@ class RolloutState(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loop": self._module.collector.state_dict(), "random": random_states()}
+        collector = self._module.collector
+        return {
+            "loop": collector.state_dict(),
+            "normalisers": normaliser_statistics(collector),
+            "random": random_states(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict  # Lightning calls this before the loop exists
@@ -32,9 +43,31 @@ class RolloutState(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
+            check_normalisers(self._pending["normalisers"], normaliser_statistics(pl_module.collector))
             pl_module.collector.load_state_dict(self._pending["loop"])
             set_random_states(self._pending["random"])
             self._pending = None
+
+
+def normaliser_statistics(collector: RolloutCollector) -> dict[str, Tensor]:
+    """Return copies of the statistics of the collector's normalisers, by name."""
+    names = ("observation_norm", "value_norm", "privileged_norm")
+    norms = {name: getattr(collector, name) for name in names}
+    return {
+        f"{name}.{part}": value.clone()
+        for name, norm in norms.items()
+        if norm is not None
+        for part, value in norm.state_dict().items()
+    }
+
+
+def check_normalisers(saved: Any, restored: dict[str, Tensor]) -> None:
+    """Raise ValueError unless the statistics saved with the rollout are those that the module was restored with."""
+    check_keys("the rollout's normalisers", saved, restored)
+    for name, value in restored.items():
+        with_rollout = check_matching_tensor(f"the rollout's {name}", saved[name], value)
+        if not torch.equal(with_rollout.to(value.device), value):
+            raise ValueError(f"{name} of the module is not that of the rollout: they are from different checkpoints")
 
 
 def random_states() -> dict[str, Any]:

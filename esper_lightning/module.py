@@ -2,15 +2,23 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from lightning import Callback, LightningModule
 from torch import nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
-from esper_lightning.checkpointing.validate import UPDATED_KEY, write_identity
+from esper_lightning.checkpointing.validate import (
+    MODULE_KEY,
+    UPDATED_KEY,
+    check_policy,
+    checkpoint_errors,
+    open_checkpoint,
+    write_identity,
+)
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
@@ -19,6 +27,8 @@ from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step,
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.serialization.checks import check_weights, load_settings
+from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape
 
 
@@ -96,6 +106,37 @@ class TamiyoModule(LightningModule):
             prefix="train/",
         )
 
+    @classmethod
+    def load_from_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]  # a checkpoint holds all settings
+        cls, checkpoint_path: str | Path, map_location: torch.device = CPU
+    ) -> Self:
+        """Return a trained module with the settings in its checkpoint. It needs no Trainer and no environments.
+
+        Args:
+            checkpoint_path: File that a Trainer saved during `fit`, with hosts or with any other environments. One
+                with the weights alone suffices.
+            map_location: Device of the module.
+
+        Raises ValueError, in one line, if the file is damaged or not from this package.
+        """
+        checkpoint = open_checkpoint(checkpoint_path, check_policy)
+        with checkpoint_errors(checkpoint_path, "loaded"):
+            return cls.from_checkpoint(checkpoint).to(map_location)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Self:
+        """Return the module in the content of a checkpoint; it shares the tensors of the weights.
+
+        Raises ValueError, RuntimeError, LookupError or TypeError if its settings or weights are damaged.
+        """
+        saved, weights = checkpoint[MODULE_KEY], checkpoint["state_dict"]
+        module = cls(**{name: load_settings(kind, saved[name]) for name, kind in SETTINGS_TYPES.items()})
+        with torch.device("meta"):  # a damaged size must not allocate memory
+            module.build(PolicyShape.from_state_dict(saved["shape"]))
+        check_weights(module, weights)
+        module.load_state_dict(weights, assign=True)
+        return module
+
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if the module's settings do not fit the environments."""
         sequences_per_env = data.horizon // (
@@ -126,6 +167,7 @@ class TamiyoModule(LightningModule):
 
         Raises ValueError if the critic needs privileged features and there are none.
         """
+        self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._make_norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
@@ -255,7 +297,9 @@ class TamiyoModule(LightningModule):
         return LearnedController(self.policy, self.observation_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        write_identity(checkpoint, run_identity(self, attached_data(self.trainer)))
+        settings = {"policy": self.policy_config, "ppo": self.ppo, "normalize": self.normalize}
+        module = {name: asdict(part) for name, part in settings.items()} | {"shape": self.policy_shape.state_dict()}
+        write_identity(checkpoint, run_identity(self, attached_data(self.trainer)), module)
         if self.saves_scored and self.scored is not None:
             checkpoint[UPDATED_KEY] = checkpoint["state_dict"]
             checkpoint["state_dict"] = self.scored
@@ -265,6 +309,9 @@ class TamiyoModule(LightningModule):
             checkpoint["state_dict"] = checkpoint[UPDATED_KEY]
         attached_data(self.trainer).adapt_checkpoint(checkpoint)
 
+
+SETTINGS_TYPES = {"policy": PolicyConfig, "ppo": PPOConfig, "normalize": NormalizeConfig}
+"""Types of the settings of `TamiyoModule`, by argument."""
 
 POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric")
 NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum")
@@ -278,19 +325,3 @@ def run_identity(module: TamiyoModule, data: PolicyData) -> dict[str, Any]:
         | {f"model.policy.{name}": getattr(module.policy_config, name) for name in POLICY_IDENTITY_SETTINGS}
         | {f"model.normalize.{name}": getattr(module.normalize, name) for name in NORMALIZE_IDENTITY_SETTINGS}
     )
-
-
-def module_from_identity(identity: Mapping[str, Any], clip: float) -> TamiyoModule:
-    """Return an unbuilt module with the policy settings in a run's identity.
-
-    Raises ValueError if these settings are missing or damaged.
-    """
-    try:
-        return TamiyoModule(
-            PolicyConfig(**{name: identity[f"model.policy.{name}"] for name in POLICY_IDENTITY_SETTINGS}),
-            normalize=NormalizeConfig(
-                clip=clip, **{name: identity[f"model.normalize.{name}"] for name in NORMALIZE_IDENTITY_SETTINGS}
-            ),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"its settings of the policy are damaged: {error}") from error

@@ -1,9 +1,10 @@
 """The LightningModule trains only the policy, at the configured learning rates."""
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Adam
 
 from callbacks import RolloutState
 from esper_lightning.cli.main import EsperCLI
+from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
@@ -24,6 +26,7 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
+from tests.controllers.playing import episode
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 from tests.tiers import rest_is_slow
 
@@ -59,6 +62,87 @@ def test_more_minibatches_than_environments_are_refused() -> None:
 def test_a_normaliser_that_forgets_all_or_nothing_is_refused(momentum: float) -> None:
     with pytest.raises(ValueError, match=r"normalize\.momentum must lie in \(0, 1\)"):
         NormalizeConfig(momentum=momentum)
+
+
+def damaged(run: Run, folder: Path, **changes: Any) -> Path:
+    """Write the run's checkpoint with other parts and return its path."""
+    torch.save(load(run.latest) | changes, folder / "damaged.ckpt")
+    return folder / "damaged.ckpt"
+
+
+def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: EsperCLI, run: Run) -> None:
+    random_state = torch.get_rng_state()
+
+    loaded = TamiyoModule.load_from_checkpoint(run.latest)
+
+    trained, pool = built.model, built.datamodule.make_pool(3)
+    assert (loaded.policy_config, loaded.ppo, loaded.normalize) == (
+        trained.policy_config,
+        trained.ppo,
+        trained.normalize,
+    )
+    assert differences(dict(loaded.state_dict()), dict(trained.state_dict())) == []
+    assert torch.equal(torch.get_rng_state(), random_state), "no weights are drawn"
+    controllers = [SampledController(module.policy, module.observation_norm, 0) for module in (loaded, trained)]
+    taken = [episode(pool, controller) for controller in controllers]
+    assert torch.equal(*taken) and taken[0].any()
+    assert torch.equal(episode(pool, loaded.controller()), episode(pool, trained.controller()))
+
+
+def test_a_module_from_a_checkpoint_has_the_settings_of_its_run_and_can_be_trained(tmp_path: Path) -> None:
+    settings = {"policy": PolicyConfig(width=16), "normalize": NormalizeConfig(momentum=0.9, clip=3.0)}
+    ppo = PPOConfig(lr=Anneal(start=0.002, end=0.001), minibatches=2, entropy_weights={"op": 0.5})
+    module = TamiyoModule(ppo=ppo, **settings)
+    practise(module)
+    module.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+    loaded = TamiyoModule.load_from_checkpoint(tmp_path / "weights.ckpt")
+
+    assert (loaded.ppo, loaded.policy_config, loaded.normalize) == (ppo, settings["policy"], settings["normalize"])
+    assert (loaded.observation_norm.momentum, loaded.observation_norm.clip) == (0.9, 3.0)
+    assert differences(dict(loaded.state_dict()), dict(module.state_dict())) == []
+    assert all(parameter.requires_grad for parameter in loaded.policy.parameters())
+    practise(loaded)
+    assert loaded.report is not None
+
+
+UNFIT: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "a setting that is not there": (lambda saved: saved | {"ppo": {"epoch": 3}}, "unexpected keyword argument 'epoch'"),
+    "a setting out of range": (lambda saved: saved | {"ppo": {"epochs": 0}}, r"ppo\.epochs must be at least 1"),
+    "settings that are none": (lambda saved: saved | {"normalize": [1]}, "NormalizeConfig is a list, not a dict"),
+    "another policy": (lambda saved: saved | {"policy": {"width": 32}}, r"not torch\.float32 \[32"),
+    "a size that fills the memory": (
+        lambda saved: saved | {"policy": {"width": 2**20}},
+        r"float32 \[1048576",
+    ),
+    "no sizes": (lambda saved: saved | {"shape": {}}, "cannot be loaded: 'space'"),
+    "a size that is none": (lambda saved: saved | {"shape": saved["shape"] | {"features": -1}}, "features is -1"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), UNFIT.values(), ids=list(UNFIT))
+def test_a_module_whose_settings_do_not_fit_its_weights_is_refused_in_one_line(
+    change: Callable[[dict[str, Any]], dict[str, Any]], reason: str, run: Run, tmp_path: Path
+) -> None:
+    saved = load(run.latest)["esper_module"]
+
+    with pytest.raises(ValueError, match=reason) as refused:
+        TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, esper_module=change(saved)))
+
+    assert "damaged.ckpt" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_without_a_policy_of_ours_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    for changes, reason in (
+        ({"esper_schema": 1}, "it has schema 1"),
+        ({"state_dict": {}}, "the network's state lacks policy"),
+        ({"esper_module": 3}, "esper_module is a int"),
+    ):
+        with pytest.raises(ValueError, match=reason) as refused:
+            TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, **changes))
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"'none\.ckpt' does not exist"):
+        TamiyoModule.load_from_checkpoint("none.ckpt")
 
 
 def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
-from tests.runs import ROOT
+from tests.runs import ROOT, differences
 
 PAGE = (ROOT / "docs" / "guides" / "ppo.md").read_text()
 RESULTS = (ROOT / "docs" / "results" / "ppo.md").read_text()
@@ -18,8 +19,11 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (YAML,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_trains_a_policy_and_plays_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_trains_a_policy_and_plays_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     page: dict[str, object] = {}
 
@@ -29,6 +33,9 @@ def test_the_page_trains_a_policy_and_plays_it(capsys: pytest.CaptureFixture[str
     assert "True tensor(" in capsys.readouterr().out
     assert page["module"].collector.ticks == 512
     assert page["step"].reward.tolist() == [1.0, 1.0]
+    assert page["loaded"].ppo == page["module"].ppo and page["loaded"].policy_config.width == 64
+    assert differences(dict(page["loaded"].state_dict()), dict(page["module"].state_dict())) == []
+    assert page["action"].indices.shape == (2, 1)
 
 
 def test_the_pages_config_is_one() -> None:

@@ -1,7 +1,8 @@
 """Validation of checkpoints: written by this package, complete, and saved by the run that is to be resumed."""
 
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ SCHEMA = 6
 SCHEMA_KEY = "esper_schema"
 IDENTITY_KEY = "esper_identity"
 SETTINGS_KEY = "esper_settings"
+MODULE_KEY = "esper_module"
+"""Key of the settings of the module and of the sizes of its policy."""
 
 UPDATED_KEY = "esper_updated"
 """Key of the weights that a resumed run goes on with, in a checkpoint that was chosen by its score. Its `state_dict`
 holds the weights that played the rollout with that score."""
 
-REQUIRED_PARTS: dict[str, type] = {
-    "state_dict": dict,
+MODULE_PARTS: dict[str, type] = {"state_dict": dict, IDENTITY_KEY: dict, MODULE_KEY: dict}
+"""Parts that restore the policy alone, with the type of each."""
+
+REQUIRED_PARTS: dict[str, type] = MODULE_PARTS | {
     "optimizer_states": list,
     "lr_schedulers": list,
     "loops": dict,
     "callbacks": dict,
     "HostPoolData": dict,
     "pytorch-lightning_version": str,
-    IDENTITY_KEY: dict,
 }
 """Parts that every resumable checkpoint has, with the type of each."""
 
@@ -41,15 +45,56 @@ NUMPY_KEY_COUNT = 624
 """Number of keys in the state of numpy's global generator, which reads at the given position without a check."""
 
 
-def write_identity(checkpoint: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Write the schema number and the identity of the run into a checkpoint; see `check_identity`."""
+def write_identity(checkpoint: dict[str, Any], identity: dict[str, Any], module: dict[str, Any]) -> None:
+    """Write the schema number, the identity of the run and the settings of its module into a checkpoint.
+
+    Args:
+        checkpoint: Checkpoint that Lightning is about to write.
+        identity: Properties that a resumed run must share; see `check_identity`.
+        module: Settings of the module and sizes of its policy, as plain data.
+    """
     checkpoint[SCHEMA_KEY] = SCHEMA
     checkpoint[IDENTITY_KEY] = identity
+    checkpoint[MODULE_KEY] = module
 
 
-def check_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Return the checkpoint at `path`. Raises ValueError, in one line, unless it is complete and was written
-    by this package."""
+def check_schema(checkpoint: dict[str, Any]) -> None:
+    """Raise ValueError with the reason unless this version can resume `checkpoint`."""
+    check_policy(checkpoint, REQUIRED_PARTS)
+    if "RolloutState" not in checkpoint["callbacks"]:
+        raise ValueError("it lacks RolloutState, so it was not saved by a full run; give another one")
+    settings = checkpoint.get(SETTINGS_KEY, {})
+    if not isinstance(settings, dict) or not all(type(text) is str for pair in settings.items() for text in pair):
+        raise ValueError("its settings are no texts; give another checkpoint")
+    rollout = check_keys("RolloutState", checkpoint["callbacks"]["RolloutState"], ("loop", "normalisers", "random"))
+    check_random(rollout["random"])
+
+
+def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_PARTS) -> None:
+    """Raise ValueError with the reason unless this version can read the policy and the other `parts`."""
+    if SCHEMA_KEY not in checkpoint:
+        raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
+    if checkpoint[SCHEMA_KEY] != SCHEMA:
+        raise ValueError(
+            f"it has schema {checkpoint[SCHEMA_KEY]!r:.20}, this version reads {SCHEMA}; "
+            f"resume it with the version that wrote it"
+        )
+    missing = [part for part in parts if part not in checkpoint]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}, so it was not saved by a full run; give another one")
+    for part, kind in parts.items():
+        if not isinstance(checkpoint[part], kind):
+            raise ValueError(f"{part} is a {type(checkpoint[part]).__name__}; give another checkpoint")
+    check_keys("the updated policy", checkpoint.get(UPDATED_KEY, {}), ())
+    for name, weights in [*checkpoint["state_dict"].items(), *checkpoint.get(UPDATED_KEY, {}).items()]:
+        if not isinstance(weights, Tensor):
+            raise ValueError(f"{name!r:.80} is a {type(weights).__name__}, not a tensor; give another checkpoint")
+        check_finite(str(name), weights)
+
+
+def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None] = check_schema) -> dict[str, Any]:
+    """Return the checkpoint at `path`. Raises ValueError, in one line, unless this package wrote it and `check` accepts
+    it."""
     if not Path(path).is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist; give the path of a .ckpt file")
     try:
@@ -59,39 +104,25 @@ def check_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise ValueError(f"checkpoint {str(path)!r} holds a {type(checkpoint).__name__}; give a Lightning checkpoint")
     try:
-        check_schema(checkpoint)
+        check(checkpoint)
     except ValueError as error:
         raise ValueError(f"checkpoint {str(path)!r}: {error}") from error
     return checkpoint
 
 
-def check_schema(checkpoint: dict[str, Any]) -> None:
-    """Raise ValueError with the reason unless this version can resume `checkpoint`."""
-    if SCHEMA_KEY not in checkpoint:
-        raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
-    if checkpoint[SCHEMA_KEY] != SCHEMA:
-        raise ValueError(
-            f"it has schema {checkpoint[SCHEMA_KEY]!r:.20}, this version reads {SCHEMA}; "
-            f"resume it with the version that wrote it"
-        )
-    missing = [part for part in REQUIRED_PARTS if part not in checkpoint]
-    if not missing and "RolloutState" not in checkpoint["callbacks"]:
-        missing = ["RolloutState"]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}, so it was not saved by a full run; give another one")
-    for part, kind in REQUIRED_PARTS.items():
-        if not isinstance(checkpoint[part], kind):
-            raise ValueError(f"{part} is a {type(checkpoint[part]).__name__}; give another checkpoint")
-    check_keys("the updated policy", checkpoint.get(UPDATED_KEY, {}), ())
-    for name, weights in [*checkpoint["state_dict"].items(), *checkpoint.get(UPDATED_KEY, {}).items()]:
-        if not isinstance(weights, Tensor):
-            raise ValueError(f"{name!r:.80} is a {type(weights).__name__}, not a tensor; give another checkpoint")
-        check_finite(str(name), weights)
-    settings = checkpoint.get(SETTINGS_KEY, {})
-    if not isinstance(settings, dict) or not all(type(text) is str for pair in settings.items() for text in pair):
-        raise ValueError("its settings are no texts; give another checkpoint")
-    rollout = check_keys("RolloutState", checkpoint["callbacks"]["RolloutState"], ("loop", "random"))
-    check_random(rollout["random"])
+@contextmanager
+def checkpoint_errors(path: str | Path, use: str) -> Iterator[None]:
+    """Turn the errors of a checkpoint that does not fit into one ValueError of one line.
+
+    Args:
+        path: Path of the checkpoint.
+        use: What the checkpoint is needed for, as in "evaluated".
+    """
+    try:
+        yield
+    # For a damaged checkpoint torch raises many kinds of errors: other names, other shapes, missing keys.
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise ValueError(f"checkpoint {str(path)!r} cannot be {use}: {' '.join(str(error).split())}") from error
 
 
 def check_saved_policy(checkpoint: dict[str, Any]) -> None:

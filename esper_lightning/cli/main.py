@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_checkpoint, check_identity
+from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -161,13 +161,13 @@ class EsperCLI(LightningCLI):
                 status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
                 root = root_folder(config.trainer.default_root_dir)
                 config.ckpt_path = find_checkpoint(str(config.ckpt_path), root, status_prefix)
-                self.saved_identity = check_checkpoint(config.ckpt_path)[IDENTITY_KEY]
+                self.saved_identity = open_checkpoint(config.ckpt_path)[IDENTITY_KEY]
             if self.config.subcommand == "evaluate":
                 if config.ckpt_path is None:
                     raise ValueError(MISSING_CHECKPOINT_MESSAGE)
                 config.more = [config.more] if isinstance(config.more, str) else config.more or []
                 for path in config.more:
-                    check_checkpoint(path)
+                    open_checkpoint(path)
                 check_distinct([config.ckpt_path, *config.more])
 
     def instantiate_classes(self) -> None:
@@ -255,7 +255,7 @@ def args_with_run_settings(args: Sequence[str]) -> list[str] | None:
     if checkpoint_name is None:
         raise ValueError(MISSING_CHECKPOINT_MESSAGE)
     path = find_checkpoint(checkpoint_name, root_folder(option_value("--trainer.default_root_dir", args)), "evaluating")
-    check_checkpoint(path)
+    open_checkpoint(path)
     config = run_folder(path) / "config.yaml"
     if not config.is_file():
         raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")

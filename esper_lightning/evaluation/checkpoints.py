@@ -5,24 +5,26 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
     SETTINGS_KEY,
-    check_checkpoint,
     check_identity,
+    check_policy,
+    checkpoint_errors,
     differences,
+    open_checkpoint,
 )
 from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
 from esper_lightning.controllers.transfer import TrainingSpaces, TransferController
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.module import NormalizeConfig, TamiyoModule, module_from_identity, run_identity
-from esper_lightning.tamiyo.policy import Policy, PolicyShape
+from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.serialization.safe_load import CPU
+from esper_lightning.tamiyo.policy import Policy
 
 SEED_SETTING = "seed_everything"
-
-CLIP_SETTING = "model.normalize.clip"
 
 IGNORED_SETTINGS = (SEED_SETTING, "data.seed", "evaluation.")
 """Prefixes of settings in which runs may differ: RNG seeds, and settings unrelated to training."""
@@ -94,18 +96,8 @@ def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: H
     """
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        identity, weights = checkpoint[IDENTITY_KEY], checkpoint["state_dict"]
-        spaces = TrainingSpaces.from_identity(identity, stand_ins)
-        model = module_from_identity(
-            identity, float(checkpoint.get(SETTINGS_KEY, {}).get(CLIP_SETTING, NormalizeConfig.clip))
-        )
-        privileged = weights["privileged_norm.mean"].numel() if "privileged_norm.mean" in weights else 0
-        if model.policy_config.asymmetric and not privileged:  # they were not normalised
-            privileged = weights["policy.value.0.weight"].shape[1] - model.policy_config.width
-        num_slots, categories = len(spaces.space.slot), len(spaces.space.blueprint) + 1
-        model.build(PolicyShape(len(spaces.features), spaces.space, num_slots, categories, privileged))
-        model.load_state_dict(weights)
-        model.to(data.pool.device)
+        spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], stand_ins)
+        model = TamiyoModule.from_checkpoint(checkpoint).to(data.pool.device)
         return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
 
     policies = _load_each(paths, load)
@@ -113,6 +105,25 @@ def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: H
         for pool in data.pools.values():
             policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
     return policies
+
+
+def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
+    """Return a controller that takes the most likely actions of a trained policy.
+
+    It acts on any pool of hosts that fits the policy: of its own task, or of another one with the same blueprints.
+
+    Args:
+        path: Checkpoint of a run on hosts.
+        device: Device of the pool that the controller acts on.
+
+    Raises ValueError, in one line, if the file is damaged or foreign, or its policy was not trained on hosts. The
+    controller's `reset` raises ValueError if a pool does not fit; see `TransferController`.
+    """
+    checkpoint = open_checkpoint(path, check_policy)
+    with checkpoint_errors(path, "loaded"):
+        spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], {})
+        module = TamiyoModule.from_checkpoint(checkpoint).to(device)
+    return TransferController(module.controller(), spaces)
 
 
 def _load_each(
@@ -125,17 +136,14 @@ def _load_each(
     path_by_seed: dict[int, str] = {}
     policies = []
     for path in paths:
-        checkpoint = check_checkpoint(path)
+        checkpoint = open_checkpoint(path)
         seed = training_seed(checkpoint)
         if seed is not None and (same := path_by_seed.setdefault(seed, path)) is not path:
             raise ValueError(
                 f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
             )
-        try:
+        with checkpoint_errors(path, "evaluated"):
             policies.append(load(seed, path, checkpoint))
-        # For a damaged checkpoint torch raises many kinds of errors: other names, other shapes, missing keys.
-        except (ValueError, RuntimeError, LookupError, TypeError) as error:
-            raise ValueError(f"checkpoint {path!r} cannot be evaluated: {error}") from error
     return policies
 
 
@@ -147,7 +155,7 @@ def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
 
 def setting_differences(paths: Sequence[str]) -> list[str]:
     """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
-    first_settings, *further_settings = (check_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
+    first_settings, *further_settings = (open_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
     lines = []
     for path, settings in zip(paths[1:], further_settings, strict=True):
         compared = [

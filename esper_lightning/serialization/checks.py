@@ -1,8 +1,9 @@
 """Strict checks for `load_state_dict`: torch's own loaders convert dtypes, broadcast, and check sizes late."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.optim import Adam, AdamW, Optimizer
 REQUIRED_STATE: dict[type[Optimizer], tuple[str, ...]] = {Adam: ("step", "exp_avg", "exp_avg_sq")}
 REQUIRED_STATE[AdamW] = REQUIRED_STATE[Adam]
 """Keys that the state of a parameter must have, by type of optimizer."""
+
+Settings = TypeVar("Settings")
 
 PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Keys of an optimizer's state whose tensors have the shape and dtype of the parameter."""
@@ -68,8 +71,26 @@ def check_keys(label: str, value: Any, names: Iterable[str]) -> Mapping[str, Any
     return value
 
 
-def load_module(module: nn.Module, saved: Any) -> None:
-    """Load a state dict into `module`. Raises ValueError unless names, shapes and dtypes are equal."""
+def load_settings(kind: type[Settings], saved: Any) -> Settings:
+    """Return the settings, a dataclass of type `kind`, that `dataclasses.asdict` has turned into plain data.
+
+    Names that the data lack have their defaults. Raises ValueError if they name a setting that does not exist, or if a
+    value is out of range.
+    """
+    types = get_type_hints(kind)
+    values = dict(check_keys(f"the settings {kind.__name__}", saved, ()))
+    for name, value in values.items():
+        if is_dataclass(types.get(name)):
+            values[name] = load_settings(types[name], value)
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error
+
+
+def check_weights(module: nn.Module, saved: Any) -> dict[str, Any]:
+    """Return the current state dict of `module`. Raises ValueError unless names, shapes and dtypes of `saved` equal
+    those of the module."""
     current = module.state_dict()
     saved = check_keys("the network's state", saved, current)
     if len(saved) > len(current):
@@ -77,6 +98,12 @@ def load_module(module: nn.Module, saved: Any) -> None:
     for name, tensor in current.items():
         if isinstance(tensor, Tensor):  # a module checks its extra state itself
             check_matching_tensor(f"the network's {name}", saved[name], tensor)
+    return current
+
+
+def load_module(module: nn.Module, saved: Any) -> None:
+    """Load a state dict into `module`. Raises ValueError unless names, shapes and dtypes are equal."""
+    current = check_weights(module, saved)
     for name in current:  # in place, to keep the module versions of this program instead of the file's
         current[name] = saved[name]
     module.load_state_dict(current)

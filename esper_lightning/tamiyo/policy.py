@@ -4,14 +4,18 @@ T steps, N environments, D features, K categorical fields, P privileged features
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper_lightning.envs.spaces.actions import ActionSpace
+from esper_lightning.envs.spaces.choices import ChoiceSpace
 from esper_lightning.envs.vector_env import ActionSpaceProtocol, VectorEnv
+from esper_lightning.serialization.checks import check_count
 from esper_lightning.tamiyo.heads import Heads
 from esper_lightning.tamiyo.segments import split_segments
 
@@ -52,6 +56,20 @@ class PolicyShape(NamedTuple):
     """Number of values of each categorical field."""
     privileged: int = 0
     """Number of features that only the critic may receive."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes as plain data, for a checkpoint."""
+        assert isinstance(self.space, ActionSpace | ChoiceSpace), "the action heads know no other kind"
+        space = self.space._asdict() if isinstance(self.space, ActionSpace) else asdict(self.space)
+        return self._asdict() | {"space": space}
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Any]) -> "PolicyShape":
+        """Return the sizes that `state_dict` has turned into plain data. Raises ValueError or TypeError if they are
+        damaged."""
+        sizes = {name: check_count(f"the policy's {name}", size) for name, size in saved.items() if name != "space"}
+        kind = ActionSpace if set(saved["space"]) == set(ActionSpace._fields) else ChoiceSpace
+        return cls(**sizes, space=kind(**saved["space"]))
 
 
 def policy_shape(env: VectorEnv) -> PolicyShape:

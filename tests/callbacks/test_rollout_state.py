@@ -47,7 +47,8 @@ def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
 
     state = load(only_run(tmp_path).latest)["callbacks"]["RolloutState"]
     loop = built.model.collector
-    assert set(state) == {"loop", "random"}
+    assert set(state) == {"loop", "normalisers", "random"}
+    assert state["normalisers"]["observation_norm.count"] == len(built.model.collector.raw_features) * 2
     assert state["loop"]["ticks"] == loop.ticks == loop.buffer.length
     assert state["loop"]["episode"] == 1
     assert torch.equal(state["loop"]["raw_features"], loop.raw_features)
@@ -78,6 +79,30 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
     play_rollout(other)
     restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
     assert other.ticks == 3 + 6, "it is restored once"
+
+
+@pytest.mark.parametrize("name", ["state_dict", "callbacks"])
+def test_a_file_whose_normalisers_are_not_those_of_its_rollout_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A half-restored file: the statistics of the module are of another moment than its rollout, or the reverse."""
+    fit(tmp_path, "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+    checkpoint = load(run.latest)
+    parts = {
+        "state_dict": checkpoint["state_dict"],
+        "callbacks": checkpoint["callbacks"]["RolloutState"]["normalisers"],
+    }
+    parts[name]["observation_norm.mean"] += 1e-6
+    torch.save(checkpoint, run.checkpoints / "half.ckpt")
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as refused:
+        fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.checkpoints / "half.ckpt"))
+
+    assert refused.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "half.ckpt' cannot be continued: observation_norm.mean of the module is not that of the rollout" in line
 
 
 def test_a_module_does_not_train_without_it(tmp_path: Path) -> None:

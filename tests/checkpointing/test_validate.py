@@ -16,10 +16,10 @@ from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import (
     SCHEMA,
     adapt_optimizer_state,
-    check_checkpoint,
     check_identity,
     check_loops,
     check_schema,
+    open_checkpoint,
 )
 from tests.runs import Run, fit, load, only_run
 from tests.tiers import rest_is_slow
@@ -122,9 +122,10 @@ def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
 
 def whole() -> Checkpoint:
     """The parts of a checkpoint that are checked before anything is built."""
-    rollout = {"loop": {}, "random": random_states()}
+    rollout = {"loop": {}, "normalisers": {}, "random": random_states()}
     parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
     more = {"HostPoolData": {}, "pytorch-lightning_version": "2.6", "esper_identity": {}, "esper_settings": {}}
+    more["esper_module"] = {}
     return {"esper_schema": SCHEMA, "callbacks": {"RolloutState": rollout}, **parts, **more}
 
 
@@ -137,7 +138,7 @@ def whole() -> Checkpoint:
         ({"state_dict": {"weights": [1.0]}}, "'weights' is a list, not a tensor"),
         ({"optimizer_states": {}}, "optimizer_states is a dict"),
         ({"esper_settings": {"data.seed": 1}}, "its settings are no texts"),
-        ({"callbacks": {"RolloutState": {"loop": {}}}}, "RolloutState lacks random"),
+        ({"callbacks": {"RolloutState": {"loop": {}}}}, "RolloutState lacks normalisers, random"),
         ({"callbacks": {}}, "it lacks RolloutState, so it was not saved by a full run"),
     ],
 )
@@ -194,7 +195,7 @@ def test_a_run_is_continued_by_its_like_alone() -> None:
 
 
 def test_a_runs_own_checkpoint_passes(finished: Run) -> None:
-    check_checkpoint(finished.latest)
+    open_checkpoint(finished.latest)
 
 
 @pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 1000), Fraction(1, 3), Fraction(9, 10), Fraction(999, 1000)])
@@ -204,7 +205,7 @@ def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run,
     cut.write_bytes(whole[: int(kept * len(whole))])
 
     with pytest.raises(ValueError, match=r"cut\.ckpt' is truncated"):
-        check_checkpoint(cut)
+        open_checkpoint(cut)
 
 
 def without(checkpoint: Checkpoint, key: str) -> Checkpoint:

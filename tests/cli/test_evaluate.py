@@ -2,8 +2,10 @@
 
 import csv
 import json
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,13 +13,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.controllers.schedule import Schedule, write_schedule
+from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.baselines import HAND_WRITTEN
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits
 from tests.runs import CONFIGS, EPOCHS, HORIZON, ROOT, Run, fit
 
 FEW = ("--evaluation.hosts=2",)
+PAGE = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
 SLOTS = ("block1.pool", "block2.pool", "block3")
 FILES = [
     *("curves.png", "evaluation.csv", "evaluation.json", "pareto.png", "schedule.json", "test_metrics.csv"),
@@ -297,8 +304,40 @@ def test_a_run_with_a_schedule_for_other_hosts_is_refused_before_it_trains(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_page_names_every_column_and_file() -> None:
-    page = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
+def test_a_controller_is_loaded_from_a_checkpoint_as_the_page_says(
+    trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On hosts like those of its run it acts like the module that was trained there."""
+    shutil.copytree(trained[0].folder, tmp_path / "runs" / "digits" / "version_0")
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    page: dict[str, Any] = {}
+    exec(example, page)
 
+    assert len(capsys.readouterr().out.split()) >= 2
+    plain = TamiyoModule.load_from_checkpoint(trained[0].latest).controller()
+    played, expected = (
+        play_episode(page["pool"], "tamiyo", controller, rng_seeds=[5, 7]) for controller in (page["controller"], plain)
+    )
+    assert played.objective.tolist() == expected.objective.tolist()
+    assert (played.trace.ops == expected.trace.ops).all()
+    states = page["controller"].controller.state, plain.state
+    assert all(map(torch.equal, *states)) and states[0].hidden.any(), "it has seen the same all the way"
+
+
+def test_a_controller_refuses_files_and_hosts_that_do_not_fit_in_one_line(
+    trained: list[Run], tmp_path: Path, make_pool: Callable[..., HostPool]
+) -> None:
+    checkpoint = torch.load(trained[0].latest, weights_only=True)
+    checkpoint["esper_identity"] = {"choices": {"action": 2}, "features": 4}
+    torch.save(checkpoint, tmp_path / "cartpole.ckpt")
+
+    with pytest.raises(ValueError, match=r"cartpole\.ckpt' cannot be loaded: it does not contain the spaces"):
+        load_controller(tmp_path / "cartpole.ckpt")
+    with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
+        load_controller(trained[0].latest).reset(make_pool(1))
+
+
+def test_the_page_names_every_column_and_file() -> None:
     for name in [*FILES, "host_seed", "training_seed", "flops", "ticks", "fossils", "rollbacks", "pool_seconds", "d_z"]:
-        assert f"`{name}`" in page, name
+        assert f"`{name}`" in PAGE, name

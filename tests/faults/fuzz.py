@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from esper_lightning.__main__ import main
-from esper_lightning.checkpointing.validate import check_checkpoint
+from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.growth import GrowingNetwork, load, save, slots_of
 from tests.faults.mutations import alternatives, at, mutate, mutate_bytes
 from tests.runs import CONFIGS, ROOT, SharedParserCLI, only_run, tiny_host
@@ -262,7 +262,7 @@ class Fuzzer:
         whole = (self.finished / "checkpoints" / "latest.ckpt").read_bytes()
         what, damaged = mutate_bytes(whole, self.random)
         (folder / "a.ckpt").write_bytes(damaged)
-        return what, lambda: read(lambda: check_checkpoint(folder / "a.ckpt"))
+        return what, lambda: read(lambda: open_checkpoint(folder / "a.ckpt"))
 
     def checkpoint_content(self, folder: Path) -> tuple[str, Callable[[], str]]:
         """Judge an intact checkpoint file with changed contents."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.checkpointing.validate import check_checkpoint, relocate_checkpoint_paths
+from esper_lightning.checkpointing.validate import open_checkpoint, relocate_checkpoint_paths
 from esper_lightning.growth import load as load_network
 from esper_lightning.growth import save as save_network
 from esper_lightning.serialization.safe_load import read_tensors
@@ -278,7 +278,7 @@ def test_positions_that_numpy_would_believe_are_refused(finished: Run, tmp_path:
     torch.save(checkpoint, tmp_path / "a.ckpt")
 
     with pytest.raises(ValueError, match="position of numpy's generator"):
-        check_checkpoint(tmp_path / "a.ckpt")
+        open_checkpoint(tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize("number", [10**400, -1, 1.5, True])

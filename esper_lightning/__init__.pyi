@@ -1,0 +1,3 @@
+from esper_lightning.evaluation.checkpoints import load_controller as load_controller
+
+__all__ = ["load_controller"]
