@@ -25,8 +25,8 @@ from esper_lightning.checkpointing.validate import (
     relocate_checkpoint_paths,
 )
 from esper_lightning.console import print_status
-from esper_lightning.module import TamiyoModule
-from esper_lightning.trainer import EsperTrainer
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.module import TamiyoModule, attached_data
 
 PACKAGE_NAME = "esper-lightning"
 
@@ -48,12 +48,14 @@ class RunRecord(SaveConfigCallback):
     Attributes:
         settings: Reported settings as strings, by dotted name.
         non_default_settings: Reported settings that differ from the defaults.
+        training_started: True once the checkpoint is restored and training has started.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         config = config.clone()
         config.ckpt_path = None  # repeating the run must not resume this one
         super().__init__(parser, config, **kwargs)
+        self.training_started = False
         self.settings = flat_settings(config.as_dict())
         defaults = flat_settings(parser.get_defaults().as_dict())
         self.non_default_settings = {
@@ -67,8 +69,9 @@ class RunRecord(SaveConfigCallback):
         checkpoint[SETTINGS_KEY] = self.settings
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        assert isinstance(trainer, EsperTrainer) and isinstance(pl_module, TamiyoModule), "those of the command line"
-        check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in trainer.datamodule.pool.envs})
+        data = attached_data(trainer)
+        assert isinstance(data, HostPoolData) and isinstance(pl_module, TamiyoModule), "those of the command line"
+        check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in data.pool.envs})
         adapt_optimizer_state(checkpoint, pl_module.configure_optimizers())
         states = checkpoint["callbacks"]
         for callback in trainer.checkpoint_callbacks:
@@ -85,14 +88,14 @@ class RunRecord(SaveConfigCallback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer, EsperTrainer), "that of the command line"
+        data = attached_data(trainer)
+        assert isinstance(data, HostPoolData), "that of the command line"
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         back_up(folder / self.config_filename)
         super().setup(trainer, pl_module, "fit")
-        choice = trainer.datamodule.pool.executor_choice
-        record = provenance(trainer.datamodule.seed, trainer.strategy.root_device, str(choice))
+        record = provenance(data.seed, trainer.strategy.root_device, str(data.pool.executor_choice))
         back_up(folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
-        trainer.training_started = True
+        self.training_started = True
 
 
 def back_up(path: Path) -> Path:

@@ -34,6 +34,7 @@ from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.search.report import print_information, write_information
 from esper_lightning.evaluation.search.value_of_information import InformationConfig, value_of_information
 from esper_lightning.module import TamiyoModule
+from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.serialization.safe_load import READ_ERRORS
 
 RESTORE_ERRORS = (*READ_ERRORS, RecursionError, MisconfigurationException)
@@ -51,12 +52,9 @@ class EsperTrainer(Trainer):
 
     Errors before training starts are attributed to the checkpoint and reported in one line; later ones keep their
     traceback.
-
-    Attributes:
-        training_started: True once the checkpoint is restored and training has started.
     """
 
-    training_started = False
+    _stage_has_ended = False
     callbacks: list[Callback]  # set by Lightning, which does not declare it
 
     def fit(
@@ -186,18 +184,23 @@ class EsperTrainer(Trainer):
 
     def record(self) -> dict[str, Any]:
         """Return the settings of this run and the provenance of this process: command, device, software versions."""
-        from esper_lightning.provenance import RunRecord, provenance  # imported late: a circular import
-
-        records = [callback for callback in self.callbacks if isinstance(callback, RunRecord)]
-        data = self.datamodule
+        data, records = self.datamodule, self._run_records()
         return {
             "settings": records[0].settings if records else {},
             "run": provenance(data.seed, self.strategy.root_device, str(data.pool.executor_choice)),
         }
 
+    @property
+    def training_started(self) -> bool:
+        """True once the checkpoint is restored and training has started, also if there was nothing left to train."""
+        return self._stage_has_ended or any(record.training_started for record in self._run_records())
+
+    def _run_records(self) -> list[RunRecord]:
+        return [callback for callback in self.callbacks if isinstance(callback, RunRecord)]
+
     def _run_stage(self) -> Any:
         result = super()._run_stage()
-        self.training_started = True  # also if there was nothing left to train
+        self._stage_has_ended = True
         return result
 
     def _recovery_hint(self, problem: str) -> str:
