@@ -3,15 +3,17 @@
 Refused starts, interrupts and disk failures end the program with one line instead of a traceback.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
@@ -53,6 +55,9 @@ class EsperTrainer(Trainer):
     Errors before training starts are attributed to the checkpoint and reported in one line; later ones keep their
     traceback.
     """
+
+    opened: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """Contents of checkpoints that the command line has read, by path; others are read when they are needed."""
 
     _stage_has_ended = False
     callbacks: list[Callback]  # set by Lightning, which does not declare it
@@ -134,11 +139,12 @@ class EsperTrainer(Trainer):
             exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
         try:
             with one_line_errors():
+                checkpoints = {path: self.opened.get(path) or open_checkpoint(path) for path in paths}
                 if transfer:
-                    tamiyos = load_transferred(paths, stand_ins or {}, datamodule)
+                    tamiyos = load_transferred(checkpoints, stand_ins or {}, datamodule)
                 else:
-                    tamiyos = load_policies(model, datamodule, paths)
-                print_status(*setting_differences(paths))
+                    tamiyos = load_policies(model, datamodule, checkpoints)
+                print_status(*setting_differences(checkpoints))
                 folder.mkdir(parents=True, exist_ok=True)
             run_comparison(comparison, datamodule, tamiyos, folder=folder, record=self.record())
         except KeyboardInterrupt:

@@ -4,8 +4,10 @@ import itertools
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
 from tests.runs import (
@@ -179,8 +181,10 @@ def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(t
     run = only_run(tmp_path)
     first = (run.folder / "config.yaml").read_text()
 
-    fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
+    with patch.object(torch, "load", wraps=torch.load) as read:
+        fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
 
+    assert [call.args[0] for call in read.call_args_list] == [run.latest], "it is read once"
     assert only_run(tmp_path).folder == run.folder, "it went on in its folder"
     assert (run.folder / "config.1.yaml").read_text() == first
     again = yaml.safe_load((run.folder / "config.yaml").read_text())

@@ -31,12 +31,16 @@ class DiskError(OSError):
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoint writer that writes a temporary file and renames it, so that a crash keeps the previous checkpoint.
 
+    Args:
+        opened: Contents of checkpoints that were read before, by path. They are handed on instead of read again.
+
     Attributes:
         listeners: Functions called after every write with the path and the duration in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: dict[str, dict[str, Any]] | None = None) -> None:
         super().__init__()
+        self.opened = opened if opened is not None else {}
         self.listeners: list[Callable[[Path, float], None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -71,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: str | Path, *_: object, **__: object) -> dict[str, Any]:
         """Read a checkpoint of plain data and tensors; all other arguments are ignored."""
-        return read_tensors(Path(path))
+        return self.opened.pop(str(path), None) or read_tensors(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file but never a folder, because the path may come from a checkpoint."""

@@ -110,6 +110,11 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None] = 
     return checkpoint
 
 
+def policy_parts(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a checkpoint that describe its policy, without the hosts, which may be large."""
+    return {part: checkpoint[part] for part in (*MODULE_PARTS, SETTINGS_KEY) if part in checkpoint}
+
+
 @contextmanager
 def checkpoint_errors(path: str | Path, use: str) -> Iterator[None]:
     """Turn the errors of a checkpoint that does not fit into one ValueError of one line.

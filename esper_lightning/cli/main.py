@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint
+from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -146,7 +146,8 @@ class EsperCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, find and check the checkpoints that they name; `evaluate` takes its run's settings."""
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
-            full_args = args_with_run_settings(sys.argv[1:] if args is None else args)
+            self.opened: dict[str, dict[str, Any]] = {}
+            full_args = args_with_run_settings(sys.argv[1:] if args is None else args, self._open)
             if full_args is None:
                 super().parse_arguments(parser, args)
             else:
@@ -161,14 +162,20 @@ class EsperCLI(LightningCLI):
                 status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
                 root = root_folder(config.trainer.default_root_dir)
                 config.ckpt_path = find_checkpoint(str(config.ckpt_path), root, status_prefix)
-                self.saved_identity = open_checkpoint(config.ckpt_path)[IDENTITY_KEY]
+                self.saved_identity = self._open(config.ckpt_path)[IDENTITY_KEY]
             if self.config.subcommand == "evaluate":
                 if config.ckpt_path is None:
                     raise ValueError(MISSING_CHECKPOINT_MESSAGE)
                 config.more = [config.more] if isinstance(config.more, str) else config.more or []
-                for path in config.more:
-                    open_checkpoint(path)
+                for path in (config.ckpt_path, *config.more):
+                    self.opened[path] = policy_parts(self._open(path))
                 check_distinct([config.ckpt_path, *config.more])
+
+    def _open(self, path: str) -> dict[str, Any]:
+        """Return the content of a checkpoint, which a command reads once. Raises ValueError if it is not valid."""
+        if path not in self.opened:
+            self.opened[path] = open_checkpoint(path)
+        return self.opened[path]
 
     def instantiate_classes(self) -> None:
         with one_line_errors():
@@ -206,8 +213,11 @@ class EsperCLI(LightningCLI):
             self._get(self.config_init, "progress").show = "nothing"
         config["enable_progress_bar"] = False  # Lightning's progress bar counts batches instead of rollouts
         plugins = config["plugins"] or []
-        config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
-        return super().instantiate_trainer(**kwargs)
+        config["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO(self.opened)]
+        trainer = super().instantiate_trainer(**kwargs)
+        assert isinstance(trainer, EsperTrainer), "the command line names this class"
+        trainer.opened = self.opened
+        return trainer
 
     def before_fit(self) -> None:
         """Build the hosts before anything is written, so that settings that do not fit together are reported first."""
@@ -240,10 +250,11 @@ def root_folder(default_root_dir: str | Path | None) -> Path:
     return Path(default_root_dir or "runs")
 
 
-def args_with_run_settings(args: Sequence[str]) -> list[str] | None:
+def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) -> list[str] | None:
     """Return the arguments of `evaluate` with `--config` set to the config.yaml of the checkpoint's run.
 
-    Returns None for other commands, and for arguments with a config or a request for help.
+    Returns None for other commands, and for arguments with a config or a request for help. `check` is called with the
+    path of the checkpoint and raises ValueError if it is not valid.
 
     Raises ValueError if the arguments name no checkpoint, or if its run folder has no config.yaml.
     """
@@ -255,7 +266,7 @@ def args_with_run_settings(args: Sequence[str]) -> list[str] | None:
     if checkpoint_name is None:
         raise ValueError(MISSING_CHECKPOINT_MESSAGE)
     path = find_checkpoint(checkpoint_name, root_folder(option_value("--trainer.default_root_dir", args)), "evaluating")
-    open_checkpoint(path)
+    check(path)
     config = run_folder(path) / "config.yaml"
     if not config.is_file():
         raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")

@@ -62,13 +62,15 @@ def check_distinct(paths: Sequence[str]) -> None:
             raise ValueError(f"checkpoint {path!r} is named twice; name each training seed's once")
 
 
-def load_policies(model: TamiyoModule, data: HostPoolData, paths: Sequence[str]) -> list[TrainedPolicy]:
+def load_policies(
+    model: TamiyoModule, data: HostPoolData, checkpoints: Mapping[str, dict[str, Any]]
+) -> list[TrainedPolicy]:
     """Load policies from checkpoints of the same kind of run with different training seeds.
 
     Args:
         model: Module that is built for `data` here; its weights are overwritten.
         data: Hosts to evaluate on; the pool must be built.
-        paths: Paths of the checkpoints.
+        checkpoints: Contents of the checkpoints by path.
 
     Raises ValueError, naming the checkpoint, if it is damaged, foreign or from another kind of run.
     """
@@ -81,14 +83,16 @@ def load_policies(model: TamiyoModule, data: HostPoolData, paths: Sequence[str])
         model.load_state_dict(checkpoint["state_dict"])
         return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
 
-    return _load_each(paths, load)
+    return _load_each(checkpoints, load)
 
 
-def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: HostPoolData) -> list[TrainedPolicy]:
+def load_transferred(
+    checkpoints: Mapping[str, dict[str, Any]], stand_ins: Mapping[str, str], data: HostPoolData
+) -> list[TrainedPolicy]:
     """Load policies from checkpoints with different training seeds, for evaluation on hosts of any kind.
 
     Args:
-        paths: Paths of the checkpoints.
+        checkpoints: Contents of the checkpoints by path.
         stand_ins: Blueprints that replace those of training; see `TrainingSpaces`.
         data: Hosts to evaluate on; the pool must be built and not yet stepped.
 
@@ -100,7 +104,7 @@ def load_transferred(paths: Sequence[str], stand_ins: Mapping[str, str], data: H
         model = TamiyoModule.from_checkpoint(checkpoint).to(data.pool.device)
         return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
 
-    policies = _load_each(paths, load)
+    policies = _load_each(checkpoints, load)
     for policy in policies:
         for pool in data.pools.values():
             policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
@@ -127,16 +131,15 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
 
 
 def _load_each(
-    paths: Sequence[str], load: Callable[[int | None, str, dict[str, Any]], TrainedPolicy]
+    checkpoints: Mapping[str, dict[str, Any]], load: Callable[[int | None, str, dict[str, Any]], TrainedPolicy]
 ) -> list[TrainedPolicy]:
-    """Load a policy from each path with `load(training seed, path, checkpoint)`.
+    """Load a policy from each checkpoint with `load(training seed, path, checkpoint)`.
 
     Raises ValueError, naming the checkpoint, if one cannot be loaded.
     """
     path_by_seed: dict[int, str] = {}
     policies = []
-    for path in paths:
-        checkpoint = open_checkpoint(path)
+    for path, checkpoint in checkpoints.items():
         seed = training_seed(checkpoint)
         if seed is not None and (same := path_by_seed.setdefault(seed, path)) is not path:
             raise ValueError(
@@ -153,17 +156,15 @@ def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def setting_differences(paths: Sequence[str]) -> list[str]:
+def setting_differences(checkpoints: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
-    first_settings, *further_settings = (open_checkpoint(path).get(SETTINGS_KEY, {}) for path in paths)
-    lines = []
-    for path, settings in zip(paths[1:], further_settings, strict=True):
-        compared = [
-            {k: v for k, v in compared_settings.items() if not k.startswith(IGNORED_SETTINGS)}
-            for compared_settings in (first_settings, settings)
-        ]
-        lines += [
-            f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
-            for line in differences(*compared)
-        ]
-    return lines
+    compared = {
+        path: {k: v for k, v in checkpoint.get(SETTINGS_KEY, {}).items() if not k.startswith(IGNORED_SETTINGS)}
+        for path, checkpoint in checkpoints.items()
+    }
+    first, *_ = compared.values()
+    return [
+        f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
+        for path, settings in compared.items()
+        for line in differences(first, settings)
+    ]

@@ -196,12 +196,16 @@ def test_schedules_search_and_seeds_are_on_offer(trained: list[Run], tmp_path: P
     )
 
 
-def test_latest_is_the_newest_run(trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_is_the_newest_run_and_its_checkpoint_is_read_once(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = ("--trainer.default_root_dir", str(trained[1].folder.parent))
 
     few = (*FEW, "--evaluation.controls=false", "--evaluation.against=[small static]")
-    evaluate("--ckpt_path=latest", *root, "--out", str(tmp_path), *few)
+    with patch.object(torch, "load", wraps=torch.load) as read:
+        evaluate("--ckpt_path=latest", *root, "--out", str(tmp_path), *few)
 
+    assert [call.args[0] for call in read.call_args_list] == [trained[1].latest]
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [f"evaluating {trained[1].latest}", f"settings of {trained[1].folder / 'config.yaml'}"]
 

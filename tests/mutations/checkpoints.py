@@ -214,6 +214,13 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/test_module.py::test_a_module_whose_settings_do_not_fit_its_weights_is_refused_in_one_line",
     ),
     Defect(
+        "A checkpoint that the command line has checked is read again for the run",
+        "esper_lightning/checkpointing/atomic_io.py",
+        "self.opened.pop(str(path), None) or ",
+        "",
+        "tests/test_resume.py::test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept",
+    ),
+    Defect(
         "Torch's global generator goes on from wherever it is",
         "callbacks/rollout_state.py",
         'torch.set_rng_state(states["torch"].cpu())',
