@@ -100,8 +100,7 @@ def load_transferred(
     """
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], stand_ins)
-        model = TamiyoModule.from_checkpoint(checkpoint).to(data.pool.device)
+        model, spaces = load_module_and_spaces(checkpoint, stand_ins, data.pool.device)
         return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
 
     policies = _load_each(checkpoints, load)
@@ -109,6 +108,22 @@ def load_transferred(
         for pool in data.pools.values():
             policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
     return policies
+
+
+def load_module_and_spaces(
+    checkpoint: Mapping[str, Any], stand_ins: Mapping[str, str], device: torch.device
+) -> tuple[TamiyoModule, TrainingSpaces]:
+    """Return the module in a checkpoint of a run on hosts, and the spaces of these hosts.
+
+    Raises ValueError, RuntimeError, LookupError or TypeError if one of them is damaged, or if they do not belong
+    together.
+    """
+    spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], stand_ins)
+    module = TamiyoModule.from_checkpoint(checkpoint).to(device)
+    shape = module.policy_shape
+    if (shape.space, shape.features) != (spaces.space, len(spaces.features)):
+        raise ValueError("its policy is not one for the hosts that it names")
+    return module, spaces
 
 
 def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
@@ -125,8 +140,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
     """
     checkpoint = open_checkpoint(path, check_policy)
     with checkpoint_errors(path, "loaded"):
-        spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], {})
-        module = TamiyoModule.from_checkpoint(checkpoint).to(device)
+        module, spaces = load_module_and_spaces(checkpoint, {}, device)
     return TransferController(module.controller(), spaces)
 
 

@@ -338,6 +338,11 @@ def test_a_controller_refuses_files_and_hosts_that_do_not_fit_in_one_line(
 
     with pytest.raises(ValueError, match=r"cartpole\.ckpt' cannot be loaded: it does not contain the spaces"):
         load_controller(tmp_path / "cartpole.ckpt")
+    checkpoint = torch.load(trained[0].latest, weights_only=True)
+    checkpoint["esper_identity"]["observed features"].append("weather")
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"other\.ckpt' cannot be loaded: its policy is not one for the hosts"):
+        load_controller(tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
         load_controller(trained[0].latest).reset(make_pool(1))
 

@@ -90,8 +90,12 @@ def test_what_does_not_fit_ends_in_one_line(
 @pytest.mark.parametrize(
     "damage",
     rest_is_slow(
-        [{"observed features": 3}, {"model.policy.width": "wide"}, {"choices of the slot head": ["a"]}],
-        lambda damage: "model.policy.width" in damage,
+        [
+            {"esper_identity": {"observed features": 3}},
+            {"esper_identity": {"choices of the slot head": ["a"]}},
+            {"esper_module": {"policy": {"width": "wide"}}},
+        ],
+        lambda damage: "esper_module" in damage,
     ),
     ids=str,
 )
@@ -99,7 +103,8 @@ def test_a_damaged_checkpoint_ends_in_one_line(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: dict[str, Any]
 ) -> None:
     damaged = torch.load(trained.latest, weights_only=True)
-    damaged["esper_identity"] |= damage
+    for part, values in damage.items():
+        damaged[part] |= values
     torch.save(damaged, tmp_path / "damaged.ckpt")
     capsys.readouterr()
 
