@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from esper_lightning.ppo.losses import PPOConfig
 from tests.runs import (
     EPOCHS,
     FREE_CHOICE,
@@ -180,10 +181,12 @@ def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(t
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)
     first = (run.folder / "config.yaml").read_text()
+    torch.save(load(run.latest) | {"hyper_parameters": {"ppo": {"epochs": 1}}}, run.latest)
 
     with patch.object(torch, "load", wraps=torch.load) as read:
-        fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
+        resumed = fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
 
+    assert resumed.model.ppo.epochs == PPOConfig().epochs, "no setting comes from a checkpoint"
     assert [call.args[0] for call in read.call_args_list] == [run.latest], "it is read once"
     assert only_run(tmp_path).folder == run.folder, "it went on in its folder"
     assert (run.folder / "config.1.yaml").read_text() == first

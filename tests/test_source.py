@@ -73,7 +73,8 @@ def test_every_definition_has_a_user() -> None:
     registered = {node.name for node in defined if any("register" in ast.unparse(d) for d in node.decorator_list)}
 
     assert len(defined) > 80 > len(registered) > 0
-    assert {node.name for node in defined} - registered - used == set()
+    called_by_python = {"__getattr__"}
+    assert {node.name for node in defined} - registered - used - called_by_python == set()
 
 
 def misnamed_devices(code: ast.AST) -> list[int]:

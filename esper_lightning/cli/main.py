@@ -171,6 +171,9 @@ class EsperCLI(LightningCLI):
                     self.opened[path] = policy_parts(self._open(path))
                 check_distinct([config.ckpt_path, *config.more])
 
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would read the checkpoint again and take settings from it."""
+
     def _open(self, path: str) -> dict[str, Any]:
         """Return the content of a checkpoint, which a command reads once. Raises ValueError if it is not valid."""
         if path not in self.opened:

@@ -221,6 +221,13 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/test_resume.py::test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept",
     ),
     Defect(
+        "A checkpoint changes the settings of the run that it is resumed with",
+        "esper_lightning/cli/main.py",
+        "    def _parse_ckpt_path(self)",
+        "    def _parse_nothing(self)",
+        "tests/test_resume.py::test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept",
+    ),
+    Defect(
         "Torch's global generator goes on from wherever it is",
         "callbacks/rollout_state.py",
         'torch.set_rng_state(states["torch"].cpu())',
