@@ -108,7 +108,7 @@ class TamiyoModule(LightningModule):
 
     @classmethod
     def load_from_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]  # a checkpoint holds all settings
-        cls, checkpoint_path: str | Path, map_location: torch.device = CPU
+        cls, checkpoint_path: str | Path, map_location: torch.device | str = CPU
     ) -> Self:
         """Return a trained module with the settings in its checkpoint. It needs no Trainer and no environments.
 
