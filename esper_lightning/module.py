@@ -24,7 +24,7 @@ from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
-from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
+from esper_lightning.ppo.losses import LARGEST_SETTING, PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.serialization.checks import check_weights, load_settings
@@ -48,8 +48,8 @@ class NormalizeConfig:
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0.0 < self.momentum < 1.0:
             raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
-        if self.clip <= 0.0:
-            raise ValueError(f"normalize.clip must be positive, got {self.clip}")
+        if not 0.0 < self.clip <= LARGEST_SETTING:
+            raise ValueError(f"normalize.clip must be positive and at most {LARGEST_SETTING:g}, got {self.clip}")
 
 
 def attached_data(trainer: Any) -> PolicyData:

@@ -1,6 +1,5 @@
 """PPO objective for recurrent policies, evaluated on whole sequences. T environment steps, n environments."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -12,6 +11,9 @@ from torch import Tensor
 
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.tamiyo.policy import Policy
+
+LARGEST_SETTING = 1e30
+"""Largest number of a setting: ten times as much, Adam's first step, must be finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +111,18 @@ class PPOConfig:
             )
         for name in ("value_coefficient", "lr.start", "lr.end", "entropy.start", "entropy.end"):
             value = attrgetter(name)(self)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"ppo.{name} must {'be finite' if value > 0.0 else 'not be negative'}, got {value}")
+            if not 0.0 <= value <= LARGEST_SETTING:
+                bound = f"be at most {LARGEST_SETTING:g}" if value > 0.0 else "not be negative"
+                raise ValueError(f"ppo.{name} must {bound}, got {value}")
         for name in ("lr", "entropy"):
             anneal = getattr(self, name)
             if anneal.shape == "geometric" and not (anneal.start > 0.0 and anneal.end > 0.0):
                 raise ValueError(f"ppo.{name}.shape geometric never comes to 0, nor from there: use linear")
         for name in ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise ValueError(f"ppo.{name} must be {'finite' if value > 0.0 else 'positive'}, got {value}")
+            if value is not None and not 0.0 < value <= LARGEST_SETTING:
+                bound = f"at most {LARGEST_SETTING:g}" if value > 0.0 else "positive"
+                raise ValueError(f"ppo.{name} must be {bound}, got {value}")
 
     def check_heads(self, heads: Iterable[str]) -> None:
         """Check the names in `entropy_weights`. Raises ValueError if one of them is not in `heads`."""

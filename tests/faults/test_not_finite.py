@@ -126,7 +126,7 @@ def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line_and_the_
 
 @pytest.mark.parametrize(
     ("lr", "target_kl"),
-    rest_is_slow(product(["1e30", "1e38", "1e10"], ["null", "0.02"]), {("1e30", "null")}),
+    rest_is_slow(product(["1e30", "1e25", "1e20"], ["null", "0.02"]), {("1e30", "null")}),
 )
 def test_a_huge_learning_rate_ends_in_one_line_that_says_to_lower_it(
     lr: str, target_kl: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

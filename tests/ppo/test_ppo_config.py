@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ def test_a_geometric_anneal_changes_by_equal_ratios() -> None:
         ({"lr": Anneal(start=1e-3, end=-1e-4)}, "lr"),
         ({"entropy": Anneal(start=0.08, end=0.0, shape="geometric")}, "ppo.entropy.shape geometric never comes to 0"),
         ({"value_coefficient": -0.5}, "value_coefficient"),
+        ({"value_coefficient": math.inf}, r"value_coefficient must be at most 1e\+30, got inf"),
+        ({"lr": Anneal(start=1e-3, end=1e38)}, r"ppo.lr.end must be at most 1e\+30, got 1e\+38"),
+        ({"clip": 1e300}, r"ppo.clip must be at most 1e\+30"),
+        ({"adam_eps": math.nan}, "ppo.adam_eps must be positive, got nan"),
     ],
 )
 def test_an_impossible_ppo_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
