@@ -14,12 +14,20 @@ from esper_lightning.checkpointing.validate import UPDATED_KEY, write_identity
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
+from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape
+
+MONITORED_METRICS = (
+    *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
+    "train/explained_variance",
+    "train/value_error",
+)
+"""Metrics of a rollout of hosts that checkpoints and early stopping can monitor."""
 
 
 @dataclass(frozen=True, kw_only=True)
