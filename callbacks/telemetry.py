@@ -19,8 +19,9 @@ from esper_lightning.envs.spaces.masks import op_frequency
 from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.module import TamiyoModule
-from esper_lightning.provenance import RunRecord, back_up
+from esper_lightning.provenance import RunRecord
 from esper_lightning.serialization.checks import check_keys
+from esper_lightning.serialization.replace import set_aside
 from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry.anomalies import Anomaly, AnomalyDetector
 from esper_lightning.telemetry.anomaly_metrics import host_anomaly_metrics, state_rms
@@ -141,7 +142,7 @@ class Telemetry(Callback):
             try:
                 self.events.discard_after(tick)
             except ValueError as error:
-                back_up(self.events.path)
+                set_aside(self.events.path)
                 print_status(f"{error}; the file was renamed, and a new one begins")
 
     def _write_static(self, trainer: Trainer, tick: int) -> None:

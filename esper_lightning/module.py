@@ -22,6 +22,7 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
+from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import LARGEST_SETTING, PPOConfig, PPOTerms, ppo_terms, update_metrics
@@ -30,6 +31,13 @@ from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.serialization.checks import check_weights, load_settings
 from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape
+
+MONITORED_METRICS = (
+    *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
+    "train/explained_variance",
+    "train/value_error",
+)
+"""Metrics of a rollout of hosts that checkpoints and early stopping can monitor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule, attached_data
+from esper_lightning.serialization.replace import replace_and_keep
 
 PACKAGE_NAME = "esper-lightning"
 
@@ -42,8 +42,8 @@ REPORTED_PREFIXES = (
 class RunRecord(SaveConfigCallback):
     """Callback that saves `config.yaml` and `run.json` in the run folder, and the settings in checkpoints.
 
-    Files of an earlier start of the same run are renamed to `config.1.yaml`, `run.1.json` and so on. Nothing is
-    written before a checkpoint is restored completely.
+    Files of an earlier start of the same run are kept as `config.1.yaml`, `run.1.json` and so on. The new files replace
+    them atomically, and nothing is written before a checkpoint is restored completely.
 
     Attributes:
         settings: Reported settings as strings, by dotted name.
@@ -91,19 +91,10 @@ class RunRecord(SaveConfigCallback):
         data = attached_data(trainer)
         assert isinstance(data, HostPoolData), "that of the command line"
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        back_up(folder / self.config_filename)
-        super().setup(trainer, pl_module, "fit")
+        replace_and_keep(folder / self.config_filename, self.parser.dump(self.config, skip_unset=False))
         record = provenance(data.seed, trainer.strategy.root_device, str(data.pool.executor_choice))
-        back_up(folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+        replace_and_keep(folder / "run.json", json.dumps(record, indent=1) + "\n")
         self.training_started = True
-
-
-def back_up(path: Path) -> Path:
-    """Rename an existing file at `path` to the first free name like `name.1.suffix`, and return `path`."""
-    if path.exists() or path.is_symlink():  # writing would follow a dangling link
-        free = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
-        path.rename(next(other for other in free if not (other.exists() or other.is_symlink())))
-    return path
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:

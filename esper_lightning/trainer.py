@@ -4,7 +4,7 @@ Refused starts, interrupts and disk failures end the program with one line inste
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
@@ -43,6 +44,9 @@ RESTORE_ERRORS = (*READ_ERRORS, RecursionError, MisconfigurationException)
 """Exceptions that restoring a damaged checkpoint has been seen to raise."""
 
 
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Subfolder of a run folder in which Lightning saves checkpoints."""
+
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
@@ -72,8 +76,7 @@ class EsperTrainer(Trainer):
         weights_only: bool | None = None,
     ) -> None:
         """Train the policy, resuming from `ckpt_path` if it is given."""
-        folder = Path(self.log_dir or self.default_root_dir)
-        with remove_empty_run_folder(folder):
+        with self._locked_run_folder() as folder:
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except DivergedError as error:
@@ -204,6 +207,42 @@ class EsperTrainer(Trainer):
     def _run_records(self) -> list[RunRecord]:
         return [callback for callback in self.callbacks if isinstance(callback, RunRecord)]
 
+    @contextmanager
+    def _locked_run_folder(self) -> Iterator[Path]:
+        """Create the run folder and lock it with all other folders that the run saves to.
+
+        Restores the previous state of the folder if the start is refused (exit code for bad input).
+        """
+        created: list[Path] = []
+        try:
+            with ExitStack() as locks:
+                with one_line_errors():
+                    root = Path((self.logger and self.logger.save_dir) or self.default_root_dir)
+                    existing = {path for path in (root, *root.parents, *root.glob("*")) if path.exists()}
+                    folder = Path(self.log_dir or self.default_root_dir)  # the default logger creates a new folder now
+                    dirpaths = [c.dirpath for c in self.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+                    others = {Path(path) for path in dirpaths if path is not None}
+                    outside = [path for path in others if not path.is_relative_to(folder.resolve())]
+                    created += [path for path in (folder, *folder.parents) if path not in existing]
+                    created += {path for other in outside for path in (other, *other.parents) if not path.exists()}
+                    for path in (folder, *outside):
+                        path.mkdir(parents=True, exist_ok=True)
+                        locks.enter_context(lock_folder(path))
+                earlier_files = set(_logger_files(folder))
+                try:
+                    yield folder
+                except SystemExit as ended:
+                    if ended.code == EXIT_BAD_INPUT:
+                        for path in set(_logger_files(folder)) - earlier_files:
+                            path.unlink()
+                    raise
+        except SystemExit as ended:
+            if ended.code == EXIT_BAD_INPUT:
+                for path in sorted(created, reverse=True):  # a folder before the one that holds it
+                    if path.is_dir() and not any(path.iterdir()):
+                        path.rmdir()
+            raise
+
     def _run_stage(self) -> Any:
         result = super()._run_stage()
         self._stage_has_ended = True
@@ -212,7 +251,7 @@ class EsperTrainer(Trainer):
     def _recovery_hint(self, problem: str) -> str:
         """Return the problem that ended the run, which says what to do about it, and how to go on after that."""
         run = Path(self.log_dir or self.default_root_dir)
-        latest = run / "checkpoints" / "latest.ckpt"
+        latest = run / CHECKPOINTS_FOLDER / "latest.ckpt"
         if not latest.is_file():
             return f"{problem}, and start again: there is no checkpoint yet to go on from"
         return (
@@ -241,28 +280,9 @@ def describe_disk_error(failure: OSError) -> str:
 
 
 def run_folder(checkpoint: str | Path) -> Path:
-    """Return the folder of the run that wrote a checkpoint."""
-    folder = Path(checkpoint).resolve().parent
-    return folder.parent if folder.name == "checkpoints" else folder
-
-
-@contextmanager
-def remove_empty_run_folder(folder: Path) -> Iterator[None]:
-    """Create a run folder, and restore its previous state if the start is refused (exit code for bad input)."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = set(_logger_files(folder))
-    with one_line_errors():
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except SystemExit as ended:
-        if ended.code == EXIT_BAD_INPUT:
-            for path in set(_logger_files(folder)) - before:
-                path.unlink()
-            for path in created:
-                if not any(path.iterdir()):
-                    path.rmdir()
-        raise
+    """Return the run folder in which a checkpoint lies. A linked checkpoint counts where its link lies."""
+    folder = Path(checkpoint).parent.absolute()
+    return folder.parent.resolve() if folder.name == CHECKPOINTS_FOLDER else folder
 
 
 def _logger_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.errors import DivergedError
-from esper_lightning.module import NormalizeConfig, TamiyoModule
+from esper_lightning.module import MONITORED_METRICS, NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -190,6 +190,10 @@ def test_the_explained_variance_tells_a_perfect_critic_from_a_useless_one() -> N
     assert explained(returns, torch.zeros(4)) == 0.0
     far = 10_000.0 + torch.randn(500, generator=torch.Generator().manual_seed(0))
     assert explained(10_000.0 + 0.5 * (far - 10_000.0), far) == pytest.approx(0.75, abs=1e-3)
+
+
+def test_every_metric_that_a_checkpoint_may_monitor_is_logged(built: EsperCLI) -> None:
+    assert set(MONITORED_METRICS) <= set(built.trainer.callback_metrics)
 
 
 def test_the_critics_metrics_are_those_of_the_last_rollout_and_can_be_monitored(built: EsperCLI, run: Run) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.checkpointing.validate import differences
-from esper_lightning.provenance import RunRecord, back_up, flat_settings, git_revision, versions
+from esper_lightning.provenance import RunRecord, flat_settings, git_revision, versions
 from tests.runs import fit, load, only_run
 
 
@@ -95,14 +94,6 @@ def test_without_git_there_is_no_revision(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_versions_name_what_we_depend_on() -> None:
     assert {"torch", "lightning", "numpy", "esper-lightning"} <= set(versions())
-
-
-@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_what_is_set_aside_gets_the_next_number(make: Callable[[Path], None], tmp_path: Path) -> None:
-    for _ in range(3):
-        make(back_up(tmp_path / "run.json"))
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.json", "run.2.json", "run.json"]
 
 
 def test_the_rules_of_the_governor_are_settings_of_a_run_and_its_lines_are_not() -> None:

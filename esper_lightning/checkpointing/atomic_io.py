@@ -1,13 +1,11 @@
 """Atomic writing of checkpoints, with a check of the free disk space first."""
 
 import errno
-import glob
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from esper_lightning.checkpointing.validate import check_saved_policy
 from esper_lightning.errors import find_disk_error
+from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.serialization.safe_load import read_tensors
 
 BYTES_PER_TENSOR, BYTES_PER_VALUE, MARGIN_BYTES = 512, 24, 2**20
@@ -52,20 +51,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         start = time.perf_counter()
         check_saved_policy(checkpoint)
         target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+        def write(file: BinaryIO) -> None:
+            check_space(checkpoint, target)
+            torch.save(checkpoint, file)
+
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            for left_over in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-                left_over.unlink(missing_ok=True)  # the draft of a process that was killed during a write
-            check_space(checkpoint, target)
-            try:
-                with draft.open("xb") as file:  # "x" fails on an existing path, so no symbolic link is followed
-                    torch.save(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.replace(target)
-            finally:
-                draft.unlink(missing_ok=True)
+            replace_durably(target, write)
         except (OSError, RuntimeError) as error:
             if isinstance(error, DiskError) or (failure := find_disk_error(error)) is None:
                 raise

@@ -50,10 +50,11 @@ def suggestion(message: str, parser: ArgumentParser) -> str:
 
 
 def nearest_name(name: str, available: Iterable[str]) -> str | None:
-    """Return the first name that ends in `.name`, else the name with the most similar spelling, or None."""
+    """Return the first name that begins with `name`, else that ends in `.name`, else the one most alike, or None."""
     available = list(available)
+    starting = [option for option in available if name and option.startswith(name)]
     ending = [option for option in available if option.endswith(f".{name}")]
-    return next(iter(ending or get_close_matches(name, available, n=1)), None)
+    return next(iter(starting or ending or get_close_matches(name, available, n=1)), None)
 
 
 def all_options(parser: ArgumentParser) -> Iterator[str]:
@@ -119,7 +120,13 @@ KNOWN_SUBCLASSES = re.compile(r"known\s+subclasses:([^()]*)\)")
 
 
 class Parser(LightningArgumentParser):
-    """Argument parser that reports an error in one line with a suggestion, without the usage of 200 options."""
+    """Argument parser that reports an error in one line with a suggestion, without the usage of 200 options.
+
+    A part of an option's name is unknown: it may be mistyped, and a new option could change what it stands for.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

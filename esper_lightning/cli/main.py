@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
-from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion
+from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
+from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.checkpoints import check_distinct
-from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
 from esper_lightning.provenance import RunRecord
-from esper_lightning.trainer import EsperTrainer, run_folder
+from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
@@ -137,6 +139,7 @@ class EsperCLI(LightningCLI):
             raise ValueError(f"threads_per_operator must be at most {MAX_THREADS}, got {config.threads_per_operator}")
         if config.latest.monitor is not None:
             raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
+        check_monitor(config.best.monitor, own_callbacks=bool(config.trainer.callbacks))
         for name, value in vars(config.as_flat()).items():
             if isinstance(value, float) and isnan(value):
                 raise ValueError(f"{name} is not a number; give one, or leave it out for its default")
@@ -248,6 +251,20 @@ class EsperCLI(LightningCLI):
             self._build()
 
 
+def check_monitor(monitor: str | None, *, own_callbacks: bool) -> None:
+    """Raise ValueError if no metric has the name `best.monitor`: best.ckpt would never be written.
+
+    With callbacks of the user, which may log any metric, print a warning instead.
+    """
+    if monitor is None or monitor in MONITORED_METRICS:
+        return
+    near = nearest_name(monitor, MONITORED_METRICS)
+    metrics = f"did you mean {near!r}?" if near else f"there are: {', '.join(MONITORED_METRICS)}"
+    if not own_callbacks:
+        raise ValueError(f"best.monitor {monitor!r} is not a metric; {metrics}")
+    print_status(f"best.ckpt is written only if one of your callbacks logs best.monitor, {monitor!r}; {metrics}")
+
+
 def root_folder(default_root_dir: str | Path | None) -> Path:
     """Return the folder that contains the run folders."""
     return Path(default_root_dir or "runs")
@@ -312,10 +329,26 @@ def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
 
     A checkpoint outside a `checkpoints/` folder gets a new run folder.
     """
-    if checkpoint is not None and Path(checkpoint).parent.name == "checkpoints":
-        run = Path(checkpoint).resolve().parent.parent
+    if checkpoint is not None and Path(checkpoint).parent.absolute().name == CHECKPOINTS_FOLDER:
+        run = run_folder(checkpoint)
         return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=LOGGER_QUEUE_SIZE)
-    return TensorBoardLogger(root, name="", max_queue=LOGGER_QUEUE_SIZE)
+    return NewRunLogger(root, name="", max_queue=LOGGER_QUEUE_SIZE)
+
+
+class NewRunLogger(TensorBoardLogger):
+    """Logger that creates the folder `version_N` of a new run when its number is first asked for.
+
+    Creating it is what makes the number this run's: no other process can create the same folder.
+    """
+
+    def _get_next_version(self) -> int:
+        for number in count(super()._get_next_version()):
+            try:
+                Path(self.root_dir, f"version_{number}").mkdir(parents=True)
+            except FileExistsError:  # another process was faster
+                continue
+            return number
+        raise AssertionError("unreachable: there is no last number")
 
 
 def run(args: list[str] | None) -> None:
@@ -324,6 +357,7 @@ def run(args: list[str] | None) -> None:
     # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    refuse_duplicate_keys()
     EsperCLI(
         TamiyoModule,
         HostPoolData,

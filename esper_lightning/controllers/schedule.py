@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.envs import HEADS, ActionSpace, HostPool, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
-from esper_lightning.growth.saving import replace_file
+from esper_lightning.serialization.replace import replace_file
 
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""

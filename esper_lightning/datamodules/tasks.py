@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_lightning.console import print_status
 from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.execution import other_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
+from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,5 +132,6 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> Loade
     env_config = config.env_config(env)
     data = config.task.load()
     check_data(data, type(config.task).__name__)
+    print_status(*find_doubts(data, type(config.task).__name__))
     devices = [device, *other_devices(env_config.executor, device)]
     return LoadedTask(config, env_config, data.copy_to(devices), devices, fingerprint(data))

@@ -15,6 +15,9 @@ from esper_lightning.governor.judge import Judgement
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
 
+LOGGED_METRICS = ("accuracy", "reward", "objective")
+"""Metrics of a step whose means over hosts are logged."""
+
 
 class HostEvent(NamedTuple):
     """Stage change of a seed, with the host index and the tick (counted from 1)."""
@@ -118,4 +121,4 @@ class StepResult(NamedTuple):
     def log(self) -> dict[str, Tensor]:
         """Scalars to log: means over hosts."""
         metrics = self.metrics
-        return {name: getattr(metrics, name).mean() for name in ("accuracy", "reward", "objective")}
+        return {name: getattr(metrics, name).mean() for name in LOGGED_METRICS}

@@ -10,7 +10,7 @@ from esper_lightning.evaluation.comparison import ComparisonResult, Entry
 from esper_lightning.evaluation.play import PoolTrace
 from esper_lightning.evaluation.report import policy_label
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.growth.saving import replace_file
+from esper_lightning.serialization.replace import replace_file
 from esper_lightning.telemetry.figures import OP_COLOURS, STAGE_COLOURS, add_legend, draw_cells, make_panels
 
 DPI = 130

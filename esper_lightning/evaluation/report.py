@@ -16,7 +16,7 @@ from esper_lightning.evaluation.comparison import REPLAYED, YOKED, ComparisonRes
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
-from esper_lightning.growth.saving import replace_file
+from esper_lightning.serialization.replace import replace_file
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""

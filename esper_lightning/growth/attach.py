@@ -1,5 +1,6 @@
 """Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,9 @@ from esper_lightning.growth.slot import SeedSlot
 
 CONTAINER_NAME = "grown_slots"
 """Name of the child module that holds the attached slots; the prefix of their keys in the state dict."""
+
+MAX_WIDTH, MAX_PATH_LENGTH = 2**20, 16
+"""Largest number of channels, and largest number of keys into a module's output, of a slot that is loaded."""
 
 
 class AttachedSlots(nn.ModuleDict):
@@ -152,12 +156,21 @@ def attachment_records(network: nn.Module) -> list[dict[str, Any]]:
 
 
 def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]) -> None:
-    """Attach slots from the records that `attachment_records` returned for an equal network; needs no example."""
+    """Attach slots from the records that `attachment_records` returned for an equal network; needs no example.
+
+    Raises ValueError, and attaches nothing, if a record is damaged or does not fit the network.
+    """
     reference = next(network.parameters(), torch.zeros(()))
-    modules = dict(network.named_modules())
+    modules = [name for name, _ in network.named_modules() if name]
+    existing = list(slots_of(network))
     for record in records:
         _check_record(record)
-        check_module_name(record["module"], list(modules))
+        check_module_name(record["module"], modules)
+    names = [*existing, *(record["slot"] for record in records)]
+    check_slot_names(names, names)
+    if len({_container_key(name) for name in names}) < len(names):
+        raise ValueError("the list of attached slots is damaged: two names differ in dots and slashes alone")
+    for record in records:
         slot = SeedSlot(
             record["slot"],
             record["layout"],
@@ -181,17 +194,19 @@ def _check_record(record: Any) -> None:
         "width": int,
     }
     if not isinstance(record, Mapping):
-        raise ValueError(f"the list of attached slots is damaged: an entry is {record!r}")
+        raise ValueError(f"the list of attached slots is damaged: an entry is {reprlib.repr(record)}")
     for name, field_type in field_types.items():
         if type(record.get(name)) is not field_type:
-            raise ValueError(f"the list of attached slots is damaged: {name} is {record.get(name, 'missing')!r}")
+            given = reprlib.repr(record.get(name, "missing"))
+            raise ValueError(f"the list of attached slots is damaged: {name} is {given}")
     layouts = [layout for layout, _ in LAYOUTS.values()]
     if (
         record.get("layout") not in layouts
-        or record["width"] < 1
+        or not 1 <= record["width"] <= MAX_WIDTH
+        or len(record["path"]) > MAX_PATH_LENGTH
         or any(type(k) not in (int, str) for k in record["path"])
     ):
-        raise ValueError(f"the list of attached slots is damaged at slot {record['slot']!r}: {dict(record)}")
+        raise ValueError(f"the list of attached slots is damaged: {reprlib.repr(dict(record))}")
 
 
 def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:

@@ -3,6 +3,7 @@
 `GrowingNetwork` combines them with an optimizer, measurements and gates.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import get_args
@@ -10,7 +11,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import Birth, build_on, build_seed, suggest_name
+from esper_lightning.blueprints import Birth, build_on, build_seed, get_blueprint, suggest_name
 from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
 from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate
 from esper_lightning.growth.gates import (
@@ -63,10 +64,11 @@ def slots_of(network: nn.Module) -> dict[str, SeedSlot]:
 def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
     """Raise ValueError if a wanted slot does not exist or is named twice."""
     available = list(available)
+    known, counts = set(available), Counter(wanted)
     for name in wanted:
-        if name not in available:
+        if name not in known:
             raise ValueError(f"unknown slot {name!r}; {suggest_name(name, available)}")
-        if list(wanted).count(name) > 1:
+        if counts[name] > 1:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
 
 
@@ -77,9 +79,19 @@ def new_seed(
     device = slot.alpha.device
     seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
     if style == "gate":
-        channel_axis = -1 if slot.layout == "sequence" else 1
-        seed = GatedSeed(seed, build_on(device, lambda: SampleGate(slot.width, channel_axis), generator))
+        seed = GatedSeed(seed, build_on(device, lambda: _new_gate(slot), generator))
     return seed.to(slot.alpha.dtype).train(slot.training)
+
+
+def seed_skeleton(slot: SeedSlot, blueprint: str, style: BlendStyle) -> nn.Module:
+    """Build the seed that `new_seed` would build on the meta device, where its tensors have shapes but no memory."""
+    with torch.device("meta"):
+        seed = get_blueprint(blueprint, slot.layout).build(slot.width)
+        return GatedSeed(seed, _new_gate(slot)) if style == "gate" else seed
+
+
+def _new_gate(slot: SeedSlot) -> SampleGate:
+    return SampleGate(slot.width, -1 if slot.layout == "sequence" else 1)
 
 
 def germinate(

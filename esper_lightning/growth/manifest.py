@@ -1,14 +1,15 @@
 """Manifest of a grown network in plain JSON types; with a state dict it restores the network exactly."""
 
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper_lightning.growth.alpha import Ramp, check_ramp
 from esper_lightning.growth.blend import BlendStyle
-from esper_lightning.growth.lifecycle import new_seed, slots_of
+from esper_lightning.growth.lifecycle import new_seed, seed_skeleton, slots_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED, Stage
 
@@ -58,6 +59,44 @@ class SlotRecord(NamedTuple):
 
 def build_slot_records(network: nn.Module, structure: Manifest) -> list[SlotRecord]:
     """Check a manifest and build the seeds that it describes, with random weights, without installing them."""
+    return [_build_slot_record(slot, entry) for slot, entry in _pair_slots(network, structure)]
+
+
+def current_slot_records(network: nn.Module) -> list[SlotRecord]:
+    """Return records that install the present content of every slot again."""
+    entries = zip(slots_of(network).values(), manifest(network), strict=True)
+    return [SlotRecord(slot, entry, slot.ramp, slot.seed, slot.folded) for slot, entry in entries]
+
+
+def slot_shapes(network: nn.Module, structure: Manifest) -> dict[SeedSlot, dict[str, torch.Size | None]]:
+    """Return the shapes of each slot's state dict once it is rebuilt from a manifest, without memory for the weights.
+
+    A module's extra state has the shape None. Raises ValueError if `rebuild` would refuse the manifest.
+    """
+    return {slot: _entry_shapes(slot, entry) for slot, entry in _pair_slots(network, structure)}
+
+
+def _entry_shapes(slot: SeedSlot, entry: dict[str, Any]) -> dict[str, torch.Size | None]:
+    _check_entry(slot, entry)
+    content = nn.ModuleDict()
+    try:
+        if entry["blueprint"] is not None:
+            content["seed"] = seed_skeleton(slot, entry["blueprint"], entry["style"])
+        if entry["folded"] is not None:
+            with torch.device("meta"):
+                content["folded"] = nn.Conv2d(slot.width, slot.width, entry["folded"])
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # a width that the blueprint cannot have
+        raise ValueError(f"slot {slot.name!r}: no {entry['blueprint']} of width {slot.width}: {error}") from None
+    return shapes_of(content.state_dict())
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    """Return the shape of every tensor of a state dict by name; None for a module's extra state."""
+    return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}
+
+
+def _pair_slots(network: nn.Module, structure: Manifest) -> list[tuple[SeedSlot, dict[str, Any]]]:
+    """Return each slot with its manifest entry. Raises ValueError unless the manifest has an entry for every slot."""
     slots = slots_of(network)
     if not isinstance(structure, list):
         raise ValueError(f"a manifest is a list with an entry per slot, got {type(structure).__name__}")
@@ -66,8 +105,9 @@ def build_slot_records(network: nn.Module, structure: Manifest) -> list[SlotReco
             raise ValueError(f"a manifest is a list of dicts, but entry {number} is a {type(entry).__name__}")
     slot_names = [entry.get("slot") for entry in structure]
     if slot_names != list(slots):
-        raise ValueError(f"the manifest is of a network with slots {slot_names}, this one has {list(slots)}")
-    return [_build_slot_record(slots[entry["slot"]], entry) for entry in structure]
+        saved, present = reprlib.repr(slot_names), reprlib.repr(list(slots))
+        raise ValueError(f"the manifest is of a network with slots {saved}, this one has {present}")
+    return [(slots[entry["slot"]], entry) for entry in structure]
 
 
 def install_slot_records(records: list[SlotRecord]) -> None:
@@ -94,6 +134,7 @@ ENTRY_CHECKS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list)
         and len(value) == len(Ramp._fields)
         and all(type(number) in (int, float) for number in value[:2])
+        and _is_tick_count(value[2])
         and isinstance(value[3], str)
     ),
     "ramp_ticks": _is_tick_count,
@@ -104,27 +145,39 @@ ENTRY_CHECKS: dict[str, Callable[[Any], bool]] = {
 """Checks of type and range for the values of a manifest entry; layout and width are compared with the slot instead."""
 
 
-def _build_slot_record(slot: SeedSlot, entry: dict[str, Any]) -> SlotRecord:
+def _check_entry(slot: SeedSlot, entry: dict[str, Any]) -> Ramp:
+    """Return the ramp of a manifest entry. Raises ValueError unless every value is valid and fits the slot."""
     try:
         for name, is_valid in ENTRY_CHECKS.items():
             if name not in entry or not is_valid(entry[name]):
-                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}")
+                raise ValueError(f"{name} is {reprlib.repr(entry.get(name, 'missing'))}")
         for name, expected in (("layout", slot.layout), ("width", slot.width)):
             if type(entry.get(name)) is not type(expected) or entry[name] != expected:
-                raise ValueError(f"{name} is {entry.get(name, 'missing')!r}, the slot's is {expected!r}")
-        occupied = Stage[entry["stage"]] in OCCUPIED
-        if occupied != (entry["blueprint"] is not None):
-            raise ValueError(f"stage {entry['stage']} with blueprint {entry['blueprint']!r}")
-        seed: nn.Module = nn.Identity()
-        if occupied:
-            # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
-            generator = torch.Generator(slot.alpha.device)
-            seed = new_seed(slot, entry["blueprint"], entry["style"], generator=generator, birth="random")
+                raise ValueError(
+                    f"{name} is {reprlib.repr(entry.get(name, 'missing'))}, the slot's is {reprlib.repr(expected)}"
+                )
+        if (Stage[entry["stage"]] in OCCUPIED) != (entry["blueprint"] is not None):
+            raise ValueError(f"stage {entry['stage']} with blueprint {reprlib.repr(entry['blueprint'])}")
         if entry["folded"] is not None and slot.layout != "image":
             raise ValueError(f"folded is {entry['folded']!r}, which only image features can have")
-        folded = None if entry["folded"] is None else slot.layer_for(entry["folded"])
-        return SlotRecord(slot, entry, check_ramp(Ramp(*entry["ramp"])), seed, folded)
+        return check_ramp(Ramp(*entry["ramp"]))
     except ValueError as error:
-        raise ValueError(
-            f"slot {slot.name!r}: the manifest's entry is damaged or of another version: {error}"
-        ) from None
+        raise _damaged(slot, error) from None
+
+
+def _build_slot_record(slot: SeedSlot, entry: dict[str, Any]) -> SlotRecord:
+    ramp = _check_entry(slot, entry)
+    seed: nn.Module = nn.Identity()
+    if entry["blueprint"] is not None:
+        # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
+        generator = torch.Generator(slot.alpha.device)
+        try:
+            seed = new_seed(slot, entry["blueprint"], entry["style"], generator=generator, birth="random")
+        except ValueError as error:
+            raise _damaged(slot, error) from None
+    folded = None if entry["folded"] is None else slot.layer_for(entry["folded"])
+    return SlotRecord(slot, entry, ramp, seed, folded)
+
+
+def _damaged(slot: SeedSlot, error: ValueError) -> ValueError:
+    return ValueError(f"slot {slot.name!r}: the manifest's entry is damaged or of another version: {error}")

@@ -1,110 +1,139 @@
-"""Saving of a grown network to a folder: slots and seeds in `topology.json`, a plain state dict in `weights.pt`."""
+"""Saving of a grown network to one safetensors file: its state dict, with slots and seeds as JSON in the metadata."""
 
 import json
-import os
-from collections.abc import Callable
+import reprlib
+from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
 from esper_lightning.growth.lifecycle import slots_of
-from esper_lightning.growth.manifest import SlotRecord, build_slot_records, install_slot_records, manifest
-from esper_lightning.serialization.safe_load import read_tensors
+from esper_lightning.growth.manifest import (
+    build_slot_records,
+    current_slot_records,
+    install_slot_records,
+    manifest,
+    shapes_of,
+    slot_shapes,
+)
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.serialization.replace import replace_durably
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the file format; files of another version are refused."""
 
-TOPOLOGY_FILE, WEIGHTS_FILE = "topology.json", "weights.pt"
+METADATA_KEY = "growth"
+"""Key of the JSON text in the metadata of a file."""
 
 
-def save(network: nn.Module, folder: str | Path) -> None:
-    """Write a network to `folder`: `topology.json`, and `weights.pt`, readable by `torch.load(weights_only=True)`."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    topology = {"format": FORMAT_VERSION, "attached": attachment_records(network), "slots": manifest(network)}
-    replace_file(folder / WEIGHTS_FILE, lambda path: torch.save(network.state_dict(), path))
-    replace_file(folder / TOPOLOGY_FILE, lambda path: path.write_text(json.dumps(topology, indent=1) + "\n"))
+def save(network: nn.Module, path: str | Path) -> None:
+    """Write a network to one safetensors file, which replaces an earlier one atomically.
+
+    Raises ValueError if `path` is a folder, or if a module has extra state, which is no tensor.
+    """
+    path, state = Path(path), network.state_dict()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {path / 'grown.safetensors'}")
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; only networks whose state is tensors can be saved")
+    growth = {"format": FORMAT_VERSION, "attached": attachment_records(network), "slots": manifest(network)}
+    # Copies, because a file cannot hold tensors that share memory (tied weights).
+    tensors = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    content = safetensors.torch.save(tensors, metadata={METADATA_KEY: json.dumps(growth)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(path, lambda file: file.write(content))
 
 
-def load(network: nn.Module, folder: str | Path) -> None:
+def load(network: nn.Module, path: str | Path) -> None:
     """Load the grown network that `save` wrote into `network`, which has the same architecture before growth.
 
-    Slots that were attached are attached again if the network lacks them. Raises ValueError, and leaves the network
-    unchanged, if the files are missing, damaged, or of another network.
+    Slots that were attached are attached again if the network lacks them. The file is compared with the network before
+    memory is taken for its seeds.
+
+    Raises ValueError if the file is missing, damaged, or of another network. After this or any other exception, also
+    an interrupt, the network is unchanged.
     """
-    folder = Path(folder)
-    for name in (TOPOLOGY_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no {name}; name a folder that growth.save has written")
-    topology = _read_topology(folder / TOPOLOGY_FILE)
-    weights = _read_weights(folder / WEIGHTS_FILE, next(network.parameters(), torch.zeros(())).device)
-    slots_before = set(slots_of(network))
-    missing_records = [
-        entry for entry in topology["attached"] if not isinstance(entry, dict) or entry.get("slot") not in slots_before
-    ]
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}; name one that growth.save has written")
     try:
-        attach_from_records(network, missing_records)
-        records = build_slot_records(network, topology["slots"])
-        _check_weights(network, records, weights, path=folder / WEIGHTS_FILE)
-    except ValueError:
-        detach_slots(network, set(slots_of(network)) - slots_before)
-        raise
-    install_slot_records(records)
-    network.load_state_dict(weights)
+        with safetensors.safe_open(path, framework="pt") as file, ExitStack() as undo:
+            growth = _parse_growth((file.metadata() or {}).get(METADATA_KEY, ""), path)
+            slots_before = set(slots_of(network))
+            undo.callback(lambda: detach_slots(network, set(slots_of(network)) - slots_before))
+            attach_from_records(network, _missing_records(growth["attached"], slots_before))
+            expected = _expected_shapes(network, growth["slots"])
+            names = list(file.keys())
+            _check_shapes(expected, {name: torch.Size(file.get_slice(name).get_shape()) for name in names}, path)
+            weights = {name: file.get_tensor(name) for name in names}
+            records = build_slot_records(network, growth["slots"])
+            earlier_records, earlier_state = current_slot_records(network), deepcopy(network.state_dict())
+            undo.callback(lambda: network.load_state_dict(earlier_state))
+            undo.callback(install_slot_records, earlier_records)  # called first
+            install_slot_records(records)
+            _check_types(network, weights, path)
+            network.load_state_dict(weights)
+            undo.pop_all()
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
 
 
-def _read_topology(path: Path) -> dict[str, Any]:
+def _parse_growth(text: str, path: Path) -> dict[str, Any]:
     try:
-        topology = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # not text, not JSON, or nested too deeply
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(topology, dict) or topology.get("format") != FORMAT_VERSION:
+        growth = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply
+        raise ValueError(f"{path} holds no grown network: {error}") from None
+    if not isinstance(growth, dict) or growth.get("format") != FORMAT_VERSION:
         raise ValueError(f"{path} is not of format {FORMAT_VERSION}; save the network again with this version")
-    if not all(isinstance(topology.get(name), list) for name in ("attached", "slots")):
+    if not all(isinstance(growth.get(name), list) for name in ("attached", "slots")):
         raise ValueError(f"{path} is damaged: it lacks a list of attached places or of slots")
-    return topology
+    if len(growth["attached"]) > len(growth["slots"]):
+        raise ValueError(f"{path} is damaged: it attaches more slots than it has")
+    return growth
 
 
-def _read_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
-    weights = read_tensors(path, device)
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
-        raise ValueError(f"{path} holds no state dict; save the network again")
-    return weights
-
-
-def _check_weights(network: nn.Module, records: list[SlotRecord], weights: dict[str, Tensor], *, path: Path) -> None:
-    """Raise ValueError unless `weights` fit the network with the planned content of its slots."""
-    # A shared module has several names, and its weights appear under each.
-    record_of_slot: dict[nn.Module, SlotRecord] = {record.slot: record for record in records}
-    names = [
-        (name, record_of_slot[m]) for name, m in network.named_modules(remove_duplicate=False) if m in record_of_slot
+def _missing_records(records: list[Any], existing: set[str]) -> list[Any]:
+    """Return the records of slots that the network lacks, and those that are no records, which are refused later."""
+    return [
+        record
+        for record in records
+        if not (isinstance(record, dict) and isinstance(record.get("slot"), str) and record["slot"] in existing)
     ]
-    slot_prefixes = tuple(f"{name}." for name, _ in names)
-    expected = {
-        name: _shape(value) for name, value in network.state_dict().items() if not name.startswith(slot_prefixes)
-    }
-    for name, record in names:
-        for part, module in (("seed", record.seed), ("folded", record.folded or nn.Identity())):
-            expected |= {f"{name}.{part}.{key}": _shape(value) for key, value in module.state_dict().items()}
-    found = {name: _shape(value) for name, value in weights.items()}
+
+
+def _expected_shapes(network: nn.Module, structure: list[Any]) -> dict[str, torch.Size | None]:
+    """Return the shapes of the network's state dict with the content of its slots that a manifest describes."""
+    shapes_of_slot = slot_shapes(network, structure)
+    # A shared module has several names, and its weights appear under each.
+    slots = [
+        (f"{name}.", shapes_of_slot[module])
+        for name, module in network.named_modules(remove_duplicate=False)
+        if isinstance(module, SeedSlot)
+    ]
+    prefixes = tuple(prefix for prefix, _ in slots)
+    shapes = shapes_of(network.state_dict())
+    expected = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
+    for prefix, content in slots:
+        expected |= {f"{prefix}{name}": shape for name, shape in content.items()}
+    return expected
+
+
+def _check_shapes(expected: dict[str, torch.Size | None], found: dict[str, torch.Size], path: Path) -> None:
     if found != expected:
         differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise ValueError(f"{path} is of another network: {differing[0]} and {len(differing) - 1} more do not fit")
+        first = reprlib.repr(differing[0])
+        raise ValueError(f"{path} is of another network: {first} and {len(differing) - 1} more do not fit")
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a tensor; None for a module's extra state."""
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file and rename it to `path`, so that a crash leaves the earlier file intact."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _check_types(network: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Raise ValueError if loading would drop a part of the saved numbers: fractions, or imaginary parts."""
+    for name, value in network.state_dict().items():
+        if not torch.can_cast(weights[name].dtype, value.dtype):
+            raise ValueError(f"{path} is of another network: {name} is {weights[name].dtype}, not {value.dtype}")

@@ -3,6 +3,7 @@
 import zlib
 
 import torch
+from torch import Tensor
 
 from esper_lightning.tasks.task import TaskData
 
@@ -38,6 +39,34 @@ def check_data(data: TaskData, task: str) -> None:
                 f"{where} hold {int(invalid.sum())} targets outside of 0 … {data.classes - 1}, the first is number "
                 f"{first}: {targets[first].flatten()[:8].tolist()}; get the data set again"
             )
+    for what, is_constant in (("inputs", rows_are_equal), ("targets", elements_are_equal)):
+        if is_constant(getattr(data.train, what)):
+            raise ValueError(f"task {task}: all {what} of its training data are equal, so there is nothing to learn")
+
+
+def find_doubts(data: TaskData, task: str) -> list[str]:
+    """Return a line for each property of validation and test data that makes measurements on them doubtful."""
+    doubts = []
+    for name, (inputs, targets) in zip(SPLITS[1:], data[1:3], strict=True):
+        where = f"task {task}: its {name} data"
+        if len(inputs) == 1:
+            doubts.append(f"{where} are one sample, so an accuracy on them is hardly a measurement")
+        elif elements_are_equal(targets):
+            doubts.append(f"{where} have one class, so a constant output is always right")
+        elif rows_are_equal(inputs):
+            doubts.append(f"{where} have equal inputs, so every network has the same output for all of them")
+    return doubts
+
+
+def rows_are_equal(values: Tensor) -> bool:  # [samples, …]
+    """Return True if all samples are equal."""
+    # In parts, since the first part usually answers the question.
+    return all(torch.equal(part, values[:1].expand_as(part)) for part in values.split(256))
+
+
+def elements_are_equal(values: Tensor) -> bool:
+    """Return True if all elements of all samples are equal."""
+    return rows_are_equal(values.flatten())
 
 
 def fingerprint(data: TaskData) -> str:

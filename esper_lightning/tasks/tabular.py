@@ -1,6 +1,7 @@
 """Classification of table rows from a CSV file, an .npz file, or a data set of scikit-learn."""
 
 import csv
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,12 @@ class Tabular(Task):
             )
         rest, test = self._split(np.arange(len(targets)), targets, self.test)
         train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
-        inputs = np.concatenate([encode_column(column, train) for column in columns], axis=1)
+        for name, column in columns.items():
+            if column.dtype.kind == "f" and np.isnan(column[train]).all():
+                raise ValueError(
+                    f"Tabular: {self.source!r}: column {name!r} has no value in the training rows; leave it out"
+                )
+        inputs = np.concatenate([encode_column(column, train) for column in columns.values()], axis=1)
         numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
         splits = [Split(numbers[part], class_numbers[part]) for part in (train, validation, test)]
         return TaskData(*splits, classes=len(classes))
@@ -75,8 +81,8 @@ class Tabular(Task):
             raise ValueError(f"Tabular: {self.source!r} has too few rows for its classes: {error}") from error
         return parts[0], parts[1]
 
-    def _read(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the columns, each [rows] of floats or words, and the labels [rows]."""
+    def _read(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the columns by name or number, each [rows] of floats or words, and the labels [rows]."""
         path = Path(self.source)
         if self.source in BUNDLED:
             x, y = BUNDLED[self.source](return_X_y=True)
@@ -89,7 +95,8 @@ class Tabular(Task):
             x, y = read_arrays(path)
         else:
             return read_csv(path, self.target)
-        return list(np.asarray(x, dtype=np.float64).T), np.asarray(y)
+        columns = np.asarray(x, dtype=np.float64).T
+        return {str(number): column for number, column in enumerate(columns)}, np.asarray(y)
 
 
 def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -103,10 +110,11 @@ def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the columns other than `target`, and the labels in `target`.
+def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the columns other than `target` by name, and the labels in `target`.
 
-    Raises ValueError if the file is empty, rows differ in length, a label is missing, or there is no such column.
+    Raises ValueError if the file is empty, two columns have one name, rows differ in length, a cell holds a NUL
+    character, a label is missing, or there is no such column.
     """
     with path.open(newline="", encoding="utf-8") as file:
         names, *rows = [*csv.reader(file)] or [[]]
@@ -117,14 +125,19 @@ def read_csv(path: Path, target: str | None) -> tuple[list[np.ndarray], np.ndarr
             f"Tabular: {str(path)!r} has no column {target!r} to learn; --data.task.init_args.target names one of "
             f"{', '.join(names)}"
         )
-    for number, row in enumerate(rows, 2):
+    name, occurrences = Counter(names).most_common(1)[0]
+    if occurrences > 1:
+        raise ValueError(f"Tabular: {str(path)!r}: {occurrences} columns are called {name!r}; rename or remove them")
+    for number, row in enumerate([names, *rows], 1):
+        if any("\0" in cell for cell in row):
+            raise ValueError(f"Tabular: {str(path)!r}, line {number}: a NUL character; the file is damaged")
         if len(row) != len(names):
             raise ValueError(f"Tabular: {str(path)!r}, line {number}: {len(row)} cells, {len(names)} columns")
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
     labels = np.array(columns.pop(target))
     if (labels == "").any():
         raise ValueError(f"Tabular: {str(path)!r}: {(labels == '').sum()} rows have no {target}; leave them out")
-    return [parse_column(cells) for cells in columns.values()], labels
+    return {name: parse_column(cells) for name, cells in columns.items()}, labels
 
 
 def parse_column(cells: Sequence[str]) -> np.ndarray:

@@ -5,12 +5,16 @@ docs/reference/events.md describes every record. A number that is not finite bec
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 SCHEMA = 1
 """Version of the records' format; raised whenever a reader of the old format cannot read the new one."""
+
+MAX_LINE_BYTES = 2**24
+"""Length of the longest line that is read, far above that of any event."""
 
 
 class Started(NamedTuple):
@@ -187,17 +191,24 @@ def to_line(event: Event) -> str:
 
 def from_line(line: str) -> Event:
     """Parse the event in a line. Raises ValueError if the line holds no event of this schema."""
-    fields = json.loads(line)
-    if not isinstance(fields, dict) or fields.get("type") not in EVENT_CLASSES:
-        raise ValueError(f"no event of schema {SCHEMA}: {line!r:.80}")
+    try:
+        fields = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"no event of schema {SCHEMA}, but JSON nested too deeply: {reprlib.repr(line)}") from None
+    event_name = fields.get("type") if isinstance(fields, dict) else None
+    if not isinstance(event_name, str) or event_name not in EVENT_CLASSES:
+        raise ValueError(f"no event of schema {SCHEMA}: {reprlib.repr(line)}")
     event_class = EVENT_CLASSES[fields.pop("type")]
     if set(fields) != set(event_class._fields):
         raise ValueError(
-            f"no event of schema {SCHEMA}: {line!r:.80} has not the fields {', '.join(event_class._fields)}"
+            f"no event of schema {SCHEMA}: {reprlib.repr(line)} has not the fields {', '.join(event_class._fields)}"
         )
+    if type(fields["tick"]) is not int or fields["tick"] < 0:
+        raise ValueError(f"no event of schema {SCHEMA}: tick is {reprlib.repr(fields['tick'])}, no number of ticks")
     if event_class is Started and fields["schema"] != SCHEMA:
+        written = reprlib.repr(fields["schema"])
         raise ValueError(
-            f"events of schema {fields['schema']}, but this version reads {SCHEMA}; use the version that wrote them"
+            f"events of schema {written}, but this version reads {SCHEMA}; use the version that wrote them"
         )
     return event_class(**fields)
 
@@ -231,22 +242,29 @@ class EventLog:
     def discard_after(self, tick: int) -> None:
         """Truncate the file after the events of `tick`, for a run that resumes there; drop an incomplete last line.
 
-        Raises ValueError, and leaves the file as it is, if a line holds no event.
+        Raises ValueError, and leaves the file as it is, if it is not a regular file, if a line that would stay holds
+        no event, or if ticks go back.
         """
-        if not self.path.exists():
+        if not self.path.exists() and not self.path.is_symlink():
             return
-        length = 0
+        if self.path.is_symlink() or not self.path.is_file():  # a link would be followed, a pipe waited for
+            raise ValueError(f"{self.path} is not a regular file")
+        length, latest = 0, 0
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     break
                 try:
                     event = from_line(line.decode())
                 except ValueError as error:
+                    if latest > tick:  # the line is removed in any case
+                        continue
                     raise ValueError(f"{self.path}, line {number}: {error}") from error
-                if event.tick > tick:
-                    break
-                length += len(line)
+                if event.tick < latest and event.tick <= tick:
+                    raise ValueError(f"{self.path}, line {number}: tick {event.tick} after tick {latest}")
+                latest = event.tick
+                if latest <= tick:
+                    length += len(line)
         with self.path.open("r+b") as file:
             file.truncate(length)
 

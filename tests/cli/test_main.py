@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from esper_lightning.checkpointing.validate import SCHEMA
+from esper_lightning.cli.main import check_monitor
 from esper_lightning.envs import HEADS, Op
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PHASES
@@ -245,6 +246,12 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "a seed out of range": ("--seed_everything=-1", "-1"),
     "one evaluation host": ("--evaluation.hosts=1", "evaluation.hosts"),
     "telemetry of no ticks": ("--telemetry.every_n_ticks=0", "telemetry.every_n_ticks"),
+    "a metric that does not exist": ("--best.monitor=rollout/objectiv", "did you mean 'rollout/objective'?"),
+    "a part of an option": ("--data.n_env=3", "did you mean '--data.n_envs'?"),
+    "a part of a short option": ("--seed=3", "did you mean '--seed_everything'?"),
+    "a part of a setting of the trainer": ("--trainer.max_ep=3", "did you mean '--trainer.max_epochs'?"),
+    "a part of the name of a config": ("--conf=smoke.yaml", "did you mean '--config'?"),
+    "a key given twice": ("--data.also={a: {n_envs: 1, n_envs: 2}}", "data.also"),
 }
 
 
@@ -281,6 +288,37 @@ def test_malformed_yaml_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert ended.value.code == 2
     assert_one_line(capsys.readouterr().err, "config")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {n_envs: 2}\ndata: {n_envs: 3}\n",
+        "data:\n  n_envs: 2\n  env: {horizon: 3}\n  n_envs: 3\n",
+        "data: {env: {horizon: 3, 'horizon': 4}}\n",
+        "trainer: {callbacks: [{class_path: a, class_path: b}]}\n",
+        "model: {ppo: {lr: {start: 1, start: 1}}}\n",
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_its_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "twice.yaml"
+    config.write_text("seed_everything: 1\n" + text)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path / "runs", "--config", str(config))
+
+    assert ended.value.code == 2
+    assert_one_line(capsys.readouterr().err, "is given twice, first in line ")
+
+
+def test_a_metric_that_only_a_callback_of_the_user_can_log_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    check_monitor("my/metric", own_callbacks=True)
+    assert "best.ckpt is written only if one of your callbacks logs" in capsys.readouterr().out
+    check_monitor("rollout/return", own_callbacks=False)
+    check_monitor(None, own_callbacks=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_folder_that_cannot_be_made_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

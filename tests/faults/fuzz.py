@@ -30,6 +30,7 @@ from esper_lightning.__main__ import main
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.growth import GrowingNetwork, load, save, slots_of
 from tests.faults.mutations import alternatives, at, mutate, mutate_bytes
+from tests.growth.saved import read_saved, write_saved
 from tests.runs import CONFIGS, ROOT, SharedParserCLI, only_run, tiny_host
 from tests.runs import load as load_checkpoint
 
@@ -235,21 +236,29 @@ class Fuzzer:
 
     def manifest(self, folder: Path) -> tuple[str, Callable[[], str]]:
         """Judge a saved network with a changed manifest or changed weights."""
-        saved = Path(shutil.copytree(self.network, folder / "network"))
-        topology, weights = saved / "topology.json", saved / "weights.pt"
-        match self.random.choice(["json", "json", "text", "tensors", "bytes"]):
+        saved = Path(shutil.copy(self.network, folder / "network"))
+        growth, weights = read_saved(saved)
+        match self.random.choice(["json", "json", "tensors", "header", "bytes"]):
             case "json":
-                what, changed = mutate(json.loads(topology.read_text()), self.random)
-                topology.write_text(json.dumps(changed, default=str))
-            case "text":
-                what, damaged = mutate_bytes(topology.read_bytes(), self.random)
-                topology.write_bytes(damaged)
+                what, changed = mutate(growth, self.random)
+                write_saved(saved, json.loads(json.dumps(changed, default=str)), weights)
             case "tensors":
-                what, changed = mutate(torch.load(weights), self.random, tensors=True)
-                torch.save(changed, weights)
+                what, changed = mutate(weights, self.random, tensors=True)
+                # The format holds dense tensors only: neither other objects nor a tensor that is a view of less.
+                dense = {
+                    str(name): value.contiguous().clone()
+                    for name, value in changed.items()
+                    if isinstance(value, torch.Tensor) and value.numel() < 10**6
+                }
+                write_saved(saved, growth, dense)
+            case "header":
+                whole = saved.read_bytes()
+                end = 8 + int.from_bytes(whole[:8], "little")
+                what, damaged = mutate_bytes(whole[:end], self.random)
+                saved.write_bytes(damaged + whole[end:])
             case _:
-                what, damaged = mutate_bytes(weights.read_bytes(), self.random)
-                weights.write_bytes(damaged)
+                what, damaged = mutate_bytes(saved.read_bytes(), self.random)
+                saved.write_bytes(damaged)
         return what, lambda: read(lambda: self._load(saved))
 
     def _load(self, saved: Path) -> None:

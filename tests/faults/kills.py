@@ -1,11 +1,14 @@
-"""Runs are killed at random moments and resumed, and their results compared with those of an uninterrupted run.
+"""Runs are killed twice at random moments, resumed, and their results compared with those of an uninterrupted run.
 
     python -m tests.faults.kills --kills 100 --seed 0 [--executor fused|loop|threads] [--precision fp32|bf16] [--fresh]
 
-Any other flag is passed to the run. It prints a line for every kill; exit code 1 if a run ended differently.
+Half of the kills are aimed: at a checkpoint in writing, or at the record of a run (config.yaml, run.json, events.jsonl)
+while it is replaced. Any other flag is passed to the run. It prints a line for every kill; exit code 1 if a run ended
+differently.
 """
 
 import argparse
+import json
 import logging
 import tempfile
 import time
@@ -14,20 +17,26 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from signal import SIGKILL
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import yaml
+
+from esper_lightning.checkpointing.run_lock import LOCK_FILE
 from tests.faults.programs import Program, Start, forked_starter, fresh_starter, wait_for_next_second
 from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, result_of, tick_of
-from tests.runs import HORIZON, Run
+from tests.runs import HORIZON, Run, differences
 
 ROLLOUTS = 4
 END = ROLLOUTS * HORIZON
 
-AIMED = 1 / 3
-"""Share of kills that wait for a checkpoint to be written; a write takes a hundredth of the time between two."""
+AIMED = 1 / 2
+"""Share of kills that wait for files to be written; writing a checkpoint takes a hundredth of the time between two."""
 
-TWICE = 1 / 3
-"""Share of runs that are killed once more after being resumed."""
+CRASHES = 2
+"""Number of times that each run is killed: again after it has been resumed, or begun anew."""
+
+RECORD_SECONDS = 0.1
+"""Time from the first draft of config.yaml in which the other files of the record are replaced; mostly 0.03 s."""
 
 CHECK_INTERVAL_SECONDS = 0.0002
 """Seconds between two checks for a draft, which exists for about 5 ms."""
@@ -40,29 +49,34 @@ class Reference(NamedTuple):
     seconds: float  # from the start of the first tick to the end
     checkpoint_bytes: int
     ending: RunResult
+    record: dict[str, Any]
 
 
 class KillMoment(NamedTuple):
     """Moment at which a run is killed."""
 
-    seconds: float  # seconds after it has begun to train
+    seconds: float  # seconds after it has begun to train, or after it has begun to replace its record
     written: float | None  # then as soon as this share of a checkpoint's bytes is in its draft
+    record: bool  # count the seconds from the first draft of config.yaml
 
 
 class Kill(NamedTuple):
     """Record of one killed run."""
 
     seconds: float  # seconds for which it had trained
-    writing: str | None  # checkpoint that it was writing
+    writing: str | None  # file that it was writing
+    record: bool  # it was replacing its record
     tick: int  # tick from which it resumes; 0: from the start
 
     def __str__(self) -> str:
-        writing = f"while {self.writing} was written" if self.writing else "between checkpoints"
+        writing = f"while {self.writing} was written" if self.writing else "between two files"
+        if self.record:
+            writing += " of its record"
         return f"killed after {self.seconds:5.3f} s {writing}, went on from tick {self.tick}"
 
 
 class Trial(NamedTuple):
-    """A run that was killed once or twice, and then resumed to its end."""
+    """A run that was killed twice, unless it was too fast, and then resumed to its end."""
 
     kills: list[Kill]
     differences: list[str]
@@ -84,7 +98,16 @@ def make_reference(start: Start, flags: Sequence[str], root: Path) -> Reference:
     run = _last_run(root)
     ending = result_of(run)
     check_that_it_grows(ending)
-    return Reference(tuple(flags), seconds, run.latest.stat().st_size, ending)
+    return Reference(tuple(flags), seconds, run.latest.stat().st_size, ending, record_of(run))
+
+
+def record_of(run: Run) -> dict[str, Any]:
+    """Return what config.yaml and run.json hold, without the folder and the command, which differ between runs."""
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    config["trainer"].pop("default_root_dir")
+    written = json.loads((run.folder / "run.json").read_text())
+    written.pop("command")
+    return {"config": config, "run": written}
 
 
 def trials(start: Start, reference: Reference, root: Path, rng_seed: int, aimed: float = AIMED) -> Iterator[Trial]:
@@ -96,13 +119,12 @@ def trials(start: Start, reference: Reference, root: Path, rng_seed: int, aimed:
 
 
 def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: Random, aimed: float) -> Trial:
-    """Kill one run once or twice, resume it each time, then let it finish."""
+    """Kill one run twice, resume it each time, then let it finish."""
     root.mkdir()
     kills: list[Kill] = []
     tick = 0
-    planned = 2 if chance.random() < TWICE else 1
     while True:
-        aim = _draw_moment(chance, reference.seconds * (1 - tick / END), aimed) if len(kills) < planned else None
+        aim = _draw_moment(chance, reference.seconds * (1 - tick / END), aimed) if len(kills) < CRASHES else None
         latest = _last_run(root).latest if tick else None
         program = _start(start, reference.flags, root, latest)
         began = _wait_for_training(program, root)
@@ -112,18 +134,26 @@ def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: R
         tick = kill.tick
     if program.ended() != 0:
         return Trial(kills, [f"it failed:\n{program.output.read_text()}"])
-    ending = result_of(_last_run(root))
-    return Trial(kills, differences_of(ending, reference.ending))
+    run = _last_run(root)
+    found = differences_of(result_of(run), reference.ending) + differences(record_of(run), reference.record, "record")
+    left = [path.name for path in run.folder.rglob("*") if path.name == LOCK_FILE or path.suffix == ".tmp"]
+    return Trial(kills, [*found, *(f"{name} was left" for name in left)])
 
 
 def _draw_moment(chance: Random, seconds: float, aimed: float) -> KillMoment:
-    """Draw a moment within the time that a run still needs."""
-    return KillMoment(chance.uniform(0.0, seconds), chance.random() if chance.random() < aimed else None)
+    """Draw a moment within the time that a run still needs, or within that of writing a checkpoint or the record."""
+    if chance.random() >= aimed:
+        return KillMoment(chance.uniform(0.0, seconds), written=None, record=False)
+    if chance.random() < 0.5:
+        return KillMoment(chance.uniform(0.0, RECORD_SECONDS), written=None, record=True)
+    return KillMoment(chance.uniform(0.0, seconds), written=chance.random(), record=False)
 
 
 def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkpoint_bytes: int) -> Kill | None:
     """Kill the run at its moment. None: it ended before."""
     drafts = f"*/checkpoints/.*.{program.pid}.tmp"
+    if aim.record:
+        began = _wait_for_record(program, root)
     program.wait(began + aim.seconds - time.monotonic())
     if aim.written is not None:
         enough = aim.written * checkpoint_bytes
@@ -137,10 +167,25 @@ def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkp
     seconds = time.monotonic() - began
     if program.ended() != -SIGKILL:
         return None
-    writing = [draft.name.removeprefix(".").split(f".{program.pid}.")[0] for draft in root.glob(drafts)]
+    left = [*root.glob(drafts), *root.glob(f"*/.*.{program.pid}.tmp")]
+    writing = [draft.name.removeprefix(".").split(f".{program.pid}.")[0] for draft in left]
     latest = _last_run(root).latest
     tick = tick_of(latest) if latest.exists() else 0
-    return Kill(seconds, writing[0] if writing else None, tick)
+    return Kill(seconds, writing[0] if writing else None, aim.record, tick)
+
+
+def _wait_for_record(program: Program, root: Path) -> float:
+    """Wait until the run begins to replace its record, and return the time."""
+    before = _inodes(root)
+    while program.wait(CHECK_INTERVAL_SECONDS) is None:
+        if any(root.glob(f"*/.config.*{program.pid}.tmp")) or _inodes(root) != before:
+            break
+    return time.monotonic()
+
+
+def _inodes(root: Path) -> set[int]:
+    """Return the inodes of the configs below `root`; a replaced file has a new one."""
+    return {path.stat().st_ino for path in root.glob("*/config*.yaml")}
 
 
 def _size(path: Path) -> int:
@@ -190,7 +235,7 @@ def main() -> None:
     args, others = parser.parse_known_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # a resumed run warns of the points that it replaces
 
-    kills = equal = writing = 0
+    kills = equal = writing = record = 0
     with (fresh_starter if args.fresh else forked_starter)() as start, tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         reference = make_reference(start, (*flags_of(args.executor, args.precision), *others), root / "untouched")
@@ -198,10 +243,11 @@ def main() -> None:
             report(trial, kills + 1)
             kills += len(trial.kills)
             equal += len(trial.kills) if not trial.differences else 0
-            writing += sum(kill.writing is not None for kill in trial.kills)
+            writing += sum(kill.writing is not None and not kill.record for kill in trial.kills)
+            record += sum(kill.record for kill in trial.kills)
             if kills >= args.kills:
                 break
-    print(f"{equal} of {kills} equal, {writing} of them while a checkpoint was written")
+    print(f"{equal} of {kills} equal; {writing} while a checkpoint was written, {record} while the record was replaced")
     raise SystemExit(equal < kills)
 
 

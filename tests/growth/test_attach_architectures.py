@@ -285,8 +285,8 @@ def test_grown_seeds_are_saved_and_loaded_by_the_names_of_their_slots(name: str,
     network, fresh = attached(name), ARCHITECTURES[name].build()
     for slot in slots_of(network).values():
         grow(slot, Stage.FOSSILIZED, BLUEPRINTS[slot.layout])
-    save(network, tmp_path)
-    load(fresh, tmp_path)
+    save(network, tmp_path / "grown")
+    load(fresh, tmp_path / "grown")
     assert [slot.on_single_path for slot in slots_of(fresh).values()] == [
         slot.on_single_path for slot in slots_of(network).values()
     ]

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,12 +106,12 @@ def test_a_state_of_another_network_is_refused() -> None:
 
 
 @optimizers
-def test_a_network_that_was_rolled_back_under_its_optimizer_goes_on_learning(make: Make, tmp_path: object) -> None:
+def test_a_network_that_was_rolled_back_under_its_optimizer_goes_on_learning(make: Make, tmp_path: Path) -> None:
     growing = grown(make)
-    save(growing.module, tmp_path)
+    save(growing.module, tmp_path / "grown")
     train_epochs(growing, 2, seed=2)
 
-    load(growing.module, tmp_path)
+    load(growing.module, tmp_path / "grown")
     again = GrowingNetwork(growing.module, growing.optimizer, horizon=20, lifecycle=QUICK)
     before = {place: deepcopy(list(slot.seed.parameters())) for place, slot in again.slots.items()}
     train_epochs(again, 1, seed=3)
@@ -227,7 +228,7 @@ def test_networks_of_several_inputs_and_named_outputs_are_measured_and_can_train
     bare.backward()  # the tensor stored during measurement must allow autograd
 
 
-def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_path: object) -> None:
+def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_path: Path) -> None:
     def network() -> CNN:
         host = small_cnn(["block1"]).eval()
         attach_slots(host, ["norms.1"], small_batch()[0])
@@ -237,10 +238,10 @@ def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_pa
     growing = GrowingNetwork(host, SGD(host.parameters(), lr=0.1), horizon=9, lifecycle=LifecycleConfig(birth="random"))
     for slot in growing.slots:
         growing.germinate(slot, "conv_small")
-    save(host, tmp_path)
+    save(host, tmp_path / "grown")
 
     fresh = small_cnn(["block1"], seed=8).eval()
-    load(fresh, tmp_path)
+    load(fresh, tmp_path / "grown")
 
     assert manifest(fresh) == manifest(host)
     assert all(torch.equal(value, host.state_dict()[name]) for name, value in fresh.state_dict().items())

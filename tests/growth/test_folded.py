@@ -84,9 +84,9 @@ def test_a_folded_network_is_saved_and_loaded(tmp_path: Path) -> None:
     fossilize_seed(slot_named(network, "block2.pool"), "conv_small")
     assert all(folding.target_layer for folding in fold_and_check(network, x))
     grow(slot_named(network, "block1"), Stage.BLENDING, "conv_heavy")  # a new seed in a folded slot
-    save(network, tmp_path)
+    save(network, tmp_path / "grown")
     copy = small_cnn(["block1", "block2.pool"], seed=99)
-    load(copy, tmp_path)
+    load(copy, tmp_path / "grown")
     assert torch.equal(copy.eval()(x), network.eval()(x))
     assert [slot_named(copy, name).folded.kernel_size for name in ("block1", "block2.pool")] == [(3, 3), (1, 1)]
 
@@ -115,9 +115,9 @@ def test_seeds_in_a_users_network_are_folded_saved_and_loaded(tmp_path: Path) ->
     }
     kernels = {name: slot.folded and slot.folded.kernel_size for name, slot in slots.items()}
     assert kernels == dict.fromkeys(places) | {"layer1.0.conv1": (1, 1), "layer2": (1, 1)}
-    save(network, tmp_path)
+    save(network, tmp_path / "grown")
     copy = resnet()
-    load(copy, tmp_path)
+    load(copy, tmp_path / "grown")
     assert torch.equal(copy.eval()(x), network.eval()(x))
 
 

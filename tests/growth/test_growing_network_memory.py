@@ -259,12 +259,12 @@ def test_an_optimizer_that_knows_parameters_by_name_may_grow() -> None:
 
 
 def loaded(tmp_path: Path, stage: Stage = Stage.TRAINING) -> nn.Module:
-    """Return a new host loaded from the files that `save` wrote."""
+    """Return a new host loaded from the file that `save` wrote."""
     before = growing(BY_HAND)
     grow_to_stage(before, "block1", stage)
-    save(before.module, tmp_path)
+    save(before.module, tmp_path / "grown")
     host = host_of("image", seed=9)
-    load(host, tmp_path)
+    load(host, tmp_path / "grown")
     return host
 
 

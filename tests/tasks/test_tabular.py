@@ -77,6 +77,18 @@ TABLE = [[i, i % 2] for i in range(ROWS)]
         (["a", "b"], [*TABLE, [1, ""]], {"target": "b"}, "1 rows have no b; leave them out"),
         (["a", "b"], TABLE, {"target": "a"}, "has 60 classes, the rarest of 1 rows"),
         (["a", "b"], TABLE, {"target": "b", "test": 0.9, "validation": 0.1}, "leave rows to learn from"),
+        (["a", "a", "b"], [[1, *row] for row in TABLE], {"target": "b"}, "2 columns are called 'a'; rename or remove"),
+        (["a", "b", "b"], [[*row, 1] for row in TABLE], {"target": "b"}, "2 columns are called 'b'; rename or remove"),
+        (["", "", "b"], [[1, *row] for row in TABLE], {"target": "b"}, "2 columns are called ''; rename or remove"),
+        (["a", "b"], [*TABLE, ["x\0y", 1]], {"target": "b"}, "line 62: a NUL character; the file is damaged"),
+        (["a\0", "b"], TABLE, {"target": "b"}, "line 1: a NUL character; the file is damaged"),
+        (["a", "c", "b"], [[i, "", c] for i, c in TABLE], {"target": "b"}, "column 'c' has no value in the training"),
+        (
+            ["a", "c", "b"],
+            [[i, "nan", c] for i, c in TABLE],
+            {"target": "b"},
+            "column 'c' has no value in the training",
+        ),
     ],
 )
 def test_what_is_no_table_of_classes_is_refused_in_a_line(
@@ -106,6 +118,14 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np
     np.savez(tmp_path / "some.npz", **arrays)
 
     with pytest.raises(ValueError, match=message):
+        Tabular(str(tmp_path / "some.npz")).load()
+
+
+def test_a_column_without_a_value_in_the_training_rows_is_refused(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(ROWS, 3)), np.arange(ROWS) % 3
+    x[:, 1] = np.nan
+    np.savez(tmp_path / "some.npz", x=x, y=y)
+    with pytest.raises(ValueError, match=r"some\.npz': column '1' has no value in the training rows; leave it out"):
         Tabular(str(tmp_path / "some.npz")).load()
 
 

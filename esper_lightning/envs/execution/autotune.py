@@ -29,8 +29,8 @@ from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.growth.saving import replace_file
 from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.replace import replace_file
 from esper_lightning.tasks import Task, TaskData
 
 PER_HOST_EXECUTORS = frozenset({"loop", "threads", "streams"})

