@@ -18,6 +18,7 @@ from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 from esper_lightning.growth.saving import replace_file
+from esper_lightning.telemetry.events import replace_non_finite
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
@@ -148,8 +149,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "evaluation.csv", host_rows(result))
     write_csv(folder / "test_metrics.csv", metric_rows(result))
-    text = json.dumps(replace_nan(summary(result, record)), indent=1, allow_nan=False) + "\n"
-    replace_file(folder / "evaluation.json", lambda path: path.write_text(text))
+    write_json(folder / "evaluation.json", summary(result, record))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
 
@@ -218,13 +218,10 @@ def describe_policy(policy: TrainedPolicy) -> dict[str, Any]:
     return {"training_seed": policy.training_seed, "source": policy.source}
 
 
-def replace_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, Mapping):
-        return {key: replace_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file, replacing an existing one; NaN and infinity, which JSON lacks, become null."""
+    text = json.dumps(replace_non_finite(document), indent=1, allow_nan=False) + "\n"
+    replace_file(path, lambda draft: draft.write_text(text))
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
