@@ -17,10 +17,11 @@ import torch
 from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.controllers.schedule import Schedule, write_schedule
-from esper_lightning.envs import HostPool
-from esper_lightning.evaluation.baselines import HAND_WRITTEN
 from esper_lightning.evaluation.checkpoints import rival_names
 from esper_lightning.evaluation.play import play_episode
+from esper_lightning.evaluation.run import run_comparison
+from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.module import TamiyoModule
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits
@@ -280,8 +281,11 @@ def test_rivals_of_other_trainings_meet_the_hosts_of_the_policy_and_observe_them
     evaluate("--ckpt_path", paths[2], "--out", str(tmp_path / "own"), *alone)
     capsys.readouterr()
 
-    evaluate("--ckpt_path", paths[0], "--rivals", ",".join(paths[1:]), "--out", str(tmp_path / "both"), *alone)
+    with patch("esper_lightning.trainer.run_comparison", wraps=run_comparison) as compared:
+        evaluate("--ckpt_path", paths[0], "--rivals", ",".join(paths[1:]), "--out", str(tmp_path / "both"), *alone)
 
+    observed = [rival.sight for rival in compared.call_args.kwargs["rivals"].values()]
+    assert observed == [ObservationConfig(), ObservationConfig(hidden=["*.contribution*", "blueprints"], masks=False)]
     rows = without_time(rows_of(tmp_path / "both"))
     assert list(dict.fromkeys(row["controller"] for row in rows)) == ["tamiyo", *rivals]
     assert {row["controller"]: row["training_seed"] for row in rows} == {"tamiyo": "0", rivals[0]: "1", rivals[1]: "2"}
