@@ -24,12 +24,12 @@ class Evaluation(Comparison, Callback):
         data = trainer.datamodule
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
-        results = run_comparison(self, data, [tamiyo], folder=folder, record=trainer.record())
+        results = run_comparison(self, data, [tamiyo], rivals={}, folder=folder, record=trainer.record())
         tags = {task: f"test/{task}/" if len(results) > 1 else "test/" for task in results}
         means = {
             f"{tags[task]}{name}": mean
             for task, result in results.items()
-            for name, mean in result.policy_entry.mean_metrics().items()
+            for name, mean in result.reference.mean_metrics().items()
             if isfinite(mean)
         }
         for logger in trainer.loggers:

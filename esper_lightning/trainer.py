@@ -3,7 +3,7 @@
 Refused starts, interrupts and disk failures end the program with one line instead of a traceback.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,13 @@ from esper_lightning.errors import (
     is_out_of_memory,
     one_line_errors,
 )
-from esper_lightning.evaluation.checkpoints import load_policies, load_transferred, setting_differences
+from esper_lightning.evaluation.checkpoints import (
+    load_policies,
+    load_rivals,
+    load_transferred,
+    path_list,
+    setting_differences,
+)
 from esper_lightning.evaluation.comparison import SEARCH_ENVS, Comparison
 from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.search.report import print_information, write_information
@@ -112,20 +118,24 @@ class EsperTrainer(Trainer):
         ckpt_path: str | Path | None = None,
         *,
         more: str | list[str] | None = None,
+        rivals: str | list[str] | None = None,
         out: str | Path | None = None,
         weights_only: bool | None = None,
         transfer: bool = False,
         stand_ins: dict[str, str] | None = None,
     ) -> None:
-        """Compare a trained policy with baselines, fixed schedules and static networks on fresh hosts.
+        """Compare a trained policy with rivals, baselines, fixed schedules and static networks on fresh hosts.
 
         Args:
             ckpt_path: Checkpoint of the policy; `latest`: that of the newest run. Without --config the settings are
-                those of the config.yaml in its run folder.
-            more: Checkpoints of the same settings trained with other RNG seeds. Results are then reported for each
-                training run and for all together.
+                those of the config.yaml in its run folder. None: baselines and schedules are compared alone, on the
+                hosts of --config.
+            more: Checkpoints of the same settings trained with other RNG seeds, as a list or with commas. Results are
+                then reported for each training run and for all together.
+            rivals: Checkpoints trained on the same hosts in another way, such as with another reward mode or another
+                observation, as a list or with commas. Each is a further controller on the same hosts.
             out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
-                checkpoint.
+                checkpoint; without a checkpoint `evaluation` in trainer.default_root_dir.
             weights_only: See `fit`.
             transfer: Evaluate on other hosts than those of the training, as given by --config. Their slots are paired
                 in order with those of the training hosts, and there may be fewer of them.
@@ -133,23 +143,25 @@ class EsperTrainer(Trainer):
                 replaced one; for transfer.
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
-        paths = [str(ckpt_path), *([more] if isinstance(more, str) else more or [])]
-        default_folder = TRANSFER_FOLDER if transfer else EVALUATION_FOLDER
-        folder = Path(out) if out is not None else run_folder(paths[0]) / default_folder
+        paths = [] if ckpt_path is None else [str(ckpt_path), *path_list(more)]
+        parent = run_folder(paths[0]) if paths else Path(self.default_root_dir)
+        folder = Path(out) if out is not None else parent / (TRANSFER_FOLDER if transfer else EVALUATION_FOLDER)
         self.datamodule = datamodule
         self._set_up_overseer(model, "evaluate")
         if stand_ins and not transfer:
             exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
         try:
             with one_line_errors():
-                checkpoints = {path: self.opened.get(path) or open_checkpoint(path) for path in paths}
+                checkpoints = self._read(paths)
                 if transfer:
-                    tamiyos = load_transferred(checkpoints, stand_ins or {}, datamodule)
+                    policies = load_transferred(checkpoints, stand_ins or {}, datamodule)
                 else:
-                    tamiyos = load_policies(model, datamodule, checkpoints)
-                print_status(*setting_differences(checkpoints))
+                    policies = load_policies(model, datamodule, checkpoints)
+                rival_checkpoints = self._read(path_list(rivals))
+                loaded_rivals = load_rivals(rival_checkpoints, paths, datamodule)
+                print_status(*setting_differences(checkpoints | rival_checkpoints))
                 folder.mkdir(parents=True, exist_ok=True)
-            run_comparison(comparison, datamodule, tamiyos, folder=folder, record=self.record())
+            run_comparison(comparison, datamodule, policies, rivals=loaded_rivals, folder=folder, record=self.record())
         except KeyboardInterrupt:
             exit_with_error("interrupted before the comparison was over", EXIT_INTERRUPTED)
         except OSError as error:
@@ -184,6 +196,10 @@ class EsperTrainer(Trainer):
         print_information(result)
         if folder is not None:
             write_information(result, folder, self.record())
+
+    def _read(self, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the content of checkpoints by path, without reading again those that are open."""
+        return {path: self.opened.get(path) or open_checkpoint(path) for path in paths}
 
     def _set_up_overseer(self, model: LightningModule, command: str) -> None:
         """Call `setup` of the callback that watches the hosts; in `fit` Lightning calls that of every callback."""

@@ -160,20 +160,22 @@ def check_random(states: Any) -> None:
         raise ValueError("the states of torch's generators are not tensors")
 
 
-def check_identity(saved: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise ValueError, naming the first difference, unless this run can resume the saved one.
+def check_identity(
+    saved: dict[str, Any],
+    identity: dict[str, Any],
+    advice: str = "resume with the config.yaml in the checkpoint's run folder",
+) -> None:
+    """Raise ValueError, naming the first difference, unless the run that wrote a checkpoint fits this one.
 
     Args:
         saved: Identity in the checkpoint.
-        identity: Identity of this run; every property in it must be equal.
+        identity: Identity of this run, or a part of it; every property in it must be equal.
+        advice: End of the error message.
     """
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
         if type(saved_value) is not type(value) or saved_value != value:
-            raise ValueError(
-                f"{name}: the checkpoint has {saved_value!s:.200}, this run {value!s:.200}; "
-                f"resume with the config.yaml in the checkpoint's run folder"
-            )
+            raise ValueError(f"{name}: the checkpoint has {saved_value!s:.200}, this run {value!s:.200}; {advice}")
 
 
 def check_loops(checkpoint: dict[str, Any], expected: dict[str, Any], host_ticks: Set[int]) -> None:

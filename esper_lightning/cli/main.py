@@ -23,7 +23,7 @@ from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.errors import one_line_errors
-from esper_lightning.evaluation.checkpoints import check_distinct
+from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
 from esper_lightning.provenance import RunRecord
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
@@ -78,8 +78,11 @@ RESERVED_CHECKPOINT_NAMES = frozenset({"last", "best", "hpc", "registry"})
 """Values of `ckpt_path` that Lightning gives a meaning of its own, refused: with some it silently starts a new run."""
 
 
-MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained Tamiyo: give --ckpt_path, behind --config if there
-is one (a config may name none)"""
+MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained policy or hosts: give --ckpt_path, or --config to compare rules
+and schedules alone"""
+
+POLICY_OPTIONS = ("more", "rivals", "transfer", "stand_ins")
+"""Options of `evaluate` that only a comparison with a trained policy has."""
 
 THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
@@ -167,12 +170,14 @@ class EsperCLI(LightningCLI):
                 config.ckpt_path = find_checkpoint(str(config.ckpt_path), root, status_prefix)
                 self.saved_identity = self._open(config.ckpt_path)[IDENTITY_KEY]
             if self.config.subcommand == "evaluate":
+                config.more, config.rivals = path_list(config.more), path_list(config.rivals)
                 if config.ckpt_path is None:
-                    raise ValueError(MISSING_CHECKPOINT_MESSAGE)
-                config.more = [config.more] if isinstance(config.more, str) else config.more or []
-                for path in (config.ckpt_path, *config.more):
-                    self.opened[path] = policy_parts(self._open(path))
-                check_distinct([config.ckpt_path, *config.more])
+                    check_without_checkpoint(config, sys.argv[1:] if args is None else args)
+                else:
+                    paths = [config.ckpt_path, *config.more, *config.rivals]
+                    for path in paths:
+                        self.opened[path] = policy_parts(self._open(path))
+                    check_distinct(paths)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would read the checkpoint again and take settings from it."""
@@ -212,6 +217,7 @@ class EsperCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         if self.subcommand != "fit":
             config["logger"] = False  # other commands write their own result files
+            config["default_root_dir"] = str(root_folder(config["default_root_dir"]))
         elif config["logger"] in (None, True):
             checkpoint = self._get(self.config_init, "ckpt_path")
             config["logger"] = make_logger(root_folder(config["default_root_dir"]), checkpoint)
@@ -241,8 +247,12 @@ class EsperCLI(LightningCLI):
     def before_evaluate(self) -> None:
         """Build the hosts before the weights of any checkpoint are loaded."""
         with one_line_errors():
-            if self._get(self.config_init, "evaluation").hosts == 0:
+            comparison = self._get(self.config_init, "evaluation")
+            if comparison.hosts == 0:
                 raise ValueError("evaluation.hosts is 0, so there is nothing to evaluate; give at least 2")
+            if self._get(self.config_init, "ckpt_path") is None:
+                comparison.check_without_policy()
+                print_status("no checkpoint: rules and schedules alone")
             self._build()
 
     def before_information(self) -> None:
@@ -276,7 +286,8 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
     Returns None for other commands, and for arguments with a config or a request for help. `check` is called with the
     path of the checkpoint and raises ValueError if it is not valid.
 
-    Raises ValueError if the arguments name no checkpoint, or if its run folder has no config.yaml.
+    Raises ValueError if the arguments name neither a config nor a checkpoint, or if the run folder of the checkpoint
+    has no config.yaml.
     """
     if not args or args[0] != "evaluate":
         return None
@@ -292,6 +303,15 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
         raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")
     print_status(f"settings of {config}")
     return [args[0], "--config", str(config), *args[1:], "--ckpt_path", path]
+
+
+def check_without_checkpoint(config: Namespace, args: Sequence[str]) -> None:
+    """Raise ValueError if the options of `evaluate` need a checkpoint, or if a config has replaced the one given."""
+    if option_value("--ckpt_path", args) is not None:
+        raise ValueError("the config names no checkpoint and replaces --ckpt_path; give --ckpt_path behind --config")
+    for name in POLICY_OPTIONS:
+        if config[name]:
+            raise ValueError(f"--{name} needs a trained policy; give --ckpt_path")
 
 
 def option_value(flag: str, args: Sequence[str]) -> str | None:

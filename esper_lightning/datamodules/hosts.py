@@ -12,6 +12,7 @@ from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.tasks import Task
 
@@ -163,16 +164,26 @@ class HostPoolData(LightningDataModule):
                 raise ValueError(f"hosts of {name}: {error}" if len(self.task_configs) > 1 else str(error)) from error
         return results
 
-    def make_pool(self, n_envs: int, held_out: bool = False, task: str | None = None) -> HostPool:
+    def make_pool(
+        self,
+        n_envs: int,
+        held_out: bool = False,
+        task: str | None = None,
+        *,
+        sight: ObservationConfig | None = None,
+    ) -> HostPool:
         """Return another pool with the same task, hosts, rules, executor and overseer.
 
         Args:
             n_envs: Number of hosts.
             held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
             task: Name of the task, where there are several. None: the first.
+            sight: Features that a policy observes. None: as configured.
         """
         name = task or next(iter(self.pools))
-        return self.loaded_tasks[name].make_pool(n_envs, held_out, self.pools[name], overseer=self.overseer)
+        return self.loaded_tasks[name].make_pool(
+            n_envs, held_out, self.pools[name], overseer=self.overseer, sight=sight
+        )
 
     @property
     def horizon(self) -> int:

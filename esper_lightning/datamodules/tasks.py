@@ -13,6 +13,7 @@ from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.execution import other_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
 
 
@@ -86,6 +87,7 @@ class LoadedTask(NamedTuple):
         *,
         shared_space: SharedSpace | None = None,
         overseer: Overseer | None = None,
+        sight: ObservationConfig | None = None,
     ) -> HostPool:
         """Return a pool of these hosts.
 
@@ -95,8 +97,9 @@ class LoadedTask(NamedTuple):
             template: An existing pool whose executor and shared action space the new one takes over.
             shared_space: Action space that is shared with the hosts of other tasks.
             overseer: Overseer that watches the hosts. None: they are not watched.
+            sight: Features that a policy observes. None: as configured.
         """
-        env_config = self.env_config
+        env_config = self.env_config if sight is None else replace(self.env_config, sight=sight)
         if template is not None:
             executor, onednn = template.executor_choice
             env_config = replace(env_config, executor=executor, training=replace(env_config.training, onednn=onednn))

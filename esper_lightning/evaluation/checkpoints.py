@@ -1,7 +1,9 @@
-"""Trained policies loaded from checkpoints, one per training seed."""
+"""Trained policies loaded from checkpoints: one per training seed, and rivals that were trained in another way."""
 
+from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ from esper_lightning.checkpointing.validate import (
     open_checkpoint,
 )
 from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
-from esper_lightning.controllers.transfer import TrainingSpaces, TransferController
+from esper_lightning.controllers.transfer import FEATURES_KEY, TrainingSpaces, TransferController
 from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.module import TamiyoModule, run_identity
 from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy
@@ -28,6 +31,11 @@ SEED_SETTING = "seed_everything"
 
 IGNORED_SETTINGS = (SEED_SETTING, "data.seed", "evaluation.")
 """Prefixes of settings in which runs may differ: RNG seeds, and settings unrelated to training."""
+
+OBSERVATION_SETTING = "data.env.sight"
+
+RIVAL_PREFIX = "rival "
+"""Prefix of the names of rivals."""
 
 
 class TrainedPolicy(NamedTuple):
@@ -40,6 +48,8 @@ class TrainedPolicy(NamedTuple):
     normalise: nn.Module
     training_spaces: TrainingSpaces | None = None
     """Spaces of the training hosts, if the policy is evaluated on hosts of another kind."""
+    sight: ObservationConfig | None = None
+    """Observation of the training. None: the one that is set for the hosts."""
 
     def greedy(self) -> Controller:
         """Return a controller that takes the most likely actions."""
@@ -53,13 +63,18 @@ class TrainedPolicy(NamedTuple):
         return controller if self.training_spaces is None else TransferController(controller, self.training_spaces)
 
 
+def path_list(paths: str | Sequence[str] | None) -> list[str]:
+    """Return paths as a list; a string holds one path, or several with commas between them."""
+    return paths.split(",") if isinstance(paths, str) else list(paths or ())
+
+
 def check_distinct(paths: Sequence[str]) -> None:
     """Raise ValueError if a checkpoint is named twice."""
     path_by_file: dict[Path, str] = {}
     for path in paths:
         same = path_by_file.setdefault(Path(path).resolve(), path)
         if same is not path:
-            raise ValueError(f"checkpoint {path!r} is named twice; name each training seed's once")
+            raise ValueError(f"checkpoint {path!r} is named twice; name each once")
 
 
 def load_policies(
@@ -83,7 +98,9 @@ def load_policies(
         model.load_state_dict(checkpoint["state_dict"])
         return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
 
-    return _load_each(checkpoints, load)
+    policies = _load_each(checkpoints, load)
+    _check_training_seeds(policies)
+    return policies
 
 
 def load_transferred(
@@ -104,6 +121,7 @@ def load_transferred(
         return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
 
     policies = _load_each(checkpoints, load)
+    _check_training_seeds(policies)
     for policy in policies:
         for pool in data.pools.values():
             policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
@@ -144,6 +162,70 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
     return TransferController(module.controller(), spaces)
 
 
+def load_rivals(
+    checkpoints: Mapping[str, dict[str, Any]], compared: Sequence[str], data: HostPoolData
+) -> dict[str, TrainedPolicy]:
+    """Load policies that were trained on the same hosts in another way, by the names of their rows.
+
+    Task, hosts, actions, host optimizer and horizon must agree with those of `data`. Reward, observation, architecture
+    of the policy and settings of PPO may differ.
+
+    Args:
+        checkpoints: Contents of the checkpoints by path.
+        compared: Paths of the checkpoints of the policy with which they are compared.
+        data: Hosts to evaluate on; the pool must be built.
+
+    Raises ValueError, naming the checkpoint and what differs, if one is damaged, foreign or from other hosts.
+    """
+    hosts = {name: value for name, value in data.identity().items() if name != FEATURES_KEY}
+
+    def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
+        identity = checkpoint[IDENTITY_KEY]
+        check_identity(identity, hosts, "a rival must have been trained on these hosts, with these actions")
+        spaces = TrainingSpaces.from_identity(identity, {})
+        sight = _observation_config(checkpoint.get(SETTINGS_KEY, {}))
+        features = data.make_pool(1, sight=sight).feature_names
+        if spaces.features != features:  # some features exist only where compute has a price
+            raise ValueError(
+                f"observed features: the checkpoint and this run differ in "
+                f"{sorted({*spaces.features} ^ {*features})!s:.200}; set data.env.objective as in its training"
+            )
+        model, _ = load_module_and_spaces(checkpoint, {}, data.pool.device)
+        return TrainedPolicy(seed, path, model.policy, model.observation_norm, sight=sight)
+
+    return dict(zip(rival_names([*checkpoints], compared), _load_each(checkpoints, load), strict=True))
+
+
+def rival_names(paths: Sequence[str], compared: Sequence[str]) -> list[str]:
+    """Return a different name for each rival: its file name, behind folders that tell it from files of the same name.
+
+    Args:
+        paths: Paths of the rivals.
+        compared: Further paths, from which the names tell the rivals.
+    """
+    files = [Path(path).absolute() for path in (*paths, *compared)]
+    names = []
+    for file in files[: len(paths)]:
+        # Folders from the innermost outwards, without the root.
+        rest = [other.parent.parts[:0:-1] for other in files if other.name == file.name and other != file]
+        telling: list[str] = []
+        for level, folder in enumerate(file.parent.parts[:0:-1]):
+            same = [folders for folders in rest if folders[level : level + 1] == (folder,)]
+            telling += [folder] * (len(same) < len(rest))
+            rest = same
+        names.append(RIVAL_PREFIX + "/".join([*reversed(telling), file.name]))
+    return names
+
+
+def _observation_config(settings: Mapping[str, str]) -> ObservationConfig:
+    """Return the settings of the observation in a checkpoint. Raises ValueError if they are missing or damaged."""
+    names = [field.name for field in fields(ObservationConfig)]
+    try:
+        return ObservationConfig(**{name: literal_eval(settings[f"{OBSERVATION_SETTING}.{name}"]) for name in names})
+    except (KeyError, SyntaxError) as error:
+        raise ValueError(f"its settings of the observation are missing or damaged: {error}") from error
+
+
 def _load_each(
     checkpoints: Mapping[str, dict[str, Any]], load: Callable[[int | None, str, dict[str, Any]], TrainedPolicy]
 ) -> list[TrainedPolicy]:
@@ -151,17 +233,22 @@ def _load_each(
 
     Raises ValueError, naming the checkpoint, if one cannot be loaded.
     """
-    path_by_seed: dict[int, str] = {}
     policies = []
     for path, checkpoint in checkpoints.items():
-        seed = training_seed(checkpoint)
+        with checkpoint_errors(path, "evaluated"):
+            policies.append(load(training_seed(checkpoint), path, checkpoint))
+    return policies
+
+
+def _check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
+    """Raise ValueError if two policies have the same training seed."""
+    path_by_seed: dict[int, str] = {}
+    for policy in policies:
+        seed, path = policy.training_seed, policy.source
         if seed is not None and (same := path_by_seed.setdefault(seed, path)) is not path:
             raise ValueError(
                 f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
             )
-        with checkpoint_errors(path, "evaluated"):
-            policies.append(load(seed, path, checkpoint))
-    return policies
 
 
 def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
@@ -176,7 +263,7 @@ def setting_differences(checkpoints: Mapping[str, Mapping[str, Any]]) -> list[st
         path: {k: v for k, v in checkpoint.get(SETTINGS_KEY, {}).items() if not k.startswith(IGNORED_SETTINGS)}
         for path, checkpoint in checkpoints.items()
     }
-    first, *_ = compared.values()
+    first = next(iter(compared.values()), {})
     return [
         f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
         for path, settings in compared.items()

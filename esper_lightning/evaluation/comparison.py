@@ -1,4 +1,4 @@
-"""Comparison of trained policies with baselines on the same hosts. S training seeds, H hosts."""
+"""Comparison of a trained policy, rivals, rules and schedules on the same hosts. S training seeds, H hosts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,13 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.baselines import (
     HAND_WRITTEN,
+    UNGROWN_HOST,
     check_schedules,
     make_baselines,
     make_fixed_schedules,
     read_schedules,
 )
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.evaluation.search.search import (
@@ -46,7 +47,8 @@ from esper_lightning.evaluation.search.search import (
 from esper_lightning.evaluation.static_host import StaticController, affordable_ticks
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 
-TAMIYO = "tamiyo"
+TAMIYO, SAMPLED = "tamiyo", "sampled"
+"""Names of the compared policy, taking its most likely action and drawing actions as in training."""
 
 REPLAYED, YOKED = "replayed", "yoked"
 """Names of two open-loop controls: the policy's most frequent schedule, played on every host; and for each host the
@@ -54,6 +56,12 @@ schedule that the policy chose for another host of the same context."""
 
 BEST_FIXED, BEST_PER_PRICE = "best fixed", "best per price"
 """Names of the controllers that play the results of the schedule search."""
+
+DERIVED = (SAMPLED, REPLAYED, YOKED)
+"""Names of the controllers that exist only beside a trained policy."""
+
+TWIN_PREFIX = "static "
+"""Prefix of the names of static twins."""
 
 SEARCH_ENVS = 96
 """Number of environments in which the search evaluates candidate schedules side by side."""
@@ -65,6 +73,8 @@ class Entry(NamedTuple):
     name: str
     outcomes: list[Outcome]
     """Outcomes, one per training seed, or a single one if the controller does not depend on training."""
+    training_seeds: list[int | None]
+    """RNG seed of the training behind each outcome. None: unknown, or the controller does not depend on training."""
 
     def values(self, column: str) -> np.ndarray:  # [S, H] or [1, H]
         """Return one column of the outcomes, one value per training seed and host."""
@@ -82,10 +92,13 @@ class ComparisonResult(NamedTuple):
     """Result of a comparison, ready to be reported."""
 
     policies: list[TrainedPolicy]
+    """Trained policies, one per training seed; empty if rules and schedules were compared alone."""
+    rivals: dict[str, TrainedPolicy]
+    """Further trained policies, by the names of their rows."""
     rng_seeds: list[int]
     """RNG seeds of the hosts."""
     entries: list[Entry]
-    """Rows of the comparison; the trained policy comes first."""
+    """Rows of the comparison; the first is the one with which the others are compared."""
     schedules: dict[str, Schedule]
     """Schedules to save, by file name without suffix.
     They are the most frequent schedule of each policy and the best ones of the search."""
@@ -93,15 +106,16 @@ class ComparisonResult(NamedTuple):
     credits: list[SeedCredit]
 
     @property
-    def policy_entry(self) -> Entry:
+    def reference(self) -> Entry:
+        """Row with which the others are compared: the trained policy, if there is one."""
         return self.entries[0]
 
     def lead(self, other: Entry) -> np.ndarray:  # [S, H]
-        """Return the objective of the policy minus that of `other`, paired by host.
+        """Return the objective of the reference minus that of `other`, paired by host.
 
         It is also paired by training seed if both entries have one outcome per training seed.
         """
-        return self.policy_entry.values("objective") - other.values("objective")
+        return self.reference.values("objective") - other.values("objective")
 
     def mean_lead(self, other: Entry) -> tuple[Interval, float]:
         """Return the mean lead over `other` with its interval, and the lead as Cohen's d_z."""
@@ -110,9 +124,10 @@ class ComparisonResult(NamedTuple):
 
 
 class LearnedEntries(NamedTuple):
-    """Results of the trained policies and of the controls derived from them."""
+    """Results of the trained policies and of the controls derived from them; all are empty without a policy."""
 
-    outcomes: dict[str, list[Outcome]]
+    entries: dict[str, Entry]
+    """Rows by name: the policy and the controls in `DERIVED`. A row that was not played has no outcomes."""
     schedules: dict[str, Schedule]
     """Most frequent schedule of each policy, by file name without suffix."""
     notes: list[str]
@@ -133,7 +148,8 @@ class Comparison:
         schedule: File with a schedule to add to the comparison.
         schedules: Further schedule files, by the names under which they appear in the table.
         against: Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best
-            fixed`, `best per price`. None: all.
+            fixed`, `best per price`. None: all. Without a trained policy the other rows are compared with the first
+            name, by default `small static`.
         controls: Play static controls: the final networks of the policy and of the best baseline, complete from the
             first tick, with as many host epochs and with as much training compute.
         held_out: Draw hosts from the held-out contexts of the family, which training never uses.
@@ -173,10 +189,11 @@ class Comparison:
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
         if schedule is not None and "schedule" in (schedules or {}):
             raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
-        reserved = ["sampled", REPLAYED, YOKED, BEST_FIXED, BEST_PER_PRICE]
-        taken = {TAMIYO, *reserved, *make_baselines(seed, **self.rule_configs)} & set(schedules or {})
-        if taken:
-            raise ValueError(f"evaluation.schedules: {min(taken)!r} is another controller's name; choose a new one")
+        reserved = [*DERIVED, BEST_FIXED, BEST_PER_PRICE]
+        taken = {TAMIYO, *reserved, *make_baselines(seed, **self.rule_configs)}
+        for name in schedules or {}:
+            if name in taken or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
+                raise ValueError(f"evaluation.schedules: {name!r} is another controller's name; choose a new one")
         known = [*reserved, *self.make_controllers()]
         for name in against or ():
             if name not in known:
@@ -196,6 +213,19 @@ class Comparison:
     def includes(self, name: str) -> bool:
         """Return True if the comparison includes this controller."""
         return self.against is None or name in self.against
+
+    def check_without_policy(self) -> None:
+        """Raise ValueError unless there is something to compare without a trained policy."""
+        for name in DERIVED:
+            if name in (self.against or ()):
+                raise ValueError(f"evaluation.against: {name!r} needs a trained policy; give --ckpt_path")
+        if self.against == []:
+            raise ValueError(
+                "there is nothing to compare: evaluation.against is empty and there is no policy; name controllers, "
+                "or give --ckpt_path"
+            )
+        if self.credit.hosts:
+            raise ValueError("evaluation.credit analyses the seeds of a trained policy; give --ckpt_path")
 
     def check(self, pool: HostPool) -> None:
         """Raise ValueError if a schedule does not fit the pool's hosts or the search budget is too small.
@@ -220,29 +250,53 @@ class Comparison:
         """Return new instances of all controllers that do not depend on training, by name."""
         return make_baselines(self.seed, **self.rule_configs) | make_fixed_schedules(self.schedules)
 
-    def run(self, data: HostPoolData, policies: Sequence[TrainedPolicy], task: str | None = None) -> ComparisonResult:
-        """Run the comparison on hosts of one task (None: the first). It creates its own pools."""
+    def run(
+        self,
+        data: HostPoolData,
+        policies: Sequence[TrainedPolicy],
+        rivals: Mapping[str, TrainedPolicy],
+        *,
+        task: str | None = None,
+    ) -> ComparisonResult:
+        """Run the comparison on hosts of one task. It creates its own pools.
+
+        Args:
+            data: Hosts; the pool must be built and is not modified.
+            policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
+            rivals: Further trained policies, by the names of their rows.
+            task: Name of the task, where there are several. None: the first.
+        """
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
         rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
         learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool)
-        schedules = dict(learned.schedules)
+        rival_entries = [
+            self._play_rival(pool, rng_seeds, name, rival=rival, make_pool=make_pool) for name, rival in rivals.items()
+        ]
         controllers = {name: controller for name, controller in self.make_controllers().items() if self.includes(name)}
         best = self._find_best_schedules(make_pool, [*self.schedules.values(), *learned.schedules.values()])
-        schedules |= best.by_file()
         if best.fixed is not None and self.includes(BEST_FIXED):
             controllers[BEST_FIXED] = FixedSchedule(best.fixed)
         if best.per_price and self.includes(BEST_PER_PRICE):
             controllers[BEST_PER_PRICE] = SchedulePerPrice(best.per_price)
         rules = {
-            name: [play_episode(pool, name, controller, rng_seeds=rng_seeds)]
+            name: Entry(name, [play_episode(pool, name, controller, rng_seeds=rng_seeds)], [None])
             for name, controller in controllers.items()
         }
-        twins = self._play_static_twins(pool, rng_seeds, learned.outcomes[TAMIYO], rules=rules) if self.controls else {}
-        open_loop = {name: learned.outcomes.pop(name) for name in (REPLAYED, YOKED)}
-        outcomes_by_name = learned.outcomes | rules | open_loop | twins
-        entries = [Entry(name, outcomes) for name, outcomes in outcomes_by_name.items() if outcomes]
-        return ComparisonResult(list(policies), rng_seeds, entries, schedules, learned.notes, learned.credits)
+        policy, sampled, replayed, yoked = learned.entries.values()
+        twinned = [policy, best_hand_written(rules)] if self.controls else []
+        twins = [twin for entry in twinned for twin in play_static_twins(pool, rng_seeds, entry)]
+        entries = [policy, sampled, *rival_entries, *rules.values(), replayed, yoked, *twins]
+        reference = TAMIYO if policies else (self.against or [UNGROWN_HOST])[0]
+        return ComparisonResult(
+            list(policies),
+            dict(rivals),
+            rng_seeds,
+            sorted((entry for entry in entries if entry.outcomes), key=lambda entry: entry.name != reference),
+            learned.schedules | best.by_file(),
+            learned.notes,
+            learned.credits,
+        )
 
     def _find_best_schedules(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
         """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
@@ -264,7 +318,9 @@ class Comparison:
         make_pool: Callable[..., HostPool],
     ) -> LearnedEntries:
         """Play the policies, and the sampled, replayed and yoked controls derived from them."""
-        learned = LearnedEntries({TAMIYO: [], "sampled": [], REPLAYED: [], YOKED: []}, {}, [], [])
+        training_seeds = [policy.training_seed for policy in policies]
+        entries = {name: Entry(name, [], training_seeds) for name in (TAMIYO, *DERIVED)}
+        learned = LearnedEntries(entries, {}, [], [])
         for number, policy in enumerate(policies):
             recording = RecordingController(policy.greedy())
             outcome = play_episode(pool, TAMIYO, recording, rng_seeds=rng_seeds)
@@ -281,16 +337,17 @@ class Comparison:
                 f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; there are "
                 f"{len(set(schedules))} different ones"
             )
-            learned.outcomes[TAMIYO].append(outcome)
+            entries[TAMIYO].outcomes.append(outcome)
             others = {
-                "sampled": policy.sampled(self.seed),
+                SAMPLED: policy.sampled(self.seed),
                 REPLAYED: FixedSchedule(common),
                 YOKED: FixedSchedule(yoke_schedules(schedules, outcome.contexts, parameter_prices(pool))),
             }
             for other, controller in others.items():
                 if self.includes(other):
-                    learned.outcomes[other].append(play_episode(pool, other, controller, rng_seeds=rng_seeds))
-        n_singletons = sum(number == 1 for number in Counter(learned.outcomes[TAMIYO][0].contexts).values())
+                    entries[other].outcomes.append(play_episode(pool, other, controller, rng_seeds=rng_seeds))
+        contexts = entries[TAMIYO].outcomes[0].contexts if policies else []
+        n_singletons = sum(number == 1 for number in Counter(contexts).values())
         if n_singletons and self.includes(YOKED):
             learned.notes.append(
                 f"{n_singletons} of {self.hosts} hosts were the only ones of their kind: "
@@ -298,25 +355,38 @@ class Comparison:
             )
         return learned
 
-    def _play_static_twins(
+    def _play_rival(
         self,
         pool: HostPool,
         rng_seeds: Sequence[int],
-        policy_outcomes: list[Outcome],
+        name: str,
         *,
-        rules: Mapping[str, list[Outcome]],
-    ) -> dict[str, list[Outcome]]:
-        """Play static twins of the final hosts of the policy and of the best baseline; return outcomes by name."""
-        best = max((name for name in HAND_WRITTEN if name in rules), key=lambda name: rules[name][0].objective.mean())
-        twins: dict[str, list[Outcome]] = {}
-        for name, outcomes in ((TAMIYO, policy_outcomes), (best, rules[best])):
-            for outcome in outcomes:
-                controller = StaticController(outcome.topologies)
-                static_name, equal_flops_name = f"static {name}", f"static {name}, equal FLOPs"
-                static = play_episode(pool, static_name, controller, rng_seeds=rng_seeds)
-                ticks = affordable_ticks(static, outcome.flops)
-                twins.setdefault(static_name, []).append(static)
-                twins.setdefault(equal_flops_name, []).append(
-                    play_episode(pool, equal_flops_name, controller, rng_seeds=rng_seeds, tick_limits=ticks)
-                )
-        return twins
+        rival: TrainedPolicy,
+        make_pool: Callable[..., HostPool],
+    ) -> Entry:
+        """Play a rival on the same hosts, which it observes as in its training."""
+        if rival.sight != pool.config.sight:
+            pool = make_pool(self.hosts, held_out=self.held_out, sight=rival.sight)
+        return Entry(name, [play_episode(pool, name, rival.greedy(), rng_seeds=rng_seeds)], [rival.training_seed])
+
+
+def best_hand_written(rules: Mapping[str, Entry]) -> Entry:
+    """Return the hand-written controller with the best mean objective."""
+    return max(
+        (rules[name] for name in HAND_WRITTEN if name in rules), key=lambda entry: entry.values("objective").mean()
+    )
+
+
+def play_static_twins(pool: HostPool, rng_seeds: Sequence[int], entry: Entry) -> list[Entry]:
+    """Play the static twins of a row's final hosts: with as many host epochs, and with as much training compute."""
+    static, equal_flops = (
+        Entry(f"{TWIN_PREFIX}{entry.name}{suffix}", [], entry.training_seeds) for suffix in ("", ", equal FLOPs")
+    )
+    for outcome in entry.outcomes:
+        controller = StaticController(outcome.topologies)
+        static.outcomes.append(play_episode(pool, static.name, controller, rng_seeds=rng_seeds))
+        ticks = affordable_ticks(static.outcomes[-1], outcome.flops)
+        equal_flops.outcomes.append(
+            play_episode(pool, equal_flops.name, controller, rng_seeds=rng_seeds, tick_limits=ticks)
+        )
+    return [static, equal_flops]

@@ -23,11 +23,11 @@ MAX_TIMELINE_HOSTS = 48
 def write_figures(result: ComparisonResult, slots: list[str], folder: Path) -> list[Path]:
     """Write all figures as PNG files and return their paths."""
     figures = {"pareto": pareto_figure(result), "curves": accuracy_figure(result)}
-    for number, outcome in enumerate(result.policy_entry.outcomes):
-        name = "timeline" if len(result.policies) == 1 else f"timeline{number}"
-        figures[name] = timeline_figure(
-            outcome.trace, slots, f"{result.policy_entry.name}, {policy_label(result, number)}"
-        )
+    first = result.reference
+    titles = [f"{first.name}, {policy_label(result, number)}" for number in range(len(result.policies))] or [first.name]
+    for number, (outcome, title) in enumerate(zip(first.outcomes, titles, strict=True)):
+        name = "timeline" if len(titles) == 1 else f"timeline{number}"
+        figures[name] = timeline_figure(outcome.trace, slots, title)
     paths = []
     for name, figure in figures.items():
         path = folder / f"{name}.png"

@@ -12,11 +12,13 @@ from rich.table import Table
 
 from esper_lightning.controllers.schedule import write_schedule
 from esper_lightning.evaluation import statistics
-from esper_lightning.evaluation.comparison import REPLAYED, YOKED, ComparisonResult, Entry
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import ComparisonResult
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 from esper_lightning.serialization.replace import replace_file
+from esper_lightning.telemetry.events import replace_non_finite
 
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
@@ -53,18 +55,18 @@ def make_table(title: str, caption: str, headings: Sequence[str]) -> Table:
 def results_table(result: ComparisonResult) -> Table:
     """Return a table of results with one row per entry.
 
-    Leads are the policy's objective minus the row's, paired by host.
+    Leads are the objective of the first row minus the row's, paired by host.
     """
-    policy_name, several = result.policy_entry.name, len(result.policies) > 1
+    reference = result.reference.name
     table = make_table(
         f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
-        f"{policy_name} ahead: objective of {policy_name} minus this row's, paired by host"
-        + (f"; mean over {len(result.policies)} training seeds" if several else ""),
-        ("controller", "test accuracy", "objective", f"{policy_name} ahead", "d_z"),
+        f"{reference} ahead: objective of {reference} minus this row's, paired by host"
+        + (f"; mean over {len(result.policies)} training seeds" if len(result.policies) > 1 else ""),
+        ("controller", "test accuracy", "objective", f"{reference} ahead", "d_z"),
     )
     for entry in result.entries:
         lead, effect = result.mean_lead(entry)
-        ahead = ("", "") if entry is result.policy_entry else (format_interval(lead, 3), format_effect(effect))
+        ahead = ("", "") if entry is result.reference else (format_interval(lead, 3), format_effect(effect))
         accuracy, objective = (mean_interval(entry.values(column)) for column in ("accuracy", "objective"))
         table.add_row(entry.name, format_interval(accuracy, 3), format_interval(objective, 3), *ahead)
     return table
@@ -92,7 +94,7 @@ def metrics_table(result: ComparisonResult) -> Table:
 
     Of metrics that exist for each class, such as `accuracy.<class>`, it shows the lowest mean and its class.
     """
-    names = list(result.policy_entry.mean_metrics())
+    names = list(result.reference.mean_metrics())
     single = [name for name in names if "." not in name]
     grouped = list(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
     table = make_table(
@@ -118,7 +120,7 @@ def training_seed_table(result: ComparisonResult) -> Table:
     """Return a table of the policy's lead over every baseline: one column per training seed, and one pooled."""
     names = [policy_label(result, number) for number in range(len(result.policies))]
     table = make_table(
-        f"{result.policy_entry.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
+        f"{result.reference.name} ahead, by training seed: objective, mean ± 95 % interval over hosts",
         "all: interval over training seeds and hosts",
         ("controller", *names, "all"),
     )
@@ -147,8 +149,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "evaluation.csv", host_rows(result))
     write_csv(folder / "test_metrics.csv", metric_rows(result))
-    text = json.dumps(replace_nan(summary(result, record)), indent=1, allow_nan=False) + "\n"
-    replace_file(folder / "evaluation.json", lambda path: path.write_text(text))
+    write_json(folder / "evaluation.json", summary(result, record))
     for name, schedule in result.schedules.items():
         write_schedule(schedule, folder / f"{name}.json")
 
@@ -156,7 +157,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
 def host_rows(result: ComparisonResult) -> list[list[str]]:
     """Return rows in long format: one per host and controller, and per training seed if the controller has one."""
     rows = [["controller", "training_seed", "host", "host_seed", "member", *COLUMNS, "pool_seconds"]]
-    contexts = result.policy_entry.outcomes[0].contexts
+    contexts = result.reference.outcomes[0].contexts
     for identifiers, outcome in identified_outcomes(result):
         for host, host_seed in enumerate(result.rng_seeds):
             numbers = [f"{getattr(outcome, column)[host]:.9g}" for column in COLUMNS]
@@ -166,7 +167,7 @@ def host_rows(result: ComparisonResult) -> list[list[str]]:
 
 def metric_rows(result: ComparisonResult) -> list[list[str]]:
     """Return rows like those of `host_rows`, with the task's further test metrics; empty cells where undefined."""
-    names = list(result.policy_entry.mean_metrics())
+    names = list(result.reference.mean_metrics())
     rows = [["controller", "training_seed", "host", *names]]
     for identifiers, outcome in identified_outcomes(result):
         for host in range(len(result.rng_seeds)):
@@ -180,16 +181,8 @@ def metric_rows(result: ComparisonResult) -> list[list[str]]:
 def identified_outcomes(result: ComparisonResult) -> Iterator[tuple[list[str], Outcome]]:
     """Yield every outcome, with the name of its entry and its training seed (empty for one without training)."""
     for entry in result.entries:
-        is_learned = depends_on_checkpoint(result, entry)
-        for number, outcome in enumerate(entry.outcomes):
-            seed = result.policies[number].training_seed if is_learned else None
+        for seed, outcome in zip(entry.training_seeds, entry.outcomes, strict=True):
             yield [entry.name, "" if seed is None else str(seed)], outcome
-
-
-def depends_on_checkpoint(result: ComparisonResult, entry: Entry) -> bool:
-    """Return True if the entry depends on a checkpoint."""
-    names = (result.policy_entry.name, "sampled", REPLAYED, YOKED)
-    return entry.name in names or entry.name.startswith(f"static {result.policy_entry.name}")
 
 
 def summary(result: ComparisonResult, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,36 +190,38 @@ def summary(result: ComparisonResult, record: Mapping[str, Any]) -> dict[str, An
     controllers = {}
     for entry in result.entries:
         lead, effect = result.mean_lead(entry)
-        rows = zip(result.policies, result.lead(entry), strict=True)
+        rows = zip(result.reference.training_seeds, result.lead(entry), strict=True)
         controllers[entry.name] = {
             **{column: mean_interval(entry.values(column))._asdict() for column in COLUMNS},
             "test_metrics": entry.mean_metrics(),
             "pool_seconds": [outcome.seconds for outcome in entry.outcomes],
             "ahead": lead._asdict() | {"d_z": effect},
             "ahead_by_training_seed": [
-                {"training_seed": policy.training_seed} | mean_interval(row)._asdict() | {"d_z": effect_size(row)}
-                for policy, row in rows
+                {"training_seed": seed} | mean_interval(row)._asdict() | {"d_z": effect_size(row)} for seed, row in rows
             ],
         }
     return {
         "intervals": INTERVAL_METHOD,
-        "ahead": f"objective of {result.policy_entry.name} minus that of the controller, paired by host",
+        "ahead": f"objective of {result.reference.name} minus that of the controller, paired by host",
         "d_z": "mean over standard deviation of the paired differences over hosts",
         "hosts": len(result.rng_seeds),
-        "checkpoints": [{"training_seed": policy.training_seed, "source": policy.source} for policy in result.policies],
+        "checkpoints": [describe_policy(policy) for policy in result.policies],
+        "rivals": {name: describe_policy(policy) for name, policy in result.rivals.items()},
         "controllers": controllers,
         "notes": result.notes,
         **record,
     }
 
 
-def replace_nan(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, Mapping):
-        return {key: replace_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def describe_policy(policy: TrainedPolicy) -> dict[str, Any]:
+    """Return the training seed and the source of a policy."""
+    return {"training_seed": policy.training_seed, "source": policy.source}
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file, replacing an existing one; NaN and infinity, which JSON lacks, become null."""
+    text = json.dumps(replace_non_finite(document), indent=1, allow_nan=False) + "\n"
+    replace_file(path, lambda draft: draft.write_text(text))
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:

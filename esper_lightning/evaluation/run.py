@@ -17,6 +17,7 @@ def run_comparison(
     data: HostPoolData,
     policies: Sequence[TrainedPolicy],
     *,
+    rivals: Mapping[str, TrainedPolicy],
     folder: Path,
     record: Mapping[str, Any],
 ) -> dict[str, ComparisonResult]:
@@ -27,7 +28,8 @@ def run_comparison(
     Args:
         comparison: Settings of the comparison.
         data: Hosts; the pool must be built and is not modified.
-        policies: Trained policies, one per training seed.
+        policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
+        rivals: Further trained policies, by the names of their rows.
         folder: Output folder.
         record: Description of this process, saved in `evaluation.json`.
     """
@@ -36,7 +38,7 @@ def run_comparison(
         several = len(data.pools) > 1
         if several:
             print_status(f"hosts of {task}")
-        results[task] = result = comparison.run(data, policies, task)
+        results[task] = result = comparison.run(data, policies, rivals, task=task)
         publish(comparison, result, pool.space.slot, folder=folder / task if several else folder, record=record)
     return results
 

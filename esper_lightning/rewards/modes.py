@@ -26,7 +26,6 @@ OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
 
 AUTO_CULL_COST = 0.2
 RANSOM_COST = 0.3
-MAX_POTENTIAL = max(terms.POTENTIALS) + terms.MAX_POTENTIAL_FOR_TICKS
 
 
 class Term(NamedTuple):
@@ -34,8 +33,6 @@ class Term(NamedTuple):
 
     compute: Callable[[HostStep, RewardConfig], float]
     """Function that returns the term for one step."""
-    bound: Callable[[RewardConfig, int], float]
-    """Function of the config and the number of slots K that returns an upper bound of the term's absolute value."""
     paid_after_rollback: bool = False
     """Also paid where a rollback ends the trajectory, because the term takes back what earlier steps lent."""
 
@@ -188,18 +185,8 @@ def loss_at_end(step: HostStep, config: RewardConfig) -> float:
     return terms.chance_loss_overcome(step.fossilized_loss, step.chance_loss) if step.at_horizon else 0.0
 
 
-def constant_bound(bound: float) -> Callable[[RewardConfig, int], float]:
-    return lambda config, slots: bound
-
-
-def bound_per_slot(bound: float) -> Callable[[RewardConfig, int], float]:
-    return lambda config, slots: bound * slots
-
-
 def accuracy_at_end_term(weight: float) -> Term:
-    return Term(
-        lambda step, config: weight * step.fossilized_accuracy if step.at_horizon else 0.0, constant_bound(weight)
-    )
+    return Term(lambda step, config: weight * step.fossilized_accuracy if step.at_horizon else 0.0)
 
 
 def fossilize_bonus_term(share: float) -> Term:
@@ -209,37 +196,33 @@ def fossilize_bonus_term(share: float) -> Term:
         kept = [slot for slot in step.slots if slot.newly_fossilized]
         return share * sum(terms.fossilize_bonus(slot.contribution, config.fossilize_bonus) for slot in kept)
 
-    return Term(compute, lambda config, slots: share * config.fossilize_bonus * slots)
+    return Term(compute)
 
 
-def rent_bound(config: RewardConfig, slots: int) -> float:
-    return config.rent_cap
-
-
-OBJECTIVE_AT_END = Term(objective_at_end, constant_bound(1.0))
-SHAPING = Term(stage_shaping, lambda config, slots: config.shaping * MAX_POTENTIAL * slots, paid_after_rollback=True)
-RENT = Term(alpha_weighted_rent, rent_bound)
-ACCURACY_GAIN = Term(accuracy_gain_at_end, constant_bound(5.0))
+OBJECTIVE_AT_END = Term(objective_at_end)
+SHAPING = Term(stage_shaping, paid_after_rollback=True)
+RENT = Term(alpha_weighted_rent)
+ACCURACY_GAIN = Term(accuracy_gain_at_end)
 
 MODES: Mapping[ModeName, Mapping[str, Term]] = {
-    "objective": {"objective": Term(objective_change, constant_bound(2.0))},
-    "kept": {"kept": Term(fossilized_objective_change, constant_bound(2.0))},
+    "objective": {"objective": Term(objective_change)},
+    "kept": {"kept": Term(fossilized_objective_change)},
     "sparse": {"end": OBJECTIVE_AT_END},
-    "minimal": {"end": OBJECTIVE_AT_END, "early_cull": Term(early_cull_cost, constant_bound(0.1))},
+    "minimal": {"end": OBJECTIVE_AT_END, "early_cull": Term(early_cull_cost)},
     "simplified": {
         "shaping": SHAPING,
-        "op": Term(flat_op_cost, constant_bound(0.01)),
+        "op": Term(flat_op_cost),
         "end": accuracy_at_end_term(3.0),
-        "fossils": Term(contributing_seeds_at_end, bound_per_slot(2.0)),
+        "fossils": Term(contributing_seeds_at_end),
     },
     "shaped": {
-        "attribution": Term(seed_attribution, bound_per_slot(2.0 * MAX_POINTS)),
-        "ransom": Term(ransom_cost, bound_per_slot(RANSOM_COST)),
+        "attribution": Term(seed_attribution),
+        "ransom": Term(ransom_cost),
         "shaping": SHAPING,
-        "rent": Term(total_rent, rent_bound),
-        "warnings": Term(warning_costs, bound_per_slot(0.4)),
-        "op": Term(op_cost, constant_bound(max(OP_COSTS.values()))),
-        "auto_cull": Term(auto_cull_cost, bound_per_slot(AUTO_CULL_COST)),
+        "rent": Term(total_rent),
+        "warnings": Term(warning_costs),
+        "op": Term(op_cost),
+        "auto_cull": Term(auto_cull_cost),
         "end": accuracy_at_end_term(0.05 * MAX_POINTS),
     },
     "basic": {
@@ -252,14 +235,14 @@ MODES: Mapping[ModeName, Mapping[str, Term]] = {
         "shaping": SHAPING,
         "rent": RENT,
         "bonus": fossilize_bonus_term(terms.FOSSILIZE_BONUS_IMMEDIATE_SHARE),
-        "drip": Term(delayed_bonus, bound_per_slot(max(terms.MAX_DELAYED_BONUS, -terms.MIN_DELAYED_BONUS))),
+        "drip": Term(delayed_bonus),
         "end": ACCURACY_GAIN,
     },
-    "escrow": {"credit": Term(credit_change, bound_per_slot(MAX_POINTS), paid_after_rollback=True)},
+    "escrow": {"credit": Term(credit_change, paid_after_rollback=True)},
     "loss": {
-        "loss": Term(loss_change, constant_bound(terms.MAX_LOSS_CHANGE)),
-        "rent": Term(rent_after_grace, rent_bound),
-        "end": Term(loss_at_end, constant_bound(1.0)),
+        "loss": Term(loss_change),
+        "rent": Term(rent_after_grace),
+        "end": Term(loss_at_end),
     },
 }
 """Terms by mode and name. The names appear in plots as `reward/<name>`."""

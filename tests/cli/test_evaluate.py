@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,11 +18,15 @@ from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.controllers.schedule import Schedule, write_schedule
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.baselines import HAND_WRITTEN
+from esper_lightning.evaluation.checkpoints import rival_names
 from esper_lightning.evaluation.play import play_episode
+from esper_lightning.evaluation.run import run_comparison
+from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Digits
-from tests.runs import CONFIGS, EPOCHS, HORIZON, ROOT, Run, fit
+from tests.runs import EPOCHS, HORIZON, ROOT, Run, fit, only_run
 
 FEW = ("--evaluation.hosts=2",)
 PAGE = (ROOT / "docs" / "guides" / "evaluation.md").read_text()
@@ -45,6 +50,11 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "evaluation.json").read_text())
+
+
+def objectives(rows: list[dict[str, str]], controller: str) -> np.ndarray:
+    """Return the objective of a controller on each host, in rows of at most one training seed."""
+    return np.array([float(row["objective"]) for row in rows if row["controller"] == controller])
 
 
 def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -210,9 +220,130 @@ def test_latest_is_the_newest_run_and_its_checkpoint_is_read_once(
     assert said[:2] == [f"evaluating {trained[1].latest}", f"settings of {trained[1].folder / 'config.yaml'}"]
 
 
+def test_without_a_policy_rules_and_schedules_are_compared_on_the_same_hosts(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_schedule(Schedule(SLOTS, ()), tmp_path / "never.json")
+    capsys.readouterr()
+
+    evaluate(
+        *("--config", str(trained[0].folder / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "fresh")),
+        *(*FEW, "--evaluation.against=[periodic, random, never]"),
+        *("--evaluation.schedules", json.dumps({"never": str(tmp_path / "never.json")})),
+    )
+
+    folder = tmp_path / "fresh" / "evaluation"
+    assert sorted(path.name for path in folder.iterdir()) == [name for name in FILES if name != "schedule.json"]
+    rows = without_time(rows_of(folder))
+    names = list(dict.fromkeys(row["controller"] for row in rows))
+    assert names == ["periodic", "random", "never", "static periodic", "static periodic, equal FLOPs"]
+    beside_a_policy = without_time(rows_of(trained[0].folder / "evaluation"))
+    for name in ("periodic", "random"):
+        assert [row for row in rows if row["controller"] == name] == [
+            row for row in beside_a_policy if row["controller"] == name
+        ]
+    assert {row["training_seed"] for row in rows} == {""}
+    summary = summary_of(folder)
+    assert summary["checkpoints"] == [] and summary["rivals"] == {}
+    for name in names:
+        lead = objectives(rows, "periodic") - objectives(rows, name)
+        assert summary["controllers"][name]["ahead"]["mean"] == pytest.approx(lead.mean(), abs=1e-6)
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "no checkpoint: rules and schedules alone"
+    assert "periodic ahead" in said
+
+
+def test_without_a_list_rules_are_compared_with_the_host_that_never_grows(trained: list[Run], tmp_path: Path) -> None:
+    quick = ("--data.env.horizon=1", "--evaluation.controls=false")
+    evaluate("--config", str(trained[0].folder / "config.yaml"), "--out", str(tmp_path), *FEW, *quick)
+
+    rules = ["small static", "random", "heuristic", "periodic", "climbing", "climbing, zero"]
+    assert list(summary_of(tmp_path)["controllers"]) == rules
+
+
+@pytest.fixture(scope="module")
+def other_kind(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Train with another reward, another observation and another kind of policy than `trained`."""
+    root = tmp_path_factory.mktemp("other")
+    fit(
+        *(root, "--seed_everything=2", "--trainer.max_epochs=1", "--data.env.reward.mode=shaped"),
+        *("--data.env.sight.hidden=['*.contribution*', blueprints]", "--data.env.sight.masks=false"),
+        *("--model.policy.memory=none", "--model.policy.width=16"),
+    )
+    return only_run(root)
+
+
+def test_rivals_of_other_trainings_meet_the_hosts_of_the_policy_and_observe_them_as_in_their_training(
+    trained: list[Run], other_kind: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = (*FEW, "--evaluation.against=[]", "--evaluation.controls=false")
+    paths = [str(trained[0].latest), str(trained[1].latest), str(other_kind.latest)]
+    rivals = rival_names(paths[1:], paths[:1])
+    evaluate("--ckpt_path", paths[2], "--out", str(tmp_path / "own"), *alone)
+    capsys.readouterr()
+
+    with patch("esper_lightning.trainer.run_comparison", wraps=run_comparison) as compared:
+        evaluate("--ckpt_path", paths[0], "--rivals", ",".join(paths[1:]), "--out", str(tmp_path / "both"), *alone)
+
+    observed = [rival.sight for rival in compared.call_args.kwargs["rivals"].values()]
+    assert observed == [ObservationConfig(), ObservationConfig(hidden=["*.contribution*", "blueprints"], masks=False)]
+    rows = without_time(rows_of(tmp_path / "both"))
+    assert list(dict.fromkeys(row["controller"] for row in rows)) == ["tamiyo", *rivals]
+    assert {row["controller"]: row["training_seed"] for row in rows} == {"tamiyo": "0", rivals[0]: "1", rivals[1]: "2"}
+    expected = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "tamiyo"]
+    expected += [row | {"controller": rivals[1]} for row in rows_of(tmp_path / "own")]
+    assert [row for row in rows if row["controller"] != rivals[0]] == without_time(expected), "as if compared alone"
+    summary = summary_of(tmp_path / "both")
+    assert summary["rivals"][rivals[1]] == {"training_seed": 2, "source": paths[2]}
+    for name in rivals:
+        lead = mean_interval(objectives(rows, "tamiyo") - objectives(rows, name))
+        said = summary["controllers"][name]["ahead"]
+        assert [said[end] for end in lead._fields] == pytest.approx(list(lead), abs=1e-6)
+    said = capsys.readouterr().out
+    assert f"{paths[2]}: data.env.reward.mode: objective in the first, shaped here" in said
+    assert all(f"│ {name} " in said for name in rivals)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "named"),
+    [
+        ({"host": "a host of 7 parameters"}, "host: the checkpoint has a host of 7 parameters, this run"),
+        ({"choices of the tempo head": ["SLOW"]}, "choices of the tempo head: the checkpoint has ['SLOW'], this run"),
+        ({"observed features": ["progress"]}, "set data.env.objective as in its training"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_rival_of_other_hosts_is_refused_in_one_line_that_names_the_difference(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: dict[str, Any], named: str
+) -> None:
+    checkpoint = torch.load(trained[1].latest, weights_only=True)
+    checkpoint["esper_identity"] |= foreign
+    torch.save(checkpoint, tmp_path / "foreign.ckpt")
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        evaluate("--ckpt_path", str(trained[0].latest), "--rivals", str(tmp_path / "foreign.ckpt"), *FEW)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "foreign.ckpt' cannot be evaluated: " in line and named in line
+
+
 UNWANTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "no checkpoint": ((), "evaluate needs a trained Tamiyo: give --ckpt_path"),
-    "a config and no checkpoint": (("--config", str(CONFIGS / "smoke.yaml")), "evaluate needs a trained Tamiyo"),
+    "no checkpoint and no config": ((), "evaluate needs a trained policy or hosts: give --ckpt_path, or --config"),
+    "a checkpoint that the config replaces": (("--ckpt_path", "LATEST", "--config", "CONFIG"), "behind --config"),
+    "nothing to compare": (
+        ("--config", "CONFIG", *FEW, "--evaluation.against=[]", "--evaluation.controls=false"),
+        "there is nothing to compare",
+    ),
+    "a control of no policy": (
+        ("--config", "CONFIG", *FEW, "--evaluation.against=[climbing, yoked]"),
+        "'yoked' needs a trained policy; give --ckpt_path",
+    ),
+    "seeds of no policy": (("--config", "CONFIG", *FEW, "--evaluation.credit.hosts=1"), "evaluation.credit analyses"),
+    "rivals of no policy": (("--config", "CONFIG", "--rivals", "OTHER"), "--rivals needs a trained policy"),
+    "a rival that is not there": (("--ckpt_path", "LATEST", "--rivals=OTHER,no.ckpt"), "'no.ckpt' does not exist"),
+    "a policy as its own rival": (("--ckpt_path", "LATEST", "--rivals", "LATEST"), "is named twice"),
     "a checkpoint that is not there": (("--ckpt_path", "nowhere.ckpt"), "checkpoint 'nowhere.ckpt' does not exist"),
     "no run": (("--ckpt_path=latest", "--trainer.default_root_dir=nowhere"), "there is no run with a latest.ckpt"),
     "another one that is not there": (("--ckpt_path", "LATEST", "--more=[no.ckpt]"), "'no.ckpt' does not exist"),
@@ -226,6 +357,7 @@ UNWANTED: dict[str, tuple[tuple[str, ...], str]] = {
     "a schedule that is not there": (("--ckpt_path", "LATEST", "--evaluation.schedule=no.json"), "no.json cannot be"),
     "a schedule for others": (("--ckpt_path", "LATEST", "--evaluation.schedules", '{"a": "SCHEDULE"}'), "'a': the sch"),
     "a name that is taken": (("--ckpt_path", "LATEST", "--evaluation.schedules", '{"random": "SCHEDULE"}'), "'random'"),
+    "a rival's name": (("--ckpt_path", "LATEST", "--evaluation.schedules", '{"rival a": "SCHEDULE"}'), "'rival a'"),
     "code in a checkpoint": (("--ckpt_path", "LATEST", "--weights_only=false"), "weights_only"),
     "a folder in a file": (("--ckpt_path", "LATEST", "--out", "SCHEDULE/out"), "SCHEDULE"),
 }
@@ -244,6 +376,7 @@ def test_bad_input_ends_in_one_line(
     write_schedule(Schedule(("elsewhere",), ()), schedule)
     first, second = trained
     known = {"LATEST": first.latest, "OTHER": second.latest, "BEST": first.checkpoints / "best.ckpt"}
+    known |= {"CONFIG": first.folder / "config.yaml"}
     texts = {name: str(path) for name, path in (known | {"SCHEDULE": schedule}).items()}
     before = sorted((path, path.stat().st_mtime_ns) for path in first.folder.parent.rglob("*"))
     capsys.readouterr()

@@ -20,6 +20,7 @@ from esper_lightning.evaluation.statistics import Interval, effect_size, mean_in
 from esper_lightning.growth.stages import Stage
 
 HOSTS, TICKS, SLOTS = 6, 4, ["block1", "block2"]
+RIVAL = "rival best.ckpt"
 
 
 def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
@@ -37,27 +38,36 @@ def outcome(name: str, accuracy: np.ndarray, parameters: float) -> Outcome:
     )  # fmt: skip
 
 
+def untrained(training_seed: int | None, source: str) -> TrainedPolicy:
+    return TrainedPolicy(training_seed, source, nn.Identity(), nn.Identity())
+
+
 def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
+    """Return a comparison of policies with these training seeds and one rival; without any, of rules alone."""
     random = np.random.default_rng(0)
     host = random.uniform(0.3, 0.9, size=HOSTS)
     trained = [host + 0.1 * (1 + i) + 0.01 * random.normal(size=HOSTS) for i in range(len(training_seeds))]
+    rules = [
+        Entry("random", [outcome("random", host, 390)], [None]),
+        Entry("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)], [None]),
+    ]
+    learned = [
+        Entry(name, [outcome(name, row + gain * random.uniform(size=HOSTS), 400) for row in trained], [*training_seeds])
+        for name, gain in (("tamiyo", 0.0), ("yoked", -0.05), ("static tamiyo", 0.2))
+    ]
+    rival = Entry(RIVAL, [outcome(RIVAL, host + 0.05 * random.normal(size=HOSTS), 395)], [5])
     return ComparisonResult(
-        policies=[TrainedPolicy(seed, f"{seed}.ckpt", nn.Identity(), nn.Identity()) for seed in training_seeds],
+        policies=[untrained(seed, f"{seed}.ckpt") for seed in training_seeds],
+        rivals={RIVAL: untrained(5, "best.ckpt")} if training_seeds else {},
         rng_seeds=[101 + 2 * i for i in range(HOSTS)],
-        entries=[
-            Entry("tamiyo", [outcome("tamiyo", row, 400) for row in trained]),
-            Entry("random", [outcome("random", host, 390)]),
-            Entry("climbing, zero", [outcome("climbing, zero", host - 0.05 * random.uniform(size=HOSTS), 390)]),
-            Entry("yoked", [outcome("yoked", row - 0.05 * random.uniform(size=HOSTS), 400) for row in trained]),
-            Entry("static tamiyo", [outcome("static tamiyo", row + 0.2, 400) for row in trained]),
-        ],
+        entries=[learned[0], *rules, rival, *learned[1:]] if training_seeds else rules,
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
         credits=[],
     )
 
 
-@pytest.fixture(params=[[0], [0, 7], [None]], ids=["one training seed", "two", "unknown"])
+@pytest.fixture(params=[[0], [0, 7], [None], []], ids=["one training seed", "two", "unknown", "rules alone"])
 def played(request: pytest.FixtureRequest) -> ComparisonResult:
     return contest(request.param)
 
@@ -76,7 +86,7 @@ def test_the_csv_has_a_row_per_host_controller_and_training_seed(played: Compari
     assert len(rows) == len(expected)
     for row, (contender, i, host) in zip(rows, expected, strict=True):
         trained = contender.name.endswith("tamiyo") or contender.name == "yoked"
-        seed = played.policies[i].training_seed if trained else None
+        seed = played.policies[i].training_seed if trained else 5 if contender.name == RIVAL else None
         assert (row["controller"], row["training_seed"]) == (contender.name, "" if seed is None else str(seed))
         assert (row["host"], row["host_seed"]) == (str(host), str(101 + 2 * host))
         for column in COLUMNS:
@@ -93,18 +103,19 @@ def test_the_json_holds_intervals_effect_sizes_and_how_it_was_made(played: Compa
     assert read["settings"] == {"data.n_envs": "2"}
     assert read["run"] == {"seed": 3}
     assert read["checkpoints"] == [{"training_seed": t.training_seed, "source": t.source} for t in played.policies]
+    assert read["rivals"] == ({RIVAL: {"training_seed": 5, "source": "best.ckpt"}} if played.policies else {})
+    assert ours.name in read["ahead"]
     for contender in played.entries[1:]:
         said = read["controllers"][contender.name]
         for column in COLUMNS:
             assert said[column] == mean_interval(contender.values(column))._asdict()
         lead = ours.values("objective") - contender.values("objective")
-        if contender.name != "static tamiyo":
-            assert said["ahead"]["d_z"] == pytest.approx(effect_size(lead))
+        assert said["ahead"]["d_z"] == pytest.approx(effect_size(lead))
         assert [said["ahead"][end] for end in Interval._fields] == list(mean_interval(lead))
-        assert len(said["ahead_by_training_seed"]) == len(played.policies)
+        assert [one["training_seed"] for one in said["ahead_by_training_seed"]] == ours.training_seeds
         for one, row in zip(said["ahead_by_training_seed"], lead, strict=True):
             assert one["mean"] == pytest.approx(row.mean())
-    assert read["controllers"]["tamiyo"]["ahead"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "d_z": None}
+    assert read["controllers"][ours.name]["ahead"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "d_z": None}
 
 
 def test_a_number_that_is_none_is_null(tmp_path: Path) -> None:
@@ -129,15 +140,17 @@ def printed(played: ComparisonResult) -> str:
     return console.file.getvalue()
 
 
-def test_the_tables_fit_and_compare_everyone_with_tamiyo(played: ComparisonResult) -> None:
+def test_the_tables_fit_and_compare_everyone_with_the_first_row(played: ComparisonResult) -> None:
     shown = printed(played)
 
     assert "6 fresh hosts" in shown
     assert "…" not in shown, "nothing is cut off"
-    rows = [line for line in shown.splitlines() if "│ random " in line]
-    lead = mean_interval(played.lead(played.entries[1]))
+    first, other = played.entries[0], played.entries[-1]
+    assert f"{first.name} ahead" in shown
+    rows = [line for line in shown.splitlines() if f"│ {other.name} " in line]
+    lead = mean_interval(first.values("objective") - other.values("objective"))
     assert format_interval(lead, 3) in rows[0]
-    assert format_interval(mean_interval(played.entries[1].values("accuracy")), 3) in rows[0]
+    assert format_interval(mean_interval(other.values("accuracy")), 3) in rows[0]
     assert len(rows) == (4 if len(played.policies) > 1 else 3)
 
 
@@ -148,7 +161,7 @@ def test_the_further_metrics_are_a_table_with_the_weakest_class(played: Comparis
     row = next(line for line in lines[start:] if "│ random " in line)
 
     assert [word.strip() for word in heading.split("┃")[2:-1]] == ["calibration error", "lowest accuracy"]
-    accuracy = played.entries[1].values("accuracy").mean()
+    accuracy = next(entry for entry in played.entries if entry.name == "random").values("accuracy").mean()
     assert [cell.strip() for cell in row.split("│")[2:-1]] == [f"{0.1 * accuracy:.3f}", f"{accuracy - 0.1:.3f} (1)"]
 
 
@@ -203,7 +216,7 @@ def test_curves_are_means_over_hosts_and_training_seeds_after_each_tick(played: 
 
 
 def test_a_timeline_has_a_row_per_host_and_a_column_per_tick(played: ComparisonResult) -> None:
-    trace = played.policy_entry.outcomes[0].trace
+    trace = played.reference.outcomes[0].trace
     figure = timeline_figure(trace, SLOTS, "tamiyo")
 
     assert [axes.get_title() for axes in figure.axes] == ["action", *SLOTS]
@@ -229,7 +242,7 @@ def test_a_timeline_gives_every_op_and_stage_a_colour_of_its_own() -> None:
 def test_figures_are_png_files_one_timeline_for_each_tamiyo(played: ComparisonResult, tmp_path: Path) -> None:
     paths = write_figures(played, SLOTS, tmp_path)
 
-    timelines = ["timeline"] if len(played.policies) == 1 else ["timeline0", "timeline1"]
+    timelines = ["timeline0", "timeline1"] if len(played.policies) == 2 else ["timeline"]
     assert [path.stem for path in paths] == ["pareto", "curves", *timelines]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}

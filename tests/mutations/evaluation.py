@@ -1,10 +1,20 @@
-"""Defects of test metrics and of what reports them."""
+"""Defects of the comparison of controllers, of test metrics and of what reports them."""
 
 from tests.mutations.defect import Defect
 
 TASK = "esper_lightning/tasks/task.py"
 METRICS = "tests/tasks/test_metrics.py"
 REPORTED = "tests/cli/test_evaluate.py::test_the_class_accuracies_of_a_host_make_up_its_accuracy_and_reach_tensorboard"
+
+RULES_ALONE = "tests/cli/test_evaluate.py::test_without_a_policy_rules_and_schedules_are_compared_on_the_same_hosts"
+RIVALS = (
+    "tests/cli/test_evaluate.py::"
+    "test_rivals_of_other_trainings_meet_the_hosts_of_the_policy_and_observe_them_as_in_their_training"
+)
+FOREIGN = (
+    "tests/cli/test_evaluate.py::test_a_rival_of_other_hosts_is_refused_in_one_line_that_names_the_difference"
+    "[choices of the tempo head-]"
+)
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
@@ -48,5 +58,69 @@ DEFECTS: tuple[Defect, ...] = (
         '"" if math.isnan(number) else f"{number:.9g}"',
         'f"{number:.9g}"',
         "tests/evaluation/test_report.py::test_a_metric_that_is_undefined_on_a_host_is_an_empty_cell",
+    ),
+    Defect(
+        "Rules are compared with the first one of the project's list, not of the user's",
+        "esper_lightning/evaluation/comparison.py",
+        "(self.against or [UNGROWN_HOST])[0]",
+        "UNGROWN_HOST",
+        RULES_ALONE,
+    ),
+    Defect(
+        "A checkpoint that a config replaces is forgotten without a word",
+        "esper_lightning/cli/main.py",
+        'if option_value("--ckpt_path", args) is not None:',
+        "if False:",
+        "tests/cli/test_evaluate.py::test_bad_input_ends_in_one_line[a checkpoint that the config replaces]",
+    ),
+    Defect(
+        "A comparison without a policy and without rules begins",
+        "esper_lightning/evaluation/comparison.py",
+        "if self.against == []:",
+        "if False:",
+        "tests/cli/test_evaluate.py::test_bad_input_ends_in_one_line[nothing to compare]",
+    ),
+    Defect(
+        "A rival observes what the policy observes",
+        "esper_lightning/evaluation/comparison.py",
+        "if rival.sight != pool.config.sight:",
+        "if False:",
+        RIVALS,
+    ),
+    Defect(
+        "A rival meets other hosts than the policy",
+        "esper_lightning/evaluation/comparison.py",
+        "rival.greedy(), rng_seeds=rng_seeds)",
+        "rival.greedy(), rng_seeds=[seed + 2 for seed in rng_seeds])",
+        RIVALS,
+    ),
+    Defect(
+        "A rival's actions are masked although none were in its training",
+        "esper_lightning/evaluation/checkpoints.py",
+        "model.observation_norm, sight=sight)",
+        "model.observation_norm, sight=ObservationConfig(shown=sight.shown, hidden=sight.hidden))",
+        RIVALS,
+    ),
+    Defect(
+        "A rival of other hosts takes part",
+        "esper_lightning/evaluation/checkpoints.py",
+        'check_identity(identity, hosts, "a rival must have been trained on these hosts, with these actions")',
+        "pass",
+        FOREIGN,
+    ),
+    Defect(
+        "Rivals of one file name are one row",
+        "esper_lightning/evaluation/checkpoints.py",
+        '"/".join([*reversed(telling), file.name])',
+        "file.name",
+        "tests/evaluation/test_checkpoints.py::"
+        "test_a_rival_is_named_by_its_file_and_by_the_folders_that_tell_it_from_others[paths1-names1]",
+    ),
+    Defect(
+        "A policy is its own rival",
+        "esper_lightning/cli/main.py",
+        "check_distinct([config.ckpt_path, *config.more, *config.rivals])",
+        "check_distinct([config.ckpt_path, *config.more])",
+        "tests/cli/test_evaluate.py::test_bad_input_ends_in_one_line[a policy as its own rival]",
     ),
 )

@@ -239,8 +239,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The hosts of comparisons are not watched",
         "esper_lightning/datamodules/hosts.py",
-        "self.pools[name], overseer=self.overseer)",
-        "self.pools[name])",
+        "self.pools[name], overseer=self.overseer, sight=sight",
+        "self.pools[name], sight=sight",
         "tests/callbacks/test_governor.py::test_the_hosts_of_comparisons_are_watched_too",
     ),
     Defect(

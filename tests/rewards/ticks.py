@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.rewards import MODES, HostStep, RewardConfig, SeedAccount, SlotStatus, SlotStep
+from esper_lightning.rewards import HostStep, ModeName, RewardConfig, SeedAccount, SlotStatus, SlotStep
 
 EMPTY = SlotStatus(Stage.DORMANT, 0, 0, False)
 NEXT = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.PROBATIONARY}
@@ -51,7 +51,40 @@ def reward_bound(config: RewardConfig, slots: int) -> float:
 
     In the modes `objective` and `kept` it holds if `objective.rent_cap` is at most 1, so that J lies in [-1, 1].
     """
-    return sum(term.bound(config, slots) for term in MODES[config.mode].values())
+    return sum(term_bounds(config, slots).values())
+
+
+def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
+    """Return an upper bound of the absolute value of each term of the mode in one step."""
+    shaping, bonus = config.shaping * 8.0 * slots, config.fossilize_bonus * slots
+    bounds: dict[ModeName, dict[str, float]] = {
+        "objective": {"objective": 2.0},
+        "kept": {"kept": 2.0},
+        "sparse": {"end": 1.0},
+        "minimal": {"end": 1.0, "early_cull": 0.1},
+        "simplified": {"shaping": shaping, "op": 0.01, "end": 3.0, "fossils": 2.0 * slots},
+        "shaped": {
+            "attribution": 200.0 * slots,
+            "ransom": 0.3 * slots,
+            "shaping": shaping,
+            "rent": config.rent_cap,
+            "warnings": 0.4 * slots,
+            "op": 0.02,
+            "auto_cull": 0.2 * slots,
+            "end": 5.0,
+        },
+        "basic": {"shaping": shaping, "rent": config.rent_cap, "bonus": bonus, "end": 5.0},
+        "basic_plus": {
+            "shaping": shaping,
+            "rent": config.rent_cap,
+            "bonus": 0.3 * bonus,
+            "drip": 0.1 * slots,
+            "end": 5.0,
+        },
+        "escrow": {"credit": 100.0 * slots},
+        "loss": {"loss": 5.0, "rent": config.rent_cap, "end": 1.0},
+    }
+    return bounds[config.mode]
 
 
 def seed_life(advances: Sequence[bool], growth: float = 0.3, start: float = 0.5) -> list[tuple[str, SlotStep]]:

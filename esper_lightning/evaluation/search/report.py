@@ -1,15 +1,13 @@
 """Value of information as terminal tables and as JSON files."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from esper_lightning.console import wide_console
 from esper_lightning.controllers.schedule import write_schedule
-from esper_lightning.evaluation.report import format_interval, make_table, replace_nan
+from esper_lightning.evaluation.report import format_interval, make_table, write_json
 from esper_lightning.evaluation.search.value_of_information import BestPlan, InformationValue
-from esper_lightning.serialization.replace import replace_file
 
 
 def print_information(value: InformationValue) -> None:
@@ -73,6 +71,5 @@ def write_information(value: InformationValue, folder: Path, record: Mapping[str
         "steps": value.steps,
         **record,
     }
-    text = json.dumps(replace_nan(summary), indent=1, allow_nan=False) + "\n"
-    replace_file(folder / "information.json", lambda path: path.write_text(text))
+    write_json(folder / "information.json", summary)
     write_schedule(value.common_schedule, folder / "best_schedule.json")
