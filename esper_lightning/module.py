@@ -34,7 +34,7 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, pol
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizeConfig:
-    """Running normalisation of observations."""
+    """Running normalisation of observations and rewards."""
 
     observations: bool = True
     """Normalise features by their running mean and standard deviation."""
@@ -44,6 +44,10 @@ class NormalizeConfig:
 
     clip: float = 10.0
     """Normalised features are clipped to this absolute value."""
+
+    rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
+    are normalised anyway, so this changes only the meaning of model.ppo.advantage_floor."""
 
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0.0 < self.momentum < 1.0:
@@ -165,13 +169,15 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none.
+        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
+        action heads.
         """
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._make_norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = self._make_norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
 
     def _make_norm(self, features: int) -> nn.Module:
         settings = self.normalize
@@ -189,6 +195,7 @@ class TamiyoModule(LightningModule):
             config=self.ppo,
             run_rng_seed=data.seed,
             privileged_norm=self.privileged_norm,
+            reward_norm=self.reward_norm,
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -226,6 +233,7 @@ class TamiyoModule(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
+        value_coefficient = self.ppo.value_coefficient_at(self.trainer.current_epoch)
         before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
         minibatch_terms: list[PPOTerms] = []
         self.grad_norms: list[torch.Tensor] = []
@@ -237,7 +245,7 @@ class TamiyoModule(LightningModule):
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
             optimizer.zero_grad()
-            self.loss = terms.total(self.ppo.value_coefficient, entropy_coefficient)
+            self.loss = terms.total(value_coefficient, entropy_coefficient)
             self.manual_backward(self.loss)
             optimizer.step()
         finite = torch.stack(self.finite).tolist() if self.finite else []
@@ -245,7 +253,9 @@ class TamiyoModule(LightningModule):
         after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
         check_change(weight_change)
+        rewards = {} if summary.reward_deviation is None else {"reward_deviation": summary.reward_deviation}
         metrics = update_metrics(minibatch_terms, self.grad_norms, list(self.policy.heads.tables), finite=finite) | {
+            **rewards,
             "skipped": float(finite.count(False)),
             "left_out": float(summary.left_out),
             "weight_change": weight_change,
@@ -253,6 +263,7 @@ class TamiyoModule(LightningModule):
             "advantage_spread": summary.advantage_spread,
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
+            "value_coefficient": value_coefficient,
         }
         last_pass = (len(minibatch_terms) - 1) // self.ppo.minibatches * self.ppo.minibatches
         if summary.left_out:
@@ -313,8 +324,8 @@ class TamiyoModule(LightningModule):
 SETTINGS_TYPES = {"policy": PolicyConfig, "ppo": PPOConfig, "normalize": NormalizeConfig}
 """Types of the settings of `TamiyoModule`, by argument."""
 
-POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric")
-NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum")
+POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
+NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning."""
 
 

@@ -37,6 +37,11 @@ class PolicyConfig:
     """Give the critic the privileged features, which environments keep from the policy (the critic is used in training
     only)."""
 
+    probability_floors: dict[str, float] | None = None
+    """Least probability of each possible choice of an action head, by name (op, slot, blueprint, tempo …), less than
+    1 / its number of choices. Probabilities are mixed with a uniform choice in training and wherever actions are
+    sampled; the most likely choice stays the same. None: no floors."""
+
     def __post_init__(self) -> None:
         if self.width < 2 or self.blueprint_embedding < 1:
             raise ValueError(
@@ -97,7 +102,8 @@ class Policy(nn.Module):
         shape: Sizes of inputs and outputs.
         config: Size and architecture.
 
-    Raises ValueError if the critic is asymmetric but there are no privileged features.
+    Raises ValueError if the critic is asymmetric but there are no privileged features, or if the probability floors do
+    not fit the action heads.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
@@ -118,7 +124,7 @@ class Policy(nn.Module):
         if config.memory == "lstm":
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
-        self.heads = Heads(width, shape.space)
+        self.heads = Heads(width, shape.space, config.probability_floors)
         n_critic_inputs = width + (shape.privileged if config.asymmetric else 0)
         self.value = nn.Sequential(nn.Linear(n_critic_inputs, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
