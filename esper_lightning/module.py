@@ -23,6 +23,7 @@ from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
+from esper_lightning.ppo.compiled_terms import CompiledTerms
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -100,6 +101,7 @@ class TamiyoModule(LightningModule):
         self.policy_config = policy
         self.ppo = ppo
         self.normalize = normalize
+        self.terms_of = ppo_terms if ppo.compile is None else CompiledTerms(ppo.compile)
         self.report: UpdateReport | None = None  # report of the last update in this process
         self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
         self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
@@ -239,7 +241,7 @@ class TamiyoModule(LightningModule):
         self.grad_norms: list[torch.Tensor] = []
         self.finite: list[torch.Tensor] = []  # [] bool for each minibatch: False if it was skipped
         for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator):
-            terms = ppo_terms(self.policy, minibatch, self.ppo)
+            terms = self.terms_of(self.policy, minibatch, self.ppo)
             minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:

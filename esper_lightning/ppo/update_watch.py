@@ -78,8 +78,8 @@ class UpdateWatch:
         distance = log_ratio.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         distance = torch.where(is_usual | self.collector.buffer.masks.forced, -1.0, distance).flatten()
         worst = distance.topk(min(WORST_TRANSITIONS, len(distance)))
-        places = worst.indices[worst.values >= 0.0].tolist()
-        return [self._event(*divmod(place, log_ratio.shape[1]), after, update) for place in places]
+        steps_and_hosts = [divmod(place, log_ratio.shape[1]) for place in worst.indices[worst.values >= 0.0].tolist()]
+        return [self._event(step, host, after, update=update) for step, host in steps_and_hosts]
 
     def _log_probs(self) -> Tensor:  # [T, N, heads]
         """Return the log-probabilities of the rollout's choices under the present policy, 0 where none mattered."""
@@ -87,7 +87,7 @@ class UpdateWatch:
         inputs = (buffer.observation, buffer.state, buffer.masks, buffer.starts, buffer.privileged)
         return self.collector.policy(*inputs)[0].head_log_probs(buffer.action)
 
-    def _event(self, step: int, host: int, after: Tensor, update: int) -> RatioExploded:
+    def _event(self, step: int, host: int, after: Tensor, *, update: int) -> RatioExploded:
         collector, buffer = self.collector, self.collector.buffer
         assert self._before is not None, "there is something to compare with"
         action = [int(head[step, host]) for head in buffer.action]

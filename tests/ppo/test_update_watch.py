@@ -1,7 +1,8 @@
 """Diagnostics of an update: gradient norms of the policy, and transitions whose ratio exploded."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ Played = tuple[RolloutCollector, HostPool, Rollout]
 EVERYTHING = RatioRange(1.0, 1.0)
 
 
-@pytest.fixture
-def played(make_loop: MakeLoop, play_rollout: Callable[[RolloutCollector], None]) -> Played:
+@pytest.fixture(scope="module")
+def played_once(make_loop: MakeLoop, play_rollout: Callable[[RolloutCollector], None]) -> Played:
     """Return a collector whose second rollout is finished, its hosts and the rollout."""
     loop = make_loop(3)
     for _ in range(2):
@@ -27,6 +28,16 @@ def played(make_loop: MakeLoop, play_rollout: Callable[[RolloutCollector], None]
         rollout, _ = loop.finish()
     assert isinstance(loop.pool, HostPool)
     return loop, loop.pool, rollout
+
+
+@pytest.fixture
+def played(played_once: Played) -> Iterator[Played]:
+    """Return the same with the policy that acted, and restore this policy after the test."""
+    policy = played_once[0].policy
+    weights = deepcopy(policy.state_dict())
+    yield played_once
+    policy.load_state_dict(weights)
+    policy.zero_grad()
 
 
 def move(loop: RolloutCollector, size: float) -> None:
