@@ -4,12 +4,12 @@
 
 The rollout is that of 48 digits hosts with the settings of configs/digits.yaml for slots and episodes, and an untrained
 policy. An update is 6 passes of 4 minibatches: loss, gradient and a step of Adam. Processor time of one thread, so that
-other programs hardly matter; the first update, which compiles, is told apart in seconds of the clock.
+other programs hardly matter. The first update, which compiles, has a column of its own, in seconds of the clock.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ def make_pool() -> HostPool:
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
     )
 
-    def host(shape: tuple[int, ...], outputs: int) -> CNN:
+    def host(shape: Sequence[int], outputs: int) -> CNN:
         return CNN(shape, outputs, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
 
     return HostPool(task, task.load(), host, config=env, n_envs=HOSTS, device=torch.device("cpu"))

@@ -21,7 +21,7 @@ REWARDS = f"{T}/test_reference.py::test_rewards_are_divided_by_the_deviation_of_
 
 UPDATE_BY_HAND = "tests/test_module.py::test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other"
 
-WORST = f"{T}/test_update_watch.py::test_the_worst_transitions_are_told_with_the_probabilities_of_every_choice"
+WORST = f"{T}/test_update_watch.py::test_the_worst_transitions_are_reported_with_the_log_probabilities_of_every_head"
 
 DEFECTS: tuple[Defect, ...] = (
     # Advantages.
@@ -247,7 +247,7 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
     ),
     Defect(
-        "The critic's error is told in units of normalised rewards",
+        "The critic's error is reported in units of normalised rewards",
         ROLLOUT,
         ".square().mean().sqrt().item() * reward_unit",
         ".square().mean().sqrt().item()",
@@ -583,21 +583,21 @@ DEFECTS: tuple[Defect, ...] = (
         WORST,
     ),
     Defect(
-        "The transitions that are told are those that changed least",
+        "The transitions that are reported are those that changed least",
         WATCH,
         "distance.topk(min(WORST_TRANSITIONS, len(distance)))",
         "distance.topk(min(WORST_TRANSITIONS, len(distance)), largest=False)",
         WORST,
     ),
     Defect(
-        "An exploded transition is told of the host before",
+        "An exploded ratio is reported for the host before",
         WATCH,
         "            host=host,",
         "            host=host - 1,",
         WORST,
     ),
     Defect(
-        "A ratio that is no number is passed over",
+        "A ratio that is not a number is not reported",
         WATCH,
         "nan_to_num(nan=math.inf",
         "nan_to_num(nan=-1.0",

@@ -48,14 +48,14 @@ def move(loop: RolloutCollector, size: float) -> None:
             parameter.add_(size * torch.randn_like(parameter))
 
 
-def test_the_worst_transitions_are_told_with_the_probabilities_of_every_choice(played: Played) -> None:
+def test_the_worst_transitions_are_reported_with_the_log_probabilities_of_every_head(played: Played) -> None:
     loop, pool, rollout = played
     usual, watch = RatioRange(0.7, 1.5), UpdateWatch(loop, pool)
     watch.before_step()
     move(loop, 0.3)
     watch.before_step()  # only the first call sees the policy that acted
 
-    told = watch.exploded_ratios(usual, update=2)
+    reported = watch.exploded_ratios(usual, update=2)
 
     with torch.no_grad():
         after = loop.policy(rollout.observation, rollout.state, rollout.masks, rollout.starts)[0]
@@ -63,8 +63,8 @@ def test_the_worst_transitions_are_told_with_the_probabilities_of_every_choice(p
     outside = (log_ratio.exp() < usual.low) | (log_ratio.exp() > usual.high)
     assert outside.sum() > WORST_TRANSITIONS and not (outside & rollout.masks.forced).any()
     worst = log_ratio[outside].abs().sort(descending=True).values[:WORST_TRANSITIONS]
-    assert [abs(sum(one.after) - sum(one.before)) for one in told] == pytest.approx(worst.tolist(), rel=1e-4)
-    for one in told:
+    assert [abs(sum(one.after) - sum(one.before)) for one in reported] == pytest.approx(worst.tolist(), rel=1e-4)
+    for one in reported:
         step = one.action_tick - 7  # six ticks per rollout: the second one begins at tick 7
         assert (one.tick, one.update) == (12, 2)
         assert sum(one.before) == pytest.approx(rollout.log_prob[step, one.host].item(), rel=1e-4)
@@ -73,10 +73,10 @@ def test_the_worst_transitions_are_told_with_the_probabilities_of_every_choice(p
         assert one.action == pool.space.describe(action)
         row = after.log_probs["op"][step, one.host, 0]
         assert one.after[one.heads.index("op")] == pytest.approx(row[action[0]].item(), rel=1e-4)
-    assert len({(one.action_tick, one.host) for one in told}) == len(told)
+    assert len({(one.action_tick, one.host) for one in reported}) == len(reported)
 
 
-def test_ratios_within_the_bounds_are_not_told(played: Played) -> None:
+def test_ratios_within_the_bounds_are_not_reported(played: Played) -> None:
     loop, pool, _ = played
     watch = UpdateWatch(loop, pool)
     assert watch.exploded_ratios(EVERYTHING, 1) == [], "no optimizer step, no change"
@@ -94,9 +94,9 @@ def test_a_ratio_that_is_not_a_number_is_the_worst(played: Played) -> None:
     with torch.no_grad():
         loop.policy.heads.tables["tempo"].output.bias.fill_(math.nan)
 
-    told = watch.exploded_ratios(RatioRange(0.0, 1e30), 1)
+    reported = watch.exploded_ratios(RatioRange(0.0, 1e30), 1)
 
-    assert told and all(math.isnan(one.after[one.heads.index("tempo")]) for one in told)
+    assert reported and all(math.isnan(one.after[one.heads.index("tempo")]) for one in reported)
 
 
 def test_gradient_norms_are_means_over_the_steps_of_the_update(played: Played) -> None:
