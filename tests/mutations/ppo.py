@@ -227,30 +227,30 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An episode that continues in the next rollout loses its rewards so far",
         ROLLOUT,
-        "self.discounted_sums.copy_(sums[-1])",
+        "self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))",
         "pass",
         REWARDS,
     ),
     Defect(
         "Rewards are divided by the deviation of earlier rollouts",
         ROLLOUT,
-        "        self.reward_norm.update(sums[~buffer.masks.ended])\n        return self.reward_norm.deviation",
-        "        deviation = self.reward_norm.deviation\n        self.reward_norm.update(sums[~buffer.masks.ended])\n"
-        "        return deviation",
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return self.reward_norm.deviation",
+        "        deviation = self.reward_norm.deviation\n"
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return deviation",
         REWARDS,
     ),
     Defect(
         "Rewards after an episode's end are part of their deviation",
         ROLLOUT,
-        "self.reward_norm.update(sums[~buffer.masks.ended])",
-        "self.reward_norm.update(sums)",
+        "self.reward_norm.update(sums[~buffer.masks.ended & usable])",
+        "self.reward_norm.update(sums[:, usable])",
         "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
     ),
     Defect(
         "The critic's error is reported in units of normalised rewards",
         ROLLOUT,
-        ".square().mean().sqrt().item() * reward_unit",
-        ".square().mean().sqrt().item()",
+        "values=values[active] * reward_unit",
+        "values=values[active]",
         REWARDS,
     ),
     Defect(
