@@ -234,7 +234,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Rewards are divided by the deviation of earlier rollouts",
         ROLLOUT,
-        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return self.reward_norm.deviation",
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n"
+        "        return self.reward_norm.deviation",
         "        deviation = self.reward_norm.deviation\n"
         "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return deviation",
         REWARDS,
