@@ -46,7 +46,7 @@ class AlternatingTelemetry(Telemetry):
 
     Attributes:
         seconds: Durations of rollouts, by level.
-        hook_seconds: Seconds in telemetry's own hook per rollout, by level.
+        hook_seconds: Seconds in telemetry's own hooks per rollout, by level.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,11 @@ class AlternatingTelemetry(Telemetry):
         self.detail.level = LEVELS[trainer.current_epoch % len(LEVELS)]
         self.hook_seconds[self.detail.level].append(0.0)
         self._began = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TamiyoModule, *args: object) -> None:
+        began = time.perf_counter()
+        super().on_before_optimizer_step(trainer, pl_module, *args)
+        self.hook_seconds[self.detail.level][-1] += time.perf_counter() - began
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *args: object) -> None:
         began = time.perf_counter()

@@ -19,6 +19,7 @@ from esper_lightning.envs.spaces.masks import op_frequency
 from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.module import TamiyoModule
+from esper_lightning.ppo.update_watch import RatioRange, UpdateWatch
 from esper_lightning.provenance import RunRecord
 from esper_lightning.serialization.checks import check_keys
 from esper_lightning.serialization.replace import set_aside
@@ -52,8 +53,8 @@ class Telemetry(Callback):
 
     Args:
         level: off: nothing. minimal: metrics of each rollout, anomalies, rollbacks. normal: metrics of each tick, every
-            event, histograms, figures, the value of each blueprint. debug: every layer's gradient, and the credit of
-            the fossilized seeds of all hosts.
+            event, histograms, figures, the value of each blueprint. debug: every layer's gradient, of hosts and of the
+            policy, transitions whose ratio exploded, and the credit of the fossilized seeds of all hosts.
         every_n_ticks: Ticks between two writes of the hosts' metrics and of the mean seconds per tick.
         figures_every: Rollouts between figures; the last rollout always has some. 0: no figures.
         credit_hosts: Hosts whose fossilized seeds get Shapley values at the end of an episode. 0: none.
@@ -88,6 +89,7 @@ class Telemetry(Callback):
         self.detail = DetailLevel(level, raised_ticks)
         self.detector = AnomalyDetector(anomalies)
         self._restored_observer: Any = None  # state of the observer, until the observer exists
+        self._update_watch: UpdateWatch | None = None  # exists from an update's first optimizer step until its report
         self._static_written = False  # TensorBoard's files of this run already hold what does not change
         self.events: EventLog | None = None
         self.writers: list[TensorBoardWriter] = []
@@ -196,6 +198,12 @@ class Telemetry(Callback):
             # Fresh hosts are validated once more, before the first tick of an episode.
             self._host_validations += alive + (loop.pool.n_envs if loop.pool.envs[0].tick == 1 else 0)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        loop = pl_module.collector
+        if self.detail.includes("debug", loop.ticks):  # within the phase `update`; phases cannot be nested
+            self._update_watch = self._update_watch or UpdateWatch(loop, loop.pool)
+            self._update_watch.before_step()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if self.detail.level == "off":
             return
@@ -212,6 +220,7 @@ class Telemetry(Callback):
                 written |= self._rollout_metrics(trainer) | {f"rollout/op.{op}": share for op, share in ops.items()}
                 if self.detail.includes("normal", loop.ticks):
                     written |= self._detail_metrics(trainer)
+                written |= self._watched_metrics(trainer)
                 if self.anomalies.enabled:
                     written |= self._check_anomalies(trainer, ops)
             for logger in trainer.loggers if written else ():
@@ -308,6 +317,15 @@ class Telemetry(Callback):
                     writer.figure(tag, figure, loop.ticks)
                 writer.text("blueprints", self.observer.scoreboard.table(), loop.ticks)
         return found
+
+    def _watched_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return the policy's gradient norms in the update, if it was watched; write the ratios that exploded."""
+        watch, self._update_watch = self._update_watch, None
+        if watch is None:
+            return {}
+        usual = RatioRange(self.anomalies.ratio_low.warning, self.anomalies.ratio_high.warning)
+        self._write_events(watch.exploded_ratios(usual, trainer.current_epoch + 1))
+        return {f"policy/{name}": norm for name, norm in watch.gradient_norms().items()}
 
     def _credit_metrics(self, hosts: int) -> dict[str, float]:
         loop = self._module.collector

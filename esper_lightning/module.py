@@ -24,6 +24,7 @@ from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
 from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
+from esper_lightning.ppo.compiled_terms import CompiledTerms
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import LARGEST_SETTING, PPOConfig, PPOTerms, ppo_terms, update_metrics
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -42,7 +43,7 @@ MONITORED_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizeConfig:
-    """Running normalisation of observations."""
+    """Running normalisation of observations and rewards."""
 
     observations: bool = True
     """Normalise features by their running mean and standard deviation."""
@@ -52,6 +53,10 @@ class NormalizeConfig:
 
     clip: float = 10.0
     """Normalised features are clipped to this absolute value."""
+
+    rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
+    are normalised anyway, so this changes only the meaning of model.ppo.advantage_floor."""
 
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0.0 < self.momentum < 1.0:
@@ -104,6 +109,7 @@ class TamiyoModule(LightningModule):
         self.policy_config = policy
         self.ppo = ppo
         self.normalize = normalize
+        self.terms_of = ppo_terms if ppo.compile is None else CompiledTerms(ppo.compile)
         self.report: UpdateReport | None = None  # report of the last update in this process
         self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
         self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
@@ -173,13 +179,15 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none.
+        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
+        action heads.
         """
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._make_norm(shape.features)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = self._make_norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
 
     def _make_norm(self, features: int) -> nn.Module:
         settings = self.normalize
@@ -197,6 +205,7 @@ class TamiyoModule(LightningModule):
             config=self.ppo,
             run_rng_seed=data.seed,
             privileged_norm=self.privileged_norm,
+            reward_norm=self.reward_norm,
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -234,18 +243,19 @@ class TamiyoModule(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.ppo.lr.at(progress)
         entropy_coefficient = self.ppo.entropy.at(progress)
+        value_coefficient = self.ppo.value_coefficient_at(self.trainer.current_epoch)
         before = nn.utils.parameters_to_vector(self.policy.parameters()).detach().clone()
         minibatch_terms: list[PPOTerms] = []
         self.grad_norms: list[torch.Tensor] = []
         self.finite: list[torch.Tensor] = []  # [] bool for each minibatch: False if it was skipped
         for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator):
-            terms = ppo_terms(self.policy, minibatch, self.ppo)
+            terms = self.terms_of(self.policy, minibatch, self.ppo)
             minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
                 break
             optimizer.zero_grad()
-            self.loss = terms.total(self.ppo.value_coefficient, entropy_coefficient)
+            self.loss = terms.total(value_coefficient, entropy_coefficient)
             self.manual_backward(self.loss)
             optimizer.step()
         finite = torch.stack(self.finite).tolist() if self.finite else []
@@ -253,7 +263,9 @@ class TamiyoModule(LightningModule):
         after = nn.utils.parameters_to_vector(self.policy.parameters()).detach()
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
         check_change(weight_change)
+        rewards = {} if summary.reward_deviation is None else {"reward_deviation": summary.reward_deviation}
         metrics = update_metrics(minibatch_terms, self.grad_norms, list(self.policy.heads.tables), finite=finite) | {
+            **rewards,
             "skipped": float(finite.count(False)),
             "left_out": float(summary.left_out),
             "weight_change": weight_change,
@@ -261,6 +273,7 @@ class TamiyoModule(LightningModule):
             "advantage_spread": summary.advantage_spread,
             "lr": self.ppo.lr.at(progress),
             "entropy_coefficient": entropy_coefficient,
+            "value_coefficient": value_coefficient,
         }
         last_pass = (len(minibatch_terms) - 1) // self.ppo.minibatches * self.ppo.minibatches
         if summary.left_out:
@@ -321,8 +334,8 @@ class TamiyoModule(LightningModule):
 SETTINGS_TYPES = {"policy": PolicyConfig, "ppo": PPOConfig, "normalize": NormalizeConfig}
 """Types of the settings of `TamiyoModule`, by argument."""
 
-POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric")
-NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum")
+POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
+NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning."""
 
 

@@ -322,6 +322,7 @@ class Twice(TamiyoModule):
     def learn_by_hand(self, minibatches: list[Rollout], at_the_end: bool) -> None:
         config, (twin,) = self.ppo, self.twins
         lr, weight = ((anneal.start, anneal.end)[at_the_end] for anneal in (config.lr, config.entropy))
+        value_weight = (0.35, 0.7)[at_the_end]
         self.adam.param_groups[0]["lr"] = lr
         before, seen, norms = parameters_to_vector(twin.parameters()).detach().clone(), [], []
         for minibatch in minibatches:
@@ -329,7 +330,7 @@ class Twice(TamiyoModule):
             seen.append(terms)
             if config.target_kl is not None and terms.kl > 1.5 * config.target_kl:
                 break
-            loss = terms.policy + config.value_coefficient * terms.value - weight * terms.entropy
+            loss = terms.policy + value_weight * terms.value - weight * terms.entropy
             for parameter, gradient in zip(
                 twin.parameters(), torch.autograd.grad(loss, list(twin.parameters()), allow_unused=True), strict=True
             ):
@@ -349,6 +350,7 @@ class Twice(TamiyoModule):
             "entropy.op": seen[0].head_entropy[0],
             "weight_change": (after - before).norm() / before.norm(),
             "lr": lr,
+            "value_coefficient": value_weight,
         }
 
 
@@ -452,6 +454,7 @@ def test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other(
             minibatches=2,
             clip=0.01,
             value_coefficient=0.7,
+            value_warmup=1,
             entropy=Anneal(start=0.2, end=0.1),
             max_grad_norm=0.2,
             target_kl=target_kl,

@@ -31,6 +31,12 @@ from tests.runs import (
 )
 from tests.tiers import rest_is_slow
 
+OPTIONS = (
+    *("--model.normalize.rewards=true", "--model.ppo.value_warmup=2", "--model.ppo.log_ratio_clamp=1.0"),
+    *("--model.ppo.entropy_floors={op: 0.9}", "--model.policy.probability_floors={op: 0.05, blueprint: 0.02}"),
+)
+"""Settings with every option of PPO that is off by default."""
+
 END = EPOCHS * HORIZON
 MID_ROLLOUT = HORIZON + 3
 
@@ -94,13 +100,19 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_run_that_chooses_in_all_heads_resumes_too(tmp_path: Path) -> None:
-    flags = (*FREE_CHOICE, "--trainer.max_epochs=2", "--seed_everything=1")  # after which hosts have living seeds
+def test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too(tmp_path: Path) -> None:
+    flags = (
+        *FREE_CHOICE,
+        *OPTIONS,
+        "--trainer.max_epochs=2",
+        "--seed_everything=1",
+    )  # after which hosts have living seeds
     fit(tmp_path / "whole", *flags, *with_callback(SaveEveryTick))
     whole, run = only_run(tmp_path / "whole"), Run(tmp_path / "part" / "version_0")
     run.checkpoints.mkdir(parents=True)
     checkpoint = Path(shutil.copy(whole.checkpoints / f"tick{MID_ROLLOUT}.ckpt", run.checkpoints))
     assert stages(checkpoint) != {"DORMANT"}
+    assert load(checkpoint)["state_dict"]["reward_norm.count"] == 2 * HORIZON, "one rollout of two hosts"
 
     fit(tmp_path / "part", *flags, "--ckpt_path", str(checkpoint))
 

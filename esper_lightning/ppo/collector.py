@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.envs.vector_env import FinalObservation, VectorEnv
 from esper_lightning.errors import DivergedError
-from esper_lightning.ppo.gae import gae, normalise
+from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
@@ -52,6 +52,8 @@ class RolloutSummary(NamedTuple):
     """Environments from which nothing is learned, because they have numbers that are not finite or too large."""
     defect: str | None = None
     """First such number of the first environment that is left out. None: no environment is left out."""
+    reward_deviation: float | None = None
+    """Number by which the rewards of the rollout were divided. None: rewards are not normalised."""
 
 
 class RolloutCollector:
@@ -65,6 +67,8 @@ class RolloutCollector:
         config: Settings of PPO.
         run_rng_seed: RNG seed of the run: determines the episodes and the exploration.
         privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
+        reward_norm: Statistics of the discounted sum of rewards, by whose standard deviation rewards are divided.
+            None: rewards are not normalised.
     """
 
     def __init__(
@@ -77,12 +81,14 @@ class RolloutCollector:
         config: PPOConfig,
         run_rng_seed: int,
         privileged_norm: nn.Module | None = None,
+        reward_norm: RunningMeanStd | None = None,
     ) -> None:
         self.pool = pool
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
         self.privileged_norm = (privileged_norm or nn.Identity()) if policy.asymmetric else None
+        self.reward_norm = reward_norm
         self.config = config
         self.run_rng_seed = run_rng_seed
         self.episode = 0
@@ -93,6 +99,9 @@ class RolloutCollector:
         self.raw_privileged = None if self.buffer.privileged is None else torch.zeros_like(self.buffer.privileged)
         # V of the last states of truncated episodes, [T, N], which an autoreset hides from the next observation.
         self.final_values = torch.zeros_like(self.buffer.values) if pool.autoreset else None
+        # Discounted sums of rewards after the last rollout [N], for episodes that continue in the next one. They are no
+        # part of a checkpoint: hosts begin an episode with every rollout, other environments do so after a resume.
+        self.discounted_sums = torch.zeros(pool.n_envs, device=pool.device)
         self.state = policy.initial_state(pool.n_envs)
         self.starts = torch.ones(pool.n_envs, dtype=torch.bool, device=pool.device)
         self.has_reset = False  # in this process; environments with autoreset are reset only once
@@ -198,8 +207,9 @@ class RolloutCollector:
             next_values = torch.where(truncated, self.final_values, next_values)
         elif config.horizon_is_end:
             terminated = terminated | truncated
+        reward_deviation = self._update_reward_norm()
         advantages, returns = gae(
-            buffer.rewards,
+            buffer.rewards if reward_deviation is None else buffer.rewards / reward_deviation,
             values,
             next_values,
             terminated=terminated,
@@ -251,15 +261,33 @@ class RolloutCollector:
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         if sequence_states is not None:
             rollout = rollout.split_sequences(buffer.sequence_length, sequence_states)
+        reward_unit = 1.0 if reward_deviation is None else reward_deviation.item()
         return rollout, RolloutSummary(
             returns=buffer.rewards.sum(0)[usable].cpu(),
-            values=values[active],
-            value_targets=returns[active],
-            advantage_spread=advantages[unforced].std(correction=0).item() if unforced.any() else 0.0,
+            values=values[active] * reward_unit,
+            value_targets=returns[active] * reward_unit,
+            advantage_spread=advantages[unforced].std(correction=0).item() * reward_unit if unforced.any() else 0.0,
             advantages=torch.where(unforced, normalised, torch.nan),
             left_out=left_out,
             defect=defect,
+            reward_deviation=None if reward_deviation is None else reward_unit,
         )
+
+    def _update_reward_norm(self) -> Tensor | None:
+        """Update the statistics of the discounted sum of rewards, and return its standard deviation, a scalar.
+
+        None: rewards are not normalised. As in Engstrom et al. 2020 (https://arxiv.org/abs/2005.12729, appendix A.2),
+        the statistics include the rewards that are divided, and no mean is subtracted from rewards: that would reward
+        or punish the length of an episode.
+        """
+        if self.reward_norm is None:
+            return None
+        buffer = self.buffer
+        sums = discounted_sums(buffer.rewards, self.discounted_sums, starts=buffer.starts, gamma=self.config.gamma)
+        usable = usable_environments([buffer.rewards])
+        self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))
+        self.reward_norm.update(sums[~buffer.masks.ended & usable])
+        return self.reward_norm.deviation
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
         """Describe the first unusable number of one environment: `in environment 3 at step 7 the reward is nan`.

@@ -28,6 +28,21 @@ def gae(
     return advantages, advantages + values
 
 
+def discounted_sums(
+    rewards: Tensor,  # [T, N]
+    before: Tensor,  # [N]  sum before the first step
+    *,
+    starts: Tensor,  # [T, N]  bool: an episode begins with this step
+    gamma: float,
+) -> Tensor:
+    """Compute R_t = r_t + gamma·R_{t-1}, the discounted sum of the rewards of an episode so far, [T, N]."""
+    sums = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        before = rewards[t] + gamma * before * ~starts[t]
+        sums[t] = before
+    return sums
+
+
 def normalise(advantages: Tensor, included: Tensor, floor: float) -> Tensor:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 

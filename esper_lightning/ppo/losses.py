@@ -1,5 +1,6 @@
 """PPO objective for recurrent policies, evaluated on whole sequences. T environment steps, n environments."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -60,8 +61,16 @@ class PPOConfig:
     clip: float = 0.2
     """Clip range of the probability ratio: beyond 1 ± this there is no incentive to move further."""
 
+    log_ratio_clamp: float | None = None
+    """Largest absolute log-ratio in the policy loss. A step beyond it has no gradient, so one action that has become
+    much more likely cannot dominate a minibatch. None: no limit."""
+
     value_coefficient: float = 0.5
     """Weight of the value loss."""
+
+    value_warmup: int = 0
+    """Rollouts at the start of a run with a smaller weight of the value loss, which rises linearly to value_coefficient
+    (n rollouts, from a share of 1 / (n + 1) on), so that an untrained critic moves the shared layers less. 0: none."""
 
     value_clip: float | None = None
     """Clip range of the change of a normalised value in one update. None: no clipping."""
@@ -71,6 +80,13 @@ class PPOConfig:
 
     entropy_weights: dict[str, float] | None = None
     """Weight of each action head's entropy in the bonus, by name (op, slot, blueprint, tempo …). None: 1 for all."""
+
+    entropy_floors: dict[str, float] | None = None
+    """Floor of each action head's mean entropy, by name, in (0, 1]. 1 is an even choice, and steps without a choice are
+    left out, as in the plots train/entropy. A mean below its floor is penalised. None: no floors."""
+
+    entropy_floor_weight: float = 0.3
+    """Weight of the sum of the heads' shortfalls below their entropy floors, constant throughout a run."""
 
     gamma: float = 1.0
     """Discount per environment step. With 1 the return of an episode is the change of the objective, whenever it
@@ -94,6 +110,10 @@ class PPOConfig:
     adam_eps: float = 1e-5
     """Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
 
+    compile: str | None = None
+    """Backend of torch.compile for the loss of an update, such as inductor, which needs a C++ compiler on the CPU. The
+    policy acts uncompiled. None: no compilation."""
+
     horizon_is_end: bool = True
     """Treat the horizon as a terminal state (the objective is defined there) and not as a time limit.
 
@@ -105,6 +125,8 @@ class PPOConfig:
                 raise ValueError(f"ppo.{name} must be at least 1, got {getattr(self, name)}")
         if self.sequence is not None and self.sequence < 1:
             raise ValueError(f"ppo.sequence must be at least 1 tick, got {self.sequence}")
+        if self.value_warmup < 0:
+            raise ValueError(f"ppo.value_warmup must not be negative, got {self.value_warmup}")
         if not (0.0 < self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
             raise ValueError(
                 f"ppo: gamma must lie in (0, 1] and gae_lambda in [0, 1], got {self.gamma}, {self.gae_lambda}"
@@ -118,25 +140,42 @@ class PPOConfig:
             anneal = getattr(self, name)
             if anneal.shape == "geometric" and not (anneal.start > 0.0 and anneal.end > 0.0):
                 raise ValueError(f"ppo.{name}.shape geometric never comes to 0, nor from there: use linear")
-        for name in ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps"):
+        positive = ("clip", "max_grad_norm", "target_kl", "kl_slack", "value_clip", "advantage_floor", "adam_eps")
+        for name in (*positive, "log_ratio_clamp", "entropy_floor_weight"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= LARGEST_SETTING:
                 bound = f"at most {LARGEST_SETTING:g}" if value > 0.0 else "positive"
                 raise ValueError(f"ppo.{name} must be {bound}, got {value}")
+        # Log-ratio at which the clip range ends, on the side where it ends later.
+        clip_end = max(math.log1p(self.clip), -math.log1p(-self.clip) if self.clip < 1.0 else 0.0)
+        if self.log_ratio_clamp is not None and self.log_ratio_clamp <= clip_end:
+            raise ValueError(
+                f"ppo.log_ratio_clamp must exceed {clip_end:.3g}, where the clip range {self.clip} ends, "
+                f"got {self.log_ratio_clamp}"
+            )
+        for head, floor in (self.entropy_floors or {}).items():
+            if not 0.0 < floor <= 1.0:
+                raise ValueError(f"ppo.entropy_floors must lie in (0, 1], got {floor} for {head}")
 
     def check_heads(self, heads: Iterable[str]) -> None:
-        """Check the names in `entropy_weights`. Raises ValueError if one of them is not in `heads`."""
-        unknown = set(self.entropy_weights or ()) - set(heads)
-        if unknown:
-            raise ValueError(f"ppo.entropy_weights names unknown heads {sorted(unknown)}; there are {', '.join(heads)}")
+        """Check the names in `entropy_weights` and `entropy_floors`. Raises ValueError if one is not in `heads`."""
+        for setting in ("entropy_weights", "entropy_floors"):
+            unknown = set(getattr(self, setting) or ()) - set(heads)
+            if unknown:
+                raise ValueError(f"ppo.{setting} names unknown heads {sorted(unknown)}; there are {', '.join(heads)}")
+
+    def value_coefficient_at(self, rollout: int) -> float:
+        """Return the weight of the value loss in rollout 0, 1, … of a run."""
+        return self.value_coefficient * min(1.0, (rollout + 1) / (self.value_warmup + 1))
 
 
 class PPOTerms(NamedTuple):
-    """Loss terms of one minibatch: three scalars with a graph, then metrics without one."""
+    """Loss terms of one minibatch: four scalars with a graph, then metrics without one."""
 
     policy: Tensor  # policy loss
     value: Tensor  # value loss
     entropy: Tensor  # weighted sum over heads, to be maximised
+    floor_penalty: Tensor  # weighted shortfall below the entropy floors
     head_entropy: Tensor  # [heads] mean normalised entropy of each head, over steps where it mattered and had a choice
     head_freedom: Tensor  # [heads] fraction of the actions in which each head mattered and had a choice
     kl: Tensor  # KL divergence by the estimator k3
@@ -149,7 +188,8 @@ class PPOTerms(NamedTuple):
 
     def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
         """Return the loss to minimise."""
-        return self.policy + value_coefficient * self.value - entropy_coefficient * self.entropy
+        loss = self.policy + value_coefficient * self.value - entropy_coefficient * self.entropy
+        return loss + self.floor_penalty
 
 
 def masked_mean(x: Tensor, where: Tensor) -> Tensor:
@@ -170,6 +210,17 @@ def value_loss(values: Tensor, old: Tensor, targets: Tensor, *, clip: float | No
     return 0.5 * error
 
 
+def entropy_shortfall(head_entropy: Tensor, is_free: Tensor, floors: Tensor) -> Tensor:
+    """Return the sum over heads of max(0, floor - entropy), a scalar.
+
+    Args:
+        head_entropy: Mean normalised entropy of each head, [heads].
+        is_free: Heads that ever had a choice, [heads] bool; the others have no entropy to raise.
+        floors: Floors [heads]; 0: none.
+    """
+    return ((floors - head_entropy).clamp(min=0.0) * is_free).sum()
+
+
 def kl_estimate(log_ratio: Tensor) -> Tensor:
     """Return (r - 1) - ln r, the estimator k3: unbiased, non-negative (http://joschu.net/blog/kl-approx.html)."""
     return torch.expm1(log_ratio) - log_ratio
@@ -177,14 +228,21 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 
 def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     """Compute the loss terms of a minibatch of whole sequences, relative to the policy that acted."""
-    policy_inputs = (rollout.observation, rollout.state, rollout.masks, rollout.starts, rollout.privileged)
-    distribution, values, _ = policy(*policy_inputs)
+    hidden, _ = policy.encode(rollout.observation, rollout.state, rollout.starts)
+    return ppo_terms_of_hidden(policy, hidden, rollout, config)
+
+
+def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config: PPOConfig) -> PPOTerms:
+    """Compute the loss terms of a minibatch, given the policy's hidden features of all its steps, [T, n, width]."""
+    distribution, values = policy.decode(hidden, rollout.masks, rollout.privileged)
     unforced = ~rollout.masks.forced  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob
     ratio = log_ratio.exp()
-    surrogate = clipped_surrogate(ratio, rollout.advantages, config.clip)
+    clamp = config.log_ratio_clamp
+    clamped_ratio = ratio if clamp is None else log_ratio.clamp(-clamp, clamp).exp()
+    surrogate = clipped_surrogate(clamped_ratio, rollout.advantages, config.clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
-    weights = config.entropy_weights or {}
+    weights, floors = config.entropy_weights or {}, config.entropy_floors or {}
     head_weights = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
     with torch.no_grad():
         kl = masked_mean(kl_estimate(log_ratio), unforced)
@@ -192,16 +250,21 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
         clip_fraction = masked_mean((ratio - 1.0).abs() > config.clip, unforced)
         relevant_steps = unforced[..., None] * relevance
         free_steps = (unforced[..., None] * distribution.choice_probability()).sum((0, 1))
-        # Steps without a choice are excluded, because their entropy is 0 for any policy.
-        head_entropy = (entropy * relevant_steps).sum((0, 1)) / free_steps.clamp(min=1e-6)
         ratio_low, ratio_high = ratio.aminmax()
+    # Steps without a choice are excluded, because their entropy is 0 for any policy.
+    head_entropy = (entropy * relevant_steps).sum((0, 1)) / free_steps.clamp(min=1e-6)
+    floor_penalty = torch.zeros_like(kl)
+    if floors:
+        head_floors = torch.tensor([floors.get(head, 0.0) for head in distribution.heads], device=ratio.device)
+        floor_penalty = config.entropy_floor_weight * entropy_shortfall(head_entropy, free_steps > 0.0, head_floors)
     return PPOTerms(
         policy=masked_mean(surrogate, unforced),
         value=masked_mean(
             value_loss(values, rollout.values, rollout.targets, clip=config.value_clip), ~rollout.masks.ended
         ),
         entropy=masked_mean((entropy * relevance * head_weights).sum(-1), unforced),
-        head_entropy=head_entropy,
+        floor_penalty=floor_penalty,
+        head_entropy=head_entropy.detach(),
         head_freedom=free_steps / unforced.sum().clamp(min=1),
         kl=kl,
         kl_k1=kl_k1,

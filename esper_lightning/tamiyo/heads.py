@@ -92,12 +92,17 @@ class Heads(nn.Module):
     Args:
         width: Number of hidden features.
         space: Action space of the environments.
+        floors: Least probability of each possible choice, by head; the other heads have none.
+
+    Raises ValueError if a floor is for a head without a choice, or too high for the number of choices.
     """
 
-    def __init__(self, width: int, space: ActionSpaceProtocol) -> None:
+    def __init__(self, width: int, space: ActionSpaceProtocol, floors: Mapping[str, float] | None = None) -> None:
         super().__init__()
         self.space = space
+        self.floors = dict(floors or {})
         shapes = space.mask_shapes if isinstance(space, ChoiceSpace) else table_shapes(space.sizes)
+        check_floors(self.floors, {head: choices for head, (_, choices) in shapes.items() if choices > 1})
         self.tables = nn.ModuleDict({head: ConditionalHead(width, *shape) for head, shape in shapes.items()})
 
     def forward(self, hidden: Tensor) -> HeadTables:  # [..., width]
@@ -106,14 +111,39 @@ class Heads(nn.Module):
     def distribution(self, hidden: Tensor, masks: Any) -> "HostDistribution | ChoiceDistribution":
         """Return the distribution over actions [...] for hidden features [..., width]."""
         if isinstance(self.space, ChoiceSpace):
-            return ChoiceDistribution(self(hidden), masks, self.space)
-        return HostDistribution(self(hidden), masks)
+            return ChoiceDistribution(self(hidden), masks, self.space, self.floors)
+        return HostDistribution(self(hidden), masks, self.floors)
+
+
+def check_floors(floors: Mapping[str, float], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless every floor is for one of the heads in `sizes`, and all its choices can have it."""
+    for head, floor in floors.items():
+        if head not in sizes:
+            raise ValueError(
+                f"policy.probability_floors: there is no head {head!r} with a choice; there are {', '.join(sizes)}"
+            )
+        if not 0.0 < floor * sizes[head] < 1.0:
+            raise ValueError(
+                f"policy.probability_floors: {head} has {sizes[head]} choices, so its floor must lie in "
+                f"(0, {1.0 / sizes[head]:.3g}), got {floor}"
+            )
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Return log-probabilities over the last axis; a row without a possible choice is uniform and never drawn from."""
     bounded = logits.float().clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     return F.log_softmax(torch.where(mask, bounded, MASKED_LOGIT), -1)
+
+
+def raise_to_floor(log_probs: Tensor, mask: Tensor, floor: float) -> Tensor:
+    """Return log-probabilities over the last axis, mixed with a uniform choice so that each is at least ln(floor).
+
+    The probability of a choice becomes floor + (1 - n·floor)·p, where n choices are possible. The order of the choices
+    stays the same. Impossible choices, and the only possible choice of a row, do not change.
+    """
+    count = mask.sum(-1, keepdim=True)
+    mixed = (floor + (1.0 - count * floor) * log_probs.exp()).log()
+    return torch.where(mask & (count > 1), mixed, log_probs)
 
 
 def normalised_entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -153,12 +183,15 @@ class FactoredDistribution(ABC):
     Args:
         logits: Table of each head, [..., rows, choices], in the order in which heads are drawn.
         masks: Possible choices, of the same shapes, bool.
+        floors: Least probability of each possible choice, by head; the other heads have none.
     """
 
-    def __init__(self, logits: HeadTables, masks: HeadTables) -> None:
+    def __init__(self, logits: HeadTables, masks: HeadTables, floors: Mapping[str, float] | None) -> None:
         self.heads = tuple(logits)
         self.mask_tables = masks
         self.log_probs: HeadTables = {head: masked_log_softmax(table, masks[head]) for head, table in logits.items()}
+        for head, floor in (floors or {}).items():
+            self.log_probs[head] = raise_to_floor(self.log_probs[head], masks[head], floor)
 
     def sample(self, generator: torch.Generator) -> Any:
         """Draw an action; `generator` must be on the device of the logits.
@@ -225,10 +258,10 @@ class FactoredDistribution(ABC):
 
 
 class HostDistribution(FactoredDistribution):
-    """Distribution over the actions of hosts, given the logits of the heads and the masks."""
+    """Distribution over the actions of hosts, given the logits of the heads, the masks and the probability floors."""
 
-    def __init__(self, logits: HeadTables, masks: Masks) -> None:
-        super().__init__(logits, {head: head_mask(head, masks, table) for head, table in logits.items()})
+    def __init__(self, logits: HeadTables, masks: Masks, floors: Mapping[str, float] | None = None) -> None:
+        super().__init__(logits, {head: head_mask(head, masks, table) for head, table in logits.items()}, floors)
         self.n_slots = masks.slot.shape[-1]
         self.relevant = relevance_table(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
 
@@ -237,9 +270,13 @@ class HostDistribution(FactoredDistribution):
         return zero_irrelevant_heads(Action(*(chosen.get(head, missing) for head in HEADS)), self.relevant)
 
     def log_prob(self, action: Action) -> Tensor:  # [...]
+        return self.head_log_probs(action).sum(-1)
+
+    def head_log_probs(self, action: Action) -> Tensor:  # [..., heads]
+        """Return the log-probability of each head's choice given those of earlier heads; 0 where it does not matter."""
         chosen = action._asdict()
         heads = [self._log_prob(head, chosen) * self._relevance(head, action.op) for head in self.heads]
-        return torch.stack(heads, -1).sum(-1)
+        return torch.stack(heads, -1)
 
     def _relevance(self, head: str, op: Tensor) -> Tensor:
         return self.relevant[:, HEADS.index(head)][op]
@@ -291,11 +328,13 @@ class HostDistribution(FactoredDistribution):
 
 
 class ChoiceDistribution(FactoredDistribution):
-    """Distribution over the actions of a `ChoiceSpace`, given the logits of the heads and the masks."""
+    """Distribution over the actions of a `ChoiceSpace`, given logits of the heads, masks and probability floors."""
 
-    def __init__(self, logits: HeadTables, masks: ChoiceMasks, space: ChoiceSpace) -> None:
+    def __init__(
+        self, logits: HeadTables, masks: ChoiceMasks, space: ChoiceSpace, floors: Mapping[str, float] | None = None
+    ) -> None:
         all_possible = {head: torch.ones_like(table, dtype=torch.bool) for head, table in logits.items()}
-        super().__init__(logits, space.split_mask(masks.possible) if space.masked else all_possible)
+        super().__init__(logits, space.split_mask(masks.possible) if space.masked else all_possible, floors)
         self.parents = space.parents
 
     def _action(self, chosen: dict[str, Tensor]) -> ChoiceAction:

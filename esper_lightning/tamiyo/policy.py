@@ -37,6 +37,11 @@ class PolicyConfig:
     """Give the critic the privileged features, which environments keep from the policy (the critic is used in training
     only)."""
 
+    probability_floors: dict[str, float] | None = None
+    """Least probability of each possible choice of an action head, by name (op, slot, blueprint, tempo …), less than
+    1 / its number of choices. Probabilities are mixed with a uniform choice in training and wherever actions are
+    sampled; the most likely choice stays the same. None: no floors."""
+
     def __post_init__(self) -> None:
         if self.width < 2 or self.blueprint_embedding < 1:
             raise ValueError(
@@ -97,7 +102,8 @@ class Policy(nn.Module):
         shape: Sizes of inputs and outputs.
         config: Size and architecture.
 
-    Raises ValueError if the critic is asymmetric but there are no privileged features.
+    Raises ValueError if the critic is asymmetric but there are no privileged features, or if the probability floors do
+    not fit the action heads.
     """
 
     def __init__(self, shape: PolicyShape, config: PolicyConfig) -> None:
@@ -118,7 +124,7 @@ class Policy(nn.Module):
         if config.memory == "lstm":
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
-        self.heads = Heads(width, shape.space)
+        self.heads = Heads(width, shape.space, config.probability_floors)
         n_critic_inputs = width + (shape.privileged if config.asymmetric else 0)
         self.value = nn.Sequential(nn.Linear(n_critic_inputs, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
@@ -159,15 +165,30 @@ class Policy(nn.Module):
         Returns:
             The distribution over actions [T, N], normalised values [T, N], and the state after the last step.
         """
-        hidden, state = self._encode(observation, state, starts)
-        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
+        hidden, state = self.encode(observation, state, starts)
+        return *self.decode(hidden, masks, privileged), state
+
+    def encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        """Return the hidden features [T, N, width] of T steps and the state after the last one: see `forward`."""
+        features, *categorical = observation
+        if self.embedding is not None:
+            features = torch.cat([features, self.embedding(categorical[0]).flatten(-2)], -1)  # [T, N, D + K·E]
+        encoded = F.relu(self.encoder_norm(self.encoder(features)))
+        if self.lstm is None:
+            return encoded, state
+        recurrent, state = self._run_lstm(encoded, state, starts)
+        return self.lstm_norm(recurrent + encoded), state
+
+    def decode(self, hidden: Tensor, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
+        """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
+        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
 
     def step(
         self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor, privileged: Tensor | None = None
     ) -> tuple[Any, Tensor, RecurrentState]:
         """Process one step: as `forward`, but without the axis T."""
         hidden, state = self._encode_step(observation, state, starts)
-        return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged), state
+        return *self.decode(hidden, masks, privileged), state
 
     def step_actor(
         self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor
@@ -189,18 +210,8 @@ class Policy(nn.Module):
         return self.value(hidden).squeeze(-1)
 
     def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        hidden, state = self._encode([part[None] for part in observation], state, starts[None])
+        hidden, state = self.encode([part[None] for part in observation], state, starts[None])
         return hidden[0], state
-
-    def _encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
-        features, *categorical = observation
-        if self.embedding is not None:
-            features = torch.cat([features, self.embedding(categorical[0]).flatten(-2)], -1)  # [T, N, D + K·E]
-        encoded = F.relu(self.encoder_norm(self.encoder(features)))
-        if self.lstm is None:
-            return encoded, state
-        recurrent, state = self._run_lstm(encoded, state, starts)
-        return self.lstm_norm(recurrent + encoded), state
 
     def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
         assert self.lstm is not None

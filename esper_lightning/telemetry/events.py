@@ -109,6 +109,23 @@ class Updated(NamedTuple):
     metrics: dict[str, float | None]
 
 
+class RatioExploded(NamedTuple):
+    """A transition whose probability an update changed beyond the warnings `ratio_high` and `ratio_low`."""
+
+    tick: int
+    update: int
+    host: int
+    action_tick: int
+    """Tick in which the action was carried out."""
+    action: str
+    heads: list[str]
+    """Names of the heads that had a choice for this action."""
+    before: list[float | None]
+    """Log-probability of each head's choice under the policy that acted, given the choices of earlier heads."""
+    after: list[float | None]
+    """The same under the policy after the update. The sum of the differences is the log-ratio."""
+
+
 class AnomalyChanged(NamedTuple):
     """An anomaly was raised or cleared."""
 
@@ -149,6 +166,7 @@ Event = (
     | RolledBack
     | Vetoed
     | Updated
+    | RatioExploded
     | AnomalyChanged
     | LevelChanged
     | CheckpointSaved
@@ -163,6 +181,7 @@ EVENT_CLASSES: dict[str, type[Event]] = {
     "rollback": RolledBack,
     "veto": Vetoed,
     "update": Updated,
+    "ratio": RatioExploded,
     "anomaly": AnomalyChanged,
     "level": LevelChanged,
     "checkpoint": CheckpointSaved,

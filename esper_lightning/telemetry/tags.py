@@ -97,6 +97,13 @@ SCALARS: tuple[Tag, ...] = (
     Tag("train/left_out", "minimal", "environments left out since a number was not finite or above 1e15", "0"),
     Tag("train/lr", "minimal", "learning rate", "as configured"),
     Tag("train/entropy_coefficient", "minimal", "weight of the entropy bonus", "as configured"),
+    Tag("train/value_coefficient", "minimal", "weight of the value loss", "as configured"),
+    Tag(
+        "train/reward_deviation",
+        "minimal",
+        "number by which rewards are divided (`model.normalize.rewards`)",
+        "settles after a few rollouts",
+    ),
     Tag("time/ticks_per_second", "minimal", "environment steps of the pool per second", "steady"),
     Tag("time/env_steps_per_second", "minimal", "host epochs of all hosts per second", "steady"),
     Tag(
@@ -180,6 +187,12 @@ SCALARS: tuple[Tag, ...] = (
         "debug",
         "norm of the parameter's gradient, mean over a few hosts",
         "no layer at 0, none far above",
+    ),
+    Tag(
+        "policy/<parameter>",
+        "debug",
+        "norm of the gradient of the policy's parameter before clipping, mean over an update's optimizer steps",
+        "no parameter at 0 for long, none far above the others",
     ),
 )
 

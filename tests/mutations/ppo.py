@@ -9,6 +9,7 @@ ROLLOUT = "esper_lightning/ppo/collector.py"
 POLICY = "esper_lightning/tamiyo/policy.py"
 HEADS = "esper_lightning/tamiyo/heads.py"
 MODULE = "esper_lightning/module.py"
+WATCH = "esper_lightning/ppo/update_watch.py"
 
 SUMMARY = "tests/ppo/test_collector.py::test_the_summary_judges_the_critic_on_the_scale_of_the_returns"
 
@@ -16,8 +17,11 @@ GUARDED_ROLLOUT = (
     "tests/ppo/test_guard.py::test_a_rollout_with_a_number_that_is_none_is_learned_from_without_its_environment"
 )
 EXPLAINED = "tests/test_module.py::test_the_explained_variance_tells_a_perfect_critic_from_a_useless_one"
+REWARDS = f"{T}/test_reference.py::test_rewards_are_divided_by_the_deviation_of_their_discounted_sum_so_far"
 
 UPDATE_BY_HAND = "tests/test_module.py::test_an_update_is_adam_on_the_loss_of_one_minibatch_after_the_other"
+
+WORST = f"{T}/test_update_watch.py::test_the_worst_transitions_are_reported_with_the_log_probabilities_of_every_head"
 
 DEFECTS: tuple[Defect, ...] = (
     # Advantages.
@@ -130,8 +134,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The weights of the heads' entropies change places",
         f"{P}/losses.py",
-        "for head in distribution.heads]",
-        "for head in reversed(distribution.heads)]",
+        "weights.get(head, 1.0) for head in distribution.heads]",
+        "weights.get(head, 1.0) for head in reversed(distribution.heads)]",
         f"{T}/test_losses.py::test_the_bonus_weighs_each_heads_entropy",
     ),
     Defect(
@@ -148,7 +152,115 @@ DEFECTS: tuple[Defect, ...] = (
         "done = progress",
         f"{T}/test_ppo_config.py::test_an_anneal_is_linear_and_stops_at_its_end",
     ),
+    # Options of the loss, off by default.
+    Defect(
+        "The clamp of log-ratios bounds them on one side alone",
+        f"{P}/losses.py",
+        "log_ratio.clamp(-clamp, clamp)",
+        "log_ratio.clamp(min=-clamp)",
+        f"{T}/test_reference.py::test_the_loss_and_its_gradient_are_those_of_the_reference",
+    ),
+    Defect(
+        "Entropy above its floor is penalised",
+        f"{P}/losses.py",
+        "(floors - head_entropy).clamp(min=0.0)",
+        "(floors - head_entropy)",
+        f"{T}/test_reference.py::test_the_loss_and_its_gradient_are_those_of_the_reference",
+    ),
+    Defect(
+        "The floors of the heads' entropies change places",
+        f"{P}/losses.py",
+        "floors.get(head, 0.0) for head in distribution.heads]",
+        "floors.get(head, 0.0) for head in reversed(distribution.heads)]",
+        f"{T}/test_reference.py::test_the_loss_and_its_gradient_are_those_of_the_reference",
+    ),
+    Defect(
+        "The penalty of entropy floors has no gradient",
+        f"{P}/losses.py",
+        "entropy_shortfall(head_entropy, free",
+        "entropy_shortfall(head_entropy.detach(), free",
+        f"{T}/test_reference.py::test_the_loss_and_its_gradient_are_those_of_the_reference",
+    ),
+    Defect(
+        "A head that never has a choice is penalised for its entropy",
+        f"{P}/losses.py",
+        "free_steps > 0.0, head_floors",
+        "free_steps > -1.0, head_floors",
+        f"{T}/test_losses.py::test_a_head_without_any_choice_is_never_below_its_floor",
+    ),
+    Defect(
+        "The value loss has its full weight one rollout late",
+        f"{P}/losses.py",
+        "(rollout + 1) / (self.value_warmup + 1)",
+        "rollout / (self.value_warmup + 1)",
+        UPDATE_BY_HAND,
+    ),
+    Defect(
+        "A clamp within the clip range is accepted",
+        f"{P}/losses.py",
+        "self.log_ratio_clamp <= clip_end",
+        "self.log_ratio_clamp <= 0.0",
+        f"{T}/test_ppo_config.py::test_an_impossible_ppo_config_is_refused_with_its_reason",
+    ),
+    Defect(
+        "The compiled loss teaches the layers up to the LSTM nothing",
+        f"{P}/compiled_terms.py",
+        "self._compiled(policy, hidden, rollout, config)",
+        "self._compiled(policy, hidden.detach(), rollout, config)",
+        f"{T}/test_compiled_terms.py::test_the_compiled_loss_and_its_gradient_are_those_of_the_uncompiled",
+    ),
+    Defect(
+        "The setting to compile the loss is ignored",
+        MODULE,
+        "CompiledTerms(ppo.compile)",
+        "ppo_terms",
+        f"{T}/test_compiled_terms.py::test_a_backend_that_there_is_not_is_refused_in_one_line",
+    ),
     # Normalisers.
+    Defect(
+        "Discounted sums of rewards cross the end of an episode",
+        f"{P}/gae.py",
+        "gamma * before * ~starts[t]",
+        "gamma * before",
+        REWARDS,
+    ),
+    Defect(
+        "An episode that continues in the next rollout loses its rewards so far",
+        ROLLOUT,
+        "self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))",
+        "pass",
+        REWARDS,
+    ),
+    Defect(
+        "Rewards are divided by the deviation of earlier rollouts",
+        ROLLOUT,
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n"
+        "        return self.reward_norm.deviation",
+        "        deviation = self.reward_norm.deviation\n"
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return deviation",
+        REWARDS,
+    ),
+    Defect(
+        "Rewards after an episode's end are part of their deviation",
+        ROLLOUT,
+        "self.reward_norm.update(sums[~buffer.masks.ended & usable])",
+        "self.reward_norm.update(sums[:, usable])",
+        "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
+    ),
+    Defect(
+        "The critic's error is reported in units of normalised rewards",
+        ROLLOUT,
+        "values=values[active] * reward_unit",
+        "values=values[active]",
+        REWARDS,
+    ),
+    Defect(
+        "The deviation of rewards is forgotten by a checkpoint",
+        MODULE,
+        "            reward_norm=self.reward_norm,",
+        '            reward_norm=RunningMeanStd((), clip=float("inf")) if self.reward_norm is not None else None,',
+        "tests/test_resume.py::test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too",
+    ),
     Defect(
         "A normaliser takes a mean that moves for no variance",
         "esper_lightning/ppo/running_norm.py",
@@ -435,6 +547,84 @@ DEFECTS: tuple[Defect, ...] = (
         "",
         "tests/test_module.py::test_an_update_that_makes_the_weights_overflow_ends_the_run",
     ),
+    Defect(
+        "A floor gives impossible choices a probability",
+        HEADS,
+        "torch.where(mask & (count > 1), mixed, log_probs)",
+        "torch.where(count > 1, mixed, log_probs)",
+        "tests/tamiyo/test_heads.py::test_no_possible_choice_is_less_likely_than_the_floor_of_its_head",
+    ),
+    Defect(
+        "With floors the probabilities of a head sum to more than 1",
+        HEADS,
+        "(1.0 - count * floor)",
+        "(1.0 - floor)",
+        "tests/tamiyo/test_heads.py::test_no_possible_choice_is_less_likely_than_the_floor_of_its_head",
+    ),
+    Defect(
+        "The policy of other environments ignores its floors",
+        HEADS,
+        "ChoiceDistribution(self(hidden), masks, self.space, self.floors)",
+        "ChoiceDistribution(self(hidden), masks, self.space)",
+        f"{T}/test_reference.py::test_log_probabilities_values_and_gae_are_those_of_the_reference",
+    ),
+    Defect(
+        "The policy of hosts ignores its floors",
+        HEADS,
+        "HostDistribution(self(hidden), masks, self.floors)",
+        "HostDistribution(self(hidden), masks)",
+        "tests/tamiyo/test_policy.py::test_a_policy_of_hosts_keeps_to_its_floors",
+    ),
+    # Diagnostics of an update.
+    Defect(
+        "The ratios of an update are those of its last step",
+        WATCH,
+        "if self._before is None:\n            self._before = self._log_probs()",
+        "if True:\n            self._before = self._log_probs()",
+        WORST,
+    ),
+    Defect(
+        "The transitions that are reported are those that changed least",
+        WATCH,
+        "distance.topk(min(WORST_TRANSITIONS, len(distance)))",
+        "distance.topk(min(WORST_TRANSITIONS, len(distance)), largest=False)",
+        WORST,
+    ),
+    Defect(
+        "An exploded ratio is reported for the host before",
+        WATCH,
+        "            host=host,",
+        "            host=host - 1,",
+        WORST,
+    ),
+    Defect(
+        "A ratio that is not a number is not reported",
+        WATCH,
+        "nan_to_num(nan=math.inf",
+        "nan_to_num(nan=-1.0",
+        f"{T}/test_update_watch.py::test_a_ratio_that_is_not_a_number_is_the_worst",
+    ),
+    Defect(
+        "Gradient norms are those of the first step alone",
+        WATCH,
+        "torch.stack(self._norms).mean(0)",
+        "self._norms[0]",
+        f"{T}/test_update_watch.py::test_gradient_norms_are_means_over_the_steps_of_the_update",
+    ),
+    Defect(
+        "The policy's gradients are measured at every level",
+        "callbacks/telemetry.py",
+        'if self.detail.includes("debug", loop.ticks):  # within',
+        "if True:  # within",
+        "tests/telemetry/test_tensorboard.py::test_a_level_writes_what_is_documented_from_it_on",
+    ),
+    Defect(
+        "Ratios that exploded are never written",
+        "callbacks/telemetry.py",
+        "self._write_events(watch.exploded_ratios(usual, trainer.current_epoch + 1))",
+        "watch.exploded_ratios(usual, trainer.current_epoch + 1)",
+        "tests/telemetry/test_tensorboard.py::test_ratios_that_exploded_are_events_of_their_update",
+    ),
     # The update, and what is made of the settings.
     Defect(
         "The policy's gradient is not clipped",
@@ -453,8 +643,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The weights of the value loss and of the entropy change places",
         MODULE,
-        "self.ppo.value_coefficient, entropy_coefficient)",
-        "entropy_coefficient, self.ppo.value_coefficient)",
+        "terms.total(value_coefficient, entropy_coefficient)",
+        "terms.total(entropy_coefficient, value_coefficient)",
         UPDATE_BY_HAND,
     ),
     Defect(

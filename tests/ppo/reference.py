@@ -18,11 +18,12 @@ class Policy:
     Args:
         weights: A state dict.
         rows, columns: Numbers of choices of the heads.
+        floors: Least probability of a possible choice, by head.
     """
 
-    def __init__(self, weights: Mapping[str, Any], rows: int, columns: int) -> None:
+    def __init__(self, weights: Mapping[str, Any], rows: int, columns: int, floors: Mapping[str, float]) -> None:
         self.w = {name: value.double().numpy() for name, value in weights.items()}
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.floors = rows, columns, floors
         self.width = len(self.w["encoder.bias"])
         self.remembers = "lstm.weight_ih_l0" in self.w
 
@@ -57,7 +58,8 @@ class Policy:
         inner = np.maximum(0.0, self._linear(f"{name}.input", hidden) + self.w[f"{name}.context"][context])
         logits = np.where(possible, self._linear(f"{name}.output", inner), -np.inf)
         odds = np.exp(logits - logits.max())
-        return odds / odds.sum()
+        floor = self.floors.get(head, 0.0)  # the policy chooses evenly in this share of the cases for each choice
+        return floor * possible + (1.0 - floor * possible.sum()) * odds / odds.sum()
 
     def joint(self, hidden: Array, possible: Array) -> Array:  # [rows, columns]
         """Return the probability of every action; `possible` holds the rows' mask, then each row's mask of columns."""
@@ -84,6 +86,13 @@ def entropies(joint: Array, possible: Array) -> Array:
     return np.array([even(first, possible[:rows]), sum(second)])
 
 
+def choices(joint: Array, possible: Array) -> Array:
+    """Return the probability that each head has more than one possible choice."""
+    rows, columns = joint.shape
+    several = possible[rows:].reshape(rows, columns).sum(1) > 1
+    return np.array([possible[:rows].sum() > 1, joint.sum(1)[several].sum()], dtype=float)
+
+
 class ReferenceRollout(NamedTuple):
     """Rollout of one environment, T steps, normalised where stated."""
 
@@ -104,6 +113,7 @@ class ReferenceEvaluation(NamedTuple):
     values: Array  # [T]
     final_values: Array  # [T] value of the next state, before any reset; 0 after termination
     entropies: Array  # [T, heads]
+    choices: Array  # [T, heads] probability that the head has a choice
 
 
 def evaluate(policy: Policy, played: ReferenceRollout, state: State) -> ReferenceEvaluation:
@@ -112,7 +122,8 @@ def evaluate(policy: Policy, played: ReferenceRollout, state: State) -> Referenc
     for t, (row, column) in enumerate(played.actions):
         hidden, state = policy.hidden(played.features[t], state)
         joint = policy.joint(hidden, played.possible[t])
-        rows.append([np.log(joint[row, column]), *entropies(joint, played.possible[t])])
+        possible = played.possible[t]
+        rows.append([np.log(joint[row, column]), *entropies(joint, possible), *choices(joint, possible)])
         values.append(policy.value(hidden, played.privileged[t]))
         if played.terminated[t]:
             worth = 0.0
@@ -124,7 +135,7 @@ def evaluate(policy: Policy, played: ReferenceRollout, state: State) -> Referenc
         if played.terminated[t] or played.truncated[t]:
             state = policy.initial()
     table = np.array(rows)
-    return ReferenceEvaluation(table[:, 0], np.array(values), np.array(beyond), table[:, 1:])
+    return ReferenceEvaluation(table[:, 0], np.array(values), np.array(beyond), table[:, 1:3], table[:, 3:])
 
 
 def advantages(played: ReferenceRollout, values: Array, beyond: Array, gamma: float, lam: float) -> Array:
@@ -138,3 +149,18 @@ def advantages(played: ReferenceRollout, values: Array, beyond: Array, gamma: fl
             if over[k]:
                 break
     return result
+
+
+def reward_deviations(rollouts: list[tuple[Array, Array]], gamma: float) -> list[float]:
+    """Return the deviation, after each rollout, of the discounted sums of rewards of all episodes at all steps so far.
+
+    Args:
+        rollouts: Rewards and ends of episodes of consecutive rollouts, [T, N] each.
+        gamma: Discount per step.
+    """
+    rewards, ends = (np.concatenate(parts) for parts in zip(*rollouts, strict=True))
+    sums = np.zeros(rewards.shape)
+    for t, n in np.ndindex(rewards.shape):
+        begin = max([0, *(np.flatnonzero(ends[:t, n]) + 1)])
+        sums[t, n] = sum(gamma ** (t - k) * rewards[k, n] for k in range(begin, t + 1))
+    return [sums[: len(rollouts[0][0]) * (i + 1)].std() for i in range(len(rollouts))]

@@ -309,7 +309,8 @@ def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[T
     rollout, summary = loop.finish()
     terms = ppo_terms(loop.policy, rollout, PPOConfig(value_clip=0.3))
     terms.total(0.5, 0.01).backward()
-    norms = [*loop.observation_norm.state_dict().values(), *loop.value_norm.state_dict().values()]
+    parts = (loop.observation_norm, loop.value_norm, loop.reward_norm)
+    norms = [statistic for norm in parts if norm is not None for statistic in norm.state_dict().values()]
     gradients = [p.grad for p in loop.policy.parameters()]
     return [*norms, summary.values, summary.value_targets], terms, gradients, rollout
 
@@ -317,6 +318,7 @@ def learned_from(loop: RolloutCollector) -> tuple[list[Tensor], PPOTerms, list[T
 def test_what_comes_after_an_end_counts_for_nothing(make_watched: MakeWatched) -> None:
     loops = [make_watched(ENDING), make_watched(ENDING)]
     for loop in loops:
+        loop.reward_norm = RunningMeanStd(())
         play_broken(loop, {2: [1]})
         assert loop.buffer.masks.forced[3:, 1].all() and not loop.buffer.rewards[3:, 1].any()
     spoil_what_is_over(loops[1])

@@ -188,6 +188,17 @@ def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutCol
     assert hardly.head_freedom[blueprint] < 1e-2 < 0.1 < often.head_freedom[blueprint]
 
 
+def test_a_head_without_any_choice_is_never_below_its_floor(loop: RolloutCollector, rollout: Rollout) -> None:
+    forced = forced_everywhere(forced_everywhere(forced_everywhere(rollout, env=0), env=1), env=2)
+    config = PPOConfig(entropy_floors=dict.fromkeys(loop.policy.heads.tables, 1.0), entropy_floor_weight=2.0)
+
+    free, none = (ppo_terms(loop.policy, one, config) for one in (rollout, forced))
+
+    assert free.floor_penalty.item() == pytest.approx(2.0 * (1.0 - free.head_entropy).sum().item(), rel=1e-4)
+    assert free.floor_penalty > 0.0
+    assert none.floor_penalty == 0.0
+
+
 def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, rollout: Rollout) -> None:
     still = ppo_terms(loop.policy, rollout, PPOConfig())
     assert still.ratio_error < 1e-5 and still.kl < 1e-9 and still.clip_fraction == 0

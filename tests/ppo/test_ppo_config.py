@@ -41,6 +41,13 @@ def test_a_geometric_anneal_changes_by_equal_ratios() -> None:
         ({"lr": Anneal(start=1e-3, end=1e38)}, r"ppo.lr.end must be at most 1e\+30, got 1e\+38"),
         ({"clip": 1e300}, r"ppo.clip must be at most 1e\+30"),
         ({"adam_eps": math.nan}, "ppo.adam_eps must be positive, got nan"),
+        ({"value_warmup": -1}, "ppo.value_warmup must not be negative, got -1"),
+        ({"log_ratio_clamp": -1.0}, "ppo.log_ratio_clamp must be positive"),
+        ({"clip": 0.2, "log_ratio_clamp": 0.2231}, r"must exceed 0.223, where the clip range 0.2 ends, got 0.2231"),
+        ({"clip": 2.0, "log_ratio_clamp": 1.0986}, r"must exceed 1.1, where the clip range 2.0 ends"),
+        ({"entropy_floors": {"op": 0.3, "slot": 1.1}}, r"ppo.entropy_floors must lie in \(0, 1\], got 1.1 for slot"),
+        ({"entropy_floors": {"op": 0.0}}, r"ppo.entropy_floors must lie in \(0, 1\]"),
+        ({"entropy_floor_weight": 0.0}, "ppo.entropy_floor_weight must be positive"),
     ],
 )
 def test_an_impossible_ppo_config_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
@@ -48,9 +55,17 @@ def test_an_impossible_ppo_config_is_refused_with_its_reason(settings: dict[str,
         PPOConfig(**settings)
 
 
-def test_a_weight_for_a_head_that_there_is_not_is_refused_by_name() -> None:
-    config = PPOConfig(entropy_weights={"op": 1.0, "slots": 1.0})
+@pytest.mark.parametrize("setting", ["entropy_weights", "entropy_floors"])
+def test_a_number_for_a_head_that_there_is_not_is_refused_by_name(setting: str) -> None:
+    config = PPOConfig(**{setting: {"op": 1.0, "slots": 1.0}})
 
-    with pytest.raises(ValueError, match=r"unknown heads \['slots'\]; there are op, slot"):
+    with pytest.raises(ValueError, match=rf"{setting} names unknown heads \['slots'\]; there are op, slot"):
         config.check_heads(["op", "slot"])
     config.check_heads(["op", "slots", "tempo"])
+
+
+def test_the_weight_of_the_value_loss_rises_by_equal_steps_and_stays() -> None:
+    rising, constant = PPOConfig(value_coefficient=0.8, value_warmup=3), PPOConfig(value_coefficient=0.8)
+
+    assert [rising.value_coefficient_at(rollout) for rollout in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert [constant.value_coefficient_at(rollout) for rollout in range(2)] == [0.8, 0.8]

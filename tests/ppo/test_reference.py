@@ -1,5 +1,6 @@
 """GAE, ratio, masks, resets and the loss against an independent float64 reference that goes step by step."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def one_of(
 def judged(
     loop: RolloutCollector, played: list[ReferenceRollout], before: list[reference.State]
 ) -> list[ReferenceEvaluation]:
-    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
+    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1, loop.policy.heads.floors)
     return [reference.evaluate(policy, one, state) for one, state in zip(played, before, strict=True)]
 
 
@@ -113,7 +114,8 @@ def close(ours: Tensor, reference: np.ndarray) -> None:
     torch.testing.assert_close(ours.detach().double(), torch.from_numpy(np.asarray(reference)), **TIGHT)
 
 
-KINDS = pytest.mark.parametrize("kind", [{}, {"memory": "none"}, {"asymmetric": True}], ids=str)
+FLOORS: dict[str, Any] = {"probability_floors": {"row": 0.15, "column": 0.2}}
+KINDS = pytest.mark.parametrize("kind", [{}, {"memory": "none"}, {"asymmetric": True}, FLOORS], ids=str)
 
 
 @KINDS
@@ -182,13 +184,15 @@ def test_the_ratio_is_1_before_any_update(kind: dict[str, Any], sequence: int | 
 
 
 def reference_terms(
-    loop: RolloutCollector, rollout: Rollout, now: list[ReferenceEvaluation], entropy: float
+    config: PPOConfig, rollout: Rollout, now: list[ReferenceEvaluation], entropy: float
 ) -> dict[str, float]:
     """Return the PPO terms by definition, for a policy that has changed since the rollout."""
     free = ~rollout.masks.forced.numpy()
-    ratio = np.exp(columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy())
-    gain = rollout.advantages.double().numpy()
-    surrogate = -np.minimum(ratio * gain, np.clip(ratio, 1 - CONFIG.clip, 1 + CONFIG.clip) * gain)
+    log_ratio = columns([one.log_probs for one in now]) - rollout.log_prob.double().numpy()
+    ratio, gain = np.exp(log_ratio), rollout.advantages.double().numpy()
+    limit = config.log_ratio_clamp or np.inf
+    clamped = np.exp(np.clip(log_ratio, -limit, limit))
+    surrogate = -np.minimum(clamped * gain, np.clip(clamped, 1 - CONFIG.clip, 1 + CONFIG.clip) * gain)
     old, target = rollout.values.double().numpy(), rollout.targets.double().numpy()
     value = columns([one.values for one in now])
     limited = old + np.clip(value - old, -CONFIG.value_clip, CONFIG.value_clip)
@@ -197,32 +201,45 @@ def reference_terms(
     terms = {"policy": surrogate[free].mean(), "value": error.mean(), "entropy": bonus[free].mean()}
     kl = (ratio - 1.0 - np.log(ratio))[free].mean()
     clipped = (np.abs(ratio - 1.0) > CONFIG.clip)[free].mean()
-    loss = terms["policy"] + 0.5 * terms["value"] - entropy * terms["entropy"]
-    return terms | {"kl": kl, "clip_fraction": clipped, "total": loss}
+    floors = np.array([(config.entropy_floors or {}).get(head, 0.0) for head in ("row", "column")])
+    means = columns([one.entropies for one in now])[free].sum(0) / columns([one.choices for one in now])[free].sum(0)
+    penalty = config.entropy_floor_weight * np.maximum(0.0, floors - means).sum()
+    loss = terms["policy"] + 0.5 * terms["value"] - entropy * terms["entropy"] + penalty
+    return terms | {"kl": kl, "clip_fraction": clipped, "floor_penalty": penalty, "total": loss}
+
+
+OPTIONS = replace(CONFIG, log_ratio_clamp=0.2, entropy_floors={"row": 0.999, "column": 0.9}, entropy_floor_weight=0.4)
+"""Settings under which some steps exceed the clamp, and the entropy of one head alone lies below its floor."""
 
 
 @KINDS
-def test_the_loss_and_its_gradient_are_those_of_the_reference(kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", [CONFIG, OPTIONS], ids=["plain", "options"])
+def test_the_loss_and_its_gradient_are_those_of_the_reference(config: PPOConfig, kind: dict[str, Any]) -> None:
     """The policy has moved far enough for clipping; the gradient is checked by finite differences."""
     loop = make_loop(**kind)
     rollout, played, before = play(loop)
+    if config is OPTIONS:  # bad actions that have become much more likely, so that some are clamped
+        rollout = rollout._replace(log_prob=rollout.log_prob - 0.3, advantages=-torch.ones(TICKS, ENVS))
     parameters = dict(loop.policy.named_parameters())
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.add_(0.15 * torch.randn_like(parameter))
 
     def expected() -> dict[str, float]:
-        return reference_terms(loop, rollout, judged(loop, played, before), entropy=0.1)
+        return reference_terms(config, rollout, judged(loop, played, before), entropy=0.1)
 
-    terms: PPOTerms = ppo_terms(loop.policy, rollout, CONFIG)
+    terms: PPOTerms = ppo_terms(loop.policy, rollout, config)
     loss = terms.total(0.5, 0.1)
     loss.backward()
     theirs = expected()
 
-    for name in ("policy", "value", "entropy", "kl", "clip_fraction"):
+    for name in ("policy", "value", "entropy", "kl", "clip_fraction", "floor_penalty"):
         assert getattr(terms, name).item() == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
     assert loss.item() == pytest.approx(theirs["total"], rel=1e-4)
     assert theirs["clip_fraction"] > 0.0
+    if config is OPTIONS:
+        assert theirs["floor_penalty"] > 0.0
+        assert theirs["policy"] != reference_terms(CONFIG, rollout, judged(loop, played, before), 0.1)["policy"]
     policy = loop.policy.double()
     for name in ("encoder.weight", "heads.tables.column.context", "heads.tables.row.output.weight", "value.0.weight"):
         weight, at = parameters[name], (1, 0)
@@ -241,7 +258,7 @@ def test_what_is_masked_is_never_done_and_costs_nothing() -> None:
     """Joint probabilities of the reference are exactly 0 where a choice is masked, and sum to 1 over the rest."""
     loop = make_loop()
     rollout, played, before = play(loop)
-    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1)
+    policy = reference.Policy(loop.policy.state_dict(), ROWS + 1, COLUMNS + 1, {})
 
     for one, state in zip(played, before, strict=True):
         hidden, _ = policy.hidden(one.features[0], state)
@@ -268,3 +285,31 @@ def test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw() -> None:
     assert norm.count == TICKS * ENVS
     torch.testing.assert_close(norm.mean, torch.stack(raw).mean((0, 1)))
     torch.testing.assert_close(norm.var, torch.stack(raw).flatten(0, 1).var(0, correction=0))
+
+
+def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum_so_far() -> None:
+    """Episodes continue from one rollout in the next, and so do their sums; no mean is subtracted."""
+    ours, by_hand, seen = make_loop(), make_loop(), []
+    ours.reward_norm = RunningMeanStd(())
+    for number in range(3):
+        for loop in (ours, by_hand):
+            loop.reset()
+            for _ in range(TICKS):
+                loop.step()
+        rewards = 2.0 + 30.0 * torch.rand(TICKS, ENVS, generator=torch.Generator().manual_seed(number))
+        seen.append((rewards.double().numpy(), (ours.buffer.terminated | ours.buffer.truncated).numpy().copy()))
+        expected = reference.reward_deviations(seen, CONFIG.gamma)[-1]
+        ours.buffer.rewards.copy_(rewards)
+        by_hand.buffer.rewards.copy_(rewards / expected)
+        (rollout, summary), (theirs, divided) = ours.finish(), by_hand.finish()
+
+        assert summary.reward_deviation == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(rollout.advantages, theirs.advantages, **TIGHT)
+        targets = (loop.value_norm.inverse(made.targets) for loop, made in ((ours, rollout), (by_hand, theirs)))
+        torch.testing.assert_close(*targets, **TIGHT)
+        assert torch.equal(summary.returns, rewards.sum(0)), "as they were paid"
+        # In the units of the return.
+        for name in ("values", "value_targets"):
+            torch.testing.assert_close(getattr(summary, name), getattr(divided, name) * expected, rtol=1e-4, atol=1e-3)
+        assert summary.advantage_spread == pytest.approx(divided.advantage_spread * expected, rel=1e-4)
+    assert not seen[0][1][-1].all(), "an episode goes on"

@@ -327,6 +327,39 @@ def test_a_change_at_once_has_one_curve_and_learns_nothing_of_it(change: Row) ->
     assert not straight["curve"].grad.any()
 
 
+FLOOR = {"op": 0.05, "slot": 0.1, "blueprint": 0.2, "curve": 0.3}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_possible_choice_is_less_likely_than_the_floor_of_its_head(seed: int) -> None:
+    """The tables compared with their definition; the logits are so far apart that without floors p goes down to 0."""
+    masks, logits = random_masks(4, seed), random_logits(4, seed, spread=30.0)
+    without, floored = HostDistribution(logits, masks), HostDistribution(logits, masks, FLOOR)
+
+    for head, mask in floored.mask_tables.items():
+        before, after = without.log_probs[head].exp().double(), floored.log_probs[head].exp().double()
+        floor, count = FLOOR.get(head, 0.0), mask.sum(-1, keepdim=True)
+        expected = torch.where(mask & (count > 1), floor + (1 - count * floor) * before, before)
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-7)
+        assert (after[mask & (count > 1)] >= floor * (1 - 1e-6)).all()
+        assert not floored.log_probs[head][mask & (count == 1)].any(), "the only choice stays certain"
+        assert not after[~mask & (count > 0)].any()
+    assert all(torch.equal(a, b) for a, b in zip(without.mode(), floored.mode(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("floors", "message"),
+    [
+        ({"op": 0.25}, r"op has 4 choices, so its floor must lie in \(0, 0\.25\), got 0\.25"),
+        ({"op": 0.0}, r"op has 4 choices, so its floor must lie in"),
+        ({"style": 0.1}, r"there is no head 'style' with a choice; there are op, slot, blueprint, tempo"),
+    ],
+)
+def test_a_floor_that_no_distribution_can_have_is_refused(floors: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"policy.probability_floors: {message}"):
+        Heads(16, SimpleNamespace(sizes=DEFAULT), floors)
+
+
 def parameters_by_head(sizes: Sizes) -> dict[str, int]:
     heads = Heads(16, SimpleNamespace(sizes=sizes))
     return {head: sum(p.numel() for p in table.parameters()) for head, table in heads.tables.items()}

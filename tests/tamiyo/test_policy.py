@@ -49,6 +49,24 @@ def in_single_steps(
     return torch.stack(ops), torch.stack(values), state
 
 
+def test_a_policy_of_hosts_keeps_to_its_floors(policy: Policy) -> None:
+    floored = Policy(SHAPE, PolicyConfig(width=WIDTH, probability_floors={"op": 0.1, "tempo": 0.4}))
+    floored.load_state_dict(policy.state_dict())
+    with torch.no_grad():
+        floored.heads.tables["op"].output.bias[Op.WAIT] = 50.0
+        floored.heads.tables["tempo"].output.bias[0] = 50.0
+    observation, masks, state = sequence(0)
+
+    with torch.no_grad():
+        distribution, _, _ = floored(observation, state, masks, torch.zeros(TICKS, ENVS, dtype=torch.bool))
+
+    possible = masks.op.unsqueeze(-2)
+    assert possible[..., 1:].any() and torch.allclose(
+        distribution.log_probs["op"].exp()[..., 1:], 0.1 * possible[..., 1:].float()
+    )
+    torch.testing.assert_close(distribution.log_probs["tempo"][..., 1].exp(), torch.full((TICKS, ENVS, SLOTS), 0.4))
+
+
 @given(seed=st.integers(0, 1000), resets=st.sampled_from([0.0, 0.15, 0.5, 1.0]))
 def test_a_whole_sequence_is_as_many_single_steps(policy: Policy, seed: int, resets: float) -> None:
     observation, masks, state = sequence(seed)

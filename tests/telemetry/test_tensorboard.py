@@ -13,6 +13,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from callbacks import telemetry
+from esper_lightning.ppo.update_watch import WORST_TRANSITIONS
+from esper_lightning.telemetry.events import RatioExploded, read_events
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide
 from esper_lightning.telemetry.tensorboard import CUSTOM_SCALARS, HPARAM_METRICS, MAX_SETTING_LENGTH, parse_setting
 from tests.runs import CONFIGS, ROOT, SaveEveryTick, cli, continuation, differences, fit, only_run, with_callback
@@ -26,7 +28,8 @@ RICH = (
         "--telemetry.anomalies.least_seeds=1",
         "--data.env.training.precision=fp16",
     ),
-    "--data.n_envs=6",
+    *("--data.n_envs=6", "--model.normalize.rewards=true"),
+    *("--telemetry.anomalies.ratio_high={warning: 1.001}", "--telemetry.anomalies.ratio_low={warning: 0.999}"),
 )
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
@@ -41,11 +44,17 @@ def read_scalars(folder: Path) -> EventAccumulator:
 
 
 @pytest.fixture(scope="module")
-def run_with_every_tag(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
-    """Return what TensorBoard's reader finds in the files of a run that writes every tag."""
+def rich_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that writes every tag."""
     root = tmp_path_factory.mktemp("rich")
     cli(*RICH, "--trainer.default_root_dir", str(root))
-    return read_scalars(only_run(root).folder)
+    return only_run(root).folder
+
+
+@pytest.fixture(scope="module")
+def run_with_every_tag(rich_folder: Path) -> EventAccumulator:
+    """Return what TensorBoard's reader finds in the files of this run."""
+    return read_scalars(rich_folder)
 
 
 def matching(tag: Tag, names: Iterable[str]) -> list[str]:
@@ -122,6 +131,16 @@ def test_hyper_parameters_have_the_objective_as_a_metric(run_with_every_tag: Eve
     assert started.hparams["data.n_envs"].number_value == 6.0
     assert started.hparams["data.env.training.precision"].string_value == "fp16"
     assert "model.ppo.clip" not in started.hparams, "only what is not a default"
+
+
+def test_ratios_that_exploded_are_events_of_their_update(rich_folder: Path) -> None:
+    """The bounds of this run are so tight that every update exceeds them."""
+    told = [event for event in read_events(rich_folder / "events.jsonl") if isinstance(event, RatioExploded)]
+
+    assert [(one.tick, one.update) for one in told] == [(12, 1)] * WORST_TRANSITIONS + [(24, 2)] * WORST_TRANSITIONS
+    for one in told:
+        assert one.tick - 12 < one.action_tick <= one.tick and 0 <= one.host < 6
+        assert "op" in one.heads and len(one.heads) == len(one.before) == len(one.after)
 
 
 @pytest.mark.parametrize(
