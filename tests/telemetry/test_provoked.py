@@ -105,7 +105,7 @@ def test_large_steps_without_an_entropy_bonus_end_in_a_policy_that_tries_nothing
     assert collapsed
     assert {"kl", "ratio_low", "ratio_high"} <= found.at_least(1), "updates were far too large"
     line = found.raised(min(collapsed))
-    assert f"the head {min(collapsed).removeprefix('entropy.')} always chooses the same" in line
+    assert f"the head {min(collapsed).removeprefix('entropy.')} always makes the same choice" in line
     assert "look at model.ppo.entropy" in line
     assert "entropy.tempo" not in found.levels, "with one tempo on offer there is nothing to collapse"
 

@@ -45,7 +45,9 @@ def test_after_thirty_ticks_of_growth_no_weight_lies_where_it_is_not_needed() ->
 
     (stack,) = pool.executor.stacks.values()
     layers = [m for m in stack.network.modules() if isinstance(m, StackedLayer)]
-    assert len({kind for slot in stack.slots.values() for kind in slot.kept}) > 8, "many kinds of seeds were met"
+    assert len({kind for slot in stack.slots.values() for kind in slot.seeds_by_kind}) > 8, (
+        "many kinds of seeds were met"
+    )
     assert not any(layer.bound or any(b is not None for b in layer.buffers()) for layer in layers)
     assert alive(FlatParameters, FusedEpoch, StackedOptimizer) == []
     own = {id(tensor) for tensor in owned(pool)}
