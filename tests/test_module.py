@@ -322,7 +322,7 @@ class Twice(TamiyoModule):
     def learn_by_hand(self, minibatches: list[Rollout], at_the_end: bool) -> None:
         config, (twin,) = self.ppo, self.twins
         lr, weight = ((anneal.start, anneal.end)[at_the_end] for anneal in (config.lr, config.entropy))
-        value_weight = (0.35, 0.7)[at_the_end]
+        value_weight = config.value_coefficient * (1.0 if at_the_end or not config.value_warmup else 0.5)
         self.adam.param_groups[0]["lr"] = lr
         before, seen, norms = parameters_to_vector(twin.parameters()).detach().clone(), [], []
         for minibatch in minibatches:
@@ -365,6 +365,7 @@ class Poisoned(Twice):
         super().__init__(ppo=ppo)
         self.places = places
         self.seen = 0
+        self.terms_of = self.poisoned_terms
 
     def poisoned_terms(self, policy: Policy, minibatch: Rollout, config: PPOConfig) -> PPOTerms:
         """Return the terms of the loss with a number that is not finite where it is their turn."""
@@ -397,10 +398,9 @@ KINDS = ("nan", "inf", "-inf", "gradient")
     ),
 )
 def test_minibatches_that_are_not_finite_are_skipped_as_if_they_had_not_been(
-    epochs: int, places: dict[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    epochs: int, places: dict[int, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = Poisoned(PPOConfig(epochs=epochs, minibatches=2, target_kl=None), places)
-    monkeypatch.setattr("esper_lightning.module.ppo_terms", module.poisoned_terms)
     practise(module, rollouts=2)
 
     assert differences(module.policy.state_dict(), module.twins[0].state_dict()) == []
@@ -421,11 +421,8 @@ def test_minibatches_that_are_not_finite_are_skipped_as_if_they_had_not_been(
         [(range(first, first + 3), 1 if first < 4 else 2) for first in range(10)], lambda case: case[0][0] == 4
     ),
 )
-def test_three_skipped_minibatches_in_a_row_end_the_run(
-    places: range, update: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_skipped_minibatches_in_a_row_end_the_run(places: range, update: int) -> None:
     module = Poisoned(PPOConfig(epochs=3, minibatches=2, target_kl=None), dict.fromkeys(places, "nan"))
-    monkeypatch.setattr("esper_lightning.module.ppo_terms", module.poisoned_terms)
 
     with pytest.raises(DivergedError, match=r"3 minibatches in a row is not finite; lower model.ppo.lr"):
         practise(module, rollouts=2)

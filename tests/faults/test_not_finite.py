@@ -10,7 +10,7 @@ import torch
 from lightning import Callback, Trainer
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.checkpointing.validate import check_checkpoint
+from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.envs import reward
 from esper_lightning.errors import EXIT_DIVERGED, DivergedError
 from esper_lightning.module import TamiyoModule
@@ -59,7 +59,7 @@ def ends_in_one_line(root: Path, capsys: pytest.CaptureFixture[str], *flags: str
 
 def assert_checkpoints_load(run: Run) -> None:
     for path in run.checkpoints.glob("*.ckpt"):
-        check_checkpoint(path)
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize(

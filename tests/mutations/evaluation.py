@@ -119,8 +119,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A policy is its own rival",
         "esper_lightning/cli/main.py",
-        "check_distinct([config.ckpt_path, *config.more, *config.rivals])",
-        "check_distinct([config.ckpt_path, *config.more])",
+        "                    check_distinct(paths)",
+        "                    check_distinct(paths[: 1 + len(config.more)])",
         "tests/cli/test_evaluate.py::test_bad_input_ends_in_one_line[a policy as its own rival]",
     ),
 )
