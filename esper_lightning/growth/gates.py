@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from esper_lightning.blueprints import Birth
+from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gradient_stats import GradientStats
 
 
@@ -17,6 +18,12 @@ class LifecycleConfig:
 
     birth: Birth = "identity"
     """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
+
+    isolation: Isolation = "straight_through"
+    """How a seed learns before it is blended. The host's output, gradients and statistics stay those without the seed.
+    straight_through, the loss gradient at its slot, which does not depend on what the seed puts out. proximal, the same
+    gradient and a pull back to the host's feature, which bounds the step. trial, the gradient of the loss with the seed
+    at full alpha, in a second pass through the layers behind the slot; executor fused does not support it."""
 
     training_ticks: int = 3
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""

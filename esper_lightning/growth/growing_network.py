@@ -35,6 +35,7 @@ from esper_lightning.growth.param_groups import (
 )
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.trial import LossFunction, backward_with_trials
 from esper_lightning.serialization.checks import (
     check_keys,
     check_matching_tensor,
@@ -106,6 +107,8 @@ class GrowingNetwork:
         self.slots: dict[str, SeedSlot] = slots_of(module)
         if not self.slots:
             raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")
+        for slot in self.slots.values():
+            slot.isolation = lifecycle.isolation
         device = next(iter(self.slots.values())).alpha.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
@@ -153,6 +156,19 @@ class GrowingNetwork:
             undo.pop_all()
         self.measurements[slot] = SeedMeasurements()
         return self._after_change(event)
+
+    def backward(self, loss_of: LossFunction) -> Tensor:
+        """Accumulate the gradients of a minibatch for the network and its seeds, and return the network's loss.
+
+        With isolation `trial` only this method gives a gradient to seeds that are not blended yet; otherwise it equals
+        `loss_of(module).backward()`.
+
+        Args:
+            loss_of: Function that runs a network on a minibatch and returns its loss. It is called once for the
+                network, and once for each seed that learns by trial.
+        """
+        on_trial = [slot for slot in self.slots.values() if slot.isolated and slot.isolation == "trial"]
+        return backward_with_trials(self.module, on_trial, loss_of)
 
     def advance(self, slot: str) -> SeedEvent:
         """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
