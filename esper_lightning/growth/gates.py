@@ -31,6 +31,11 @@ class LifecycleConfig:
     min_gradient_health: float = 0.7
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
 
+    min_potential: float | None = None
+    """Minimum potential for blending, in accuracy points (of 100), a seed's contribution if it were at full alpha. A
+    pool measures it in validation and observes it; a seed whose potential is not measured is judged by its gradient.
+    None: no minimum, and not measured."""
+
     max_gradient_norm: float = 100.0
     """Maximum gradient norm of a seed for blending and for fossilization."""
 
@@ -96,6 +101,8 @@ class Evidence(NamedTuple):
     """True if alpha was at its target, which is not 0, throughout the last host epoch."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
+    potential: float | None = None
+    """Accuracy with the seed at full alpha minus accuracy without it, before it is blended, in points (of 100)."""
     contribution: float | None = None
     """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
 
@@ -119,11 +126,23 @@ def reasons_against_training(evidence: Evidence) -> list[str]:
 
 
 def reasons_against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Gate G2, TRAINING to BLENDING: the seed must have trained long enough, with a healthy gradient."""
+    """Gate G2, TRAINING to BLENDING: trained long enough, with a healthy gradient and a sufficient potential."""
     reasons = reasons_against_gradient(evidence, config)
+    minimum, potential = config.min_potential, evidence.potential
+    if minimum is not None and potential is not None and not potential >= minimum:  # also catches NaN
+        reasons.append(f"potential {potential:+.2f} points below {minimum:g}")
     if evidence.ticks_in_stage < config.training_ticks:
         reasons.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
     return reasons
+
+
+def reasons_it_is_stuck(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+    """Return the reasons why a seed in TRAINING still cannot be blended, once its time there is over twice.
+
+    Empty at any other tick, so that each seed is reported once.
+    """
+    overdue = evidence.ticks_in_stage - config.training_ticks
+    return reasons_against_blending(evidence, config) if overdue == max(1, config.training_ticks) else []
 
 
 def reasons_against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:

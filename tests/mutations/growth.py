@@ -250,8 +250,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A seed behind a shortcut is measured on the rows of another combination",
         f"{G}/counterfactual.py",
-        "slot.blended and not slot.on_single_path",
-        "slot.blended and slot.on_single_path",
+        "slot.occupied and not slot.on_single_path",
+        "slot.occupied and slot.on_single_path",
         f"{T}/test_counterfactual_networks.py::test_a_network_of_several_inputs_has_all_of_them_repeated",
     ),
     Defect(

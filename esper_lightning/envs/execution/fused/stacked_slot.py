@@ -81,7 +81,6 @@ class StackedSeeds:
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
-        blended_hosts: Indices of the hosts whose seed is blended.
     """
 
     def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
@@ -93,7 +92,6 @@ class StackedSeeds:
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
-        self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
         alpha = next(iter(slots.values())).alpha
         is_isolated = [slot.isolated for slot in slots.values()]
         is_detached = [
@@ -213,9 +211,9 @@ class StackedSlot:
         self.active_seeds, self.partition, self.isolated_flags, self.blend_weights = [], None, False, None
 
     @property
-    def blended_hosts(self) -> list[int]:
-        """Indices of the hosts whose seed is blended."""
-        return [host for seeds in self.active_seeds for host in seeds.blended_hosts]
+    def seeded_hosts(self) -> list[int]:
+        """Indices of the hosts that have a seed here."""
+        return [host for seeds in self.active_seeds for host in seeds.row_of_host]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
@@ -244,7 +242,7 @@ class StackedSlot:
         """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
         entry_hosts = self.entries.hosts
         regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
-        sources, sizes = regroup(slot.name, [seeds.blended_hosts for seeds in self.active_seeds])
+        sources, sizes = regroup(slot.name, [list(seeds.row_of_host) for seeds in self.active_seeds])
         if not any(sizes[:-1]):
             return x
         hosts = [entry_hosts[source] for source in sources]
