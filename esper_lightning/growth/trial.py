@@ -1,6 +1,6 @@
 """Trial passes: gradients of the loss with a seed at full alpha, for seeds that do not change the host's output yet."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ def backward_with_trials(network: nn.Module, slots: Sequence[SeedSlot], loss_of:
     """Accumulate the gradients of a host's loss, then for the seed in each of `slots` those of a trial pass.
 
     A trial pass computes the loss with this seed at full alpha, and all others as they are. Its gradient goes to this
-    seed alone. It takes over the outputs of the layers before the slot, so that only what lies behind is computed
+    seed alone. Behind the slot, layers with running statistics (BatchNorm) use them, as in evaluation: those of the minibatch would hide
+    a shift of the feature that the host shows as soon as the seed is switched on. The pass takes over the outputs of the layers before the slot, so that only what lies behind is computed
     twice. Parameters, gradients and buffers of the host, and torch's random numbers, are as without trial passes.
 
     Args:
@@ -54,6 +55,7 @@ def _accumulate_trial_gradients(
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             preserved_buffers(network, but=slot.seed),
+            _running_statistics(network, but=[slot.seed, *features.parts_before(slot)]),
             _replaced_forwards(features.replays(slot)),
         ):
             gradients = torch.autograd.grad(loss_of(network), parameters, allow_unused=True)
@@ -62,6 +64,24 @@ def _accumulate_trial_gradients(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@contextmanager
+def _running_statistics(network: nn.Module, but: Iterable[nn.Module]) -> Iterator[None]:
+    """Let layers with running statistics use them within this context, except in the parts `but` of the network."""
+    exempt = {module for part in but for module in part.modules()}
+    layers = [
+        module
+        for module in network.modules()
+        if module not in exempt and module.training and getattr(module, "running_mean", None) is not None
+    ]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 class _Call(NamedTuple):
@@ -105,6 +125,10 @@ class _Features:
     def _reach(self, slot: SeedSlot, x: Tensor) -> Tensor:
         self.calls_before.setdefault(slot, len(self.calls))
         return slot.blend_output(x)
+
+    def parts_before(self, slot: SeedSlot) -> list[nn.Module]:
+        """Return the parts that were called before `slot`."""
+        return [call.part for call in self.calls[: self.calls_before[slot]]]
 
     def replays(self, slot: SeedSlot) -> dict[nn.Module, Callable[..., Any]]:
         """Return forward functions that return the recorded outputs of the parts before `slot`.
