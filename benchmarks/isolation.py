@@ -1,11 +1,14 @@
 """Measure what a seed that learned behind the host is worth when it is switched on, and what learning costs.
 
     python -m benchmarks.isolation worth --out benchmarks/results/isolation.csv
+    python -m benchmarks.isolation table
     python -m benchmarks.isolation cost
 
 `worth` trains a host for some epochs, then with a new seed behind each of its three pools, one blueprint at a time.
 After each epoch it measures test accuracy with no seed and with each seed alone at full alpha. A row is one seed after
 one epoch; the host is the same in all rows of a task and RNG seed.
+
+`table` prints the rows of the page `docs/results/isolation.md` from the kept results.
 
 `cost` measures the processor time of a tick with learning seeds in all slots, relative to isolation straight_through
 in the same run; the isolations take turns, and the numbers are medians and quartiles.
@@ -17,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles, stdev
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -31,6 +34,8 @@ from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits, Glyphs, TaskData
+
+RESULTS = Path(__file__).parent / "results" / "isolation.csv"
 
 BLUEPRINTS = ("conv_heavy", "conv_light", "bottleneck")
 SLOTS = ("block1.pool", "block2.pool", "block3.pool")
@@ -160,6 +165,31 @@ def worth(rng_seeds: Sequence[int], out: Path) -> None:
                         file.flush()
 
 
+class Changes(NamedTuple):
+    """Changes of test accuracy, in points of 100, when seeds are switched on; one task, isolation and epoch."""
+
+    values: list[float]
+
+    def __str__(self) -> str:
+        """Return cells of a Markdown table: mean with its standard error, extremes, cases worse than one point."""
+        error = stdev(self.values) / len(self.values) ** 0.5
+        worse = sum(value < -1.0 for value in self.values)
+        return (
+            f"{mean(self.values):+.2f} ± {error:.2f} | {min(self.values):+.2f} … {max(self.values):+.2f} | "
+            f"{worse} of {len(self.values)}"
+        )
+
+
+def table(path: Path) -> list[str]:
+    """Return the rows of a Markdown table of the kept results."""
+    changes: dict[tuple[str, str, str], list[float]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            change = float(row["on"]) - float(row["off"])
+            changes.setdefault((row["task"], row["isolation"], row["epochs"]), []).append(change)
+    return [f"| {' | '.join(key)} | {Changes(values)} |" for key, values in changes.items()]
+
+
 def learning_pool(isolation: Isolation, executor: str) -> HostPool:
     """Return a pool of four hosts with a learning seed in every slot."""
     task = Digits()
@@ -205,12 +235,15 @@ def main() -> None:
     worth_parser = commands.add_parser("worth")
     worth_parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     worth_parser.add_argument("--out", type=Path, required=True)
+    commands.add_parser("table")
     cost_parser = commands.add_parser("cost")
     cost_parser.add_argument("--repeats", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.command == "worth":
         worth(arguments.seeds, arguments.out)
+    elif arguments.command == "table":
+        print("\n".join(table(RESULTS)))
     else:
         cost(arguments.repeats)
 

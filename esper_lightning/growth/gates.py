@@ -21,9 +21,10 @@ class LifecycleConfig:
 
     isolation: Isolation = "straight_through"
     """How a seed learns before it is blended. The host's output, gradients and statistics stay those without the seed.
-    straight_through, the loss gradient at its slot, which does not depend on what the seed puts out. proximal, the same
-    gradient and a pull back to the host's feature, which bounds the step. trial, the gradient of the loss with the seed
-    at full alpha, in a second pass through the layers behind the slot; executor fused does not support it."""
+    straight_through, the loss gradient at its slot, which does not depend on what the seed puts out, so that a seed
+    that learns for an epoch or more harms its host when it is switched on. proximal, the same gradient and a pull back
+    to the host's feature, which bounds the step. trial, the gradient of the loss with the seed at full alpha, in a
+    second pass through the layers behind the slot; executor fused does not support it."""
 
     training_ticks: int = 3
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""

@@ -20,9 +20,10 @@ def backward_with_trials(network: nn.Module, slots: Sequence[SeedSlot], loss_of:
     """Accumulate the gradients of a host's loss, then for the seed in each of `slots` those of a trial pass.
 
     A trial pass computes the loss with this seed at full alpha, and all others as they are. Its gradient goes to this
-    seed alone. Behind the slot, layers with running statistics (BatchNorm) use them, as in evaluation: those of the minibatch would hide
-    a shift of the feature that the host shows as soon as the seed is switched on. The pass takes over the outputs of the layers before the slot, so that only what lies behind is computed
-    twice. Parameters, gradients and buffers of the host, and torch's random numbers, are as without trial passes.
+    seed alone. Behind the slot, layers with running statistics (BatchNorm) use them, as in evaluation: those of the
+    minibatch would hide a shift of the feature that the host shows as soon as the seed is switched on. The pass takes
+    over the outputs of the layers before the slot, so that only what lies behind is computed twice. Parameters,
+    gradients and buffers of the host, and torch's random numbers, are as without trial passes.
 
     Args:
         network: Network in training mode.

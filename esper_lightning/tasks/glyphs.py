@@ -6,9 +6,8 @@ Pillow draws each character once per font; torch distorts copies of these drawin
 import math
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +51,7 @@ PIXEL_MEAN, PIXEL_STD = 0.5, 0.3
 Level = Literal["mild", "easy", "medium", "hard"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distortion:
+class Distortion(NamedTuple):
     """Largest distortions of a character; each image draws its own, uniformly. Lengths are shares of half the side."""
 
     rotate: float  # degrees, either way

@@ -116,15 +116,15 @@ def test_a_host_trains_bit_for_bit_as_without_seeds_while_they_learn(
 
 def test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach() -> None:
     h, s, grad = (torch.randn(4, 3, 5, 5, generator=generator_of(seed)) for seed in range(3))
-    strength = grad.square().sum().sqrt() / (PROXIMAL_STEP * h.square().sum().sqrt())
+    strength = grad.square().sum().sqrt() / h.square().sum().sqrt()
 
-    torch.testing.assert_close(proximal_gradient(grad, h, s), grad + (s - h) * strength)
+    torch.testing.assert_close(proximal_gradient(grad, h, s), PROXIMAL_STEP * grad + (s - h) * strength)
     minimum = h - PROXIMAL_STEP * grad * h.square().sum().sqrt() / grad.square().sum().sqrt()
     torch.testing.assert_close(proximal_gradient(grad, h, minimum), torch.zeros_like(h), rtol=0.0, atol=1e-5)
-    assert torch.equal(proximal_gradient(grad, h, h), grad)
+    assert torch.equal(proximal_gradient(grad, h, h), PROXIMAL_STEP * grad)
     each = proximal_gradient(grad, h, s, dims=(1, 2, 3))
     torch.testing.assert_close(each[1:2], proximal_gradient(grad[1:2], h[1:2], s[1:2]))
-    assert torch.equal(proximal_gradient(grad, torch.zeros_like(h), s), grad)
+    assert torch.equal(proximal_gradient(grad, torch.zeros_like(h), s), PROXIMAL_STEP * grad)
 
 
 def distance_from_host(network: nn.Module, slot: SeedSlot, images: Tensor) -> float:

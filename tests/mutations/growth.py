@@ -32,8 +32,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Nothing pulls a seed back to the host's feature",
         f"{G}/blend.py",
-        "return grad + (s.to(h.dtype) - h) * torch.where(step > 0.0, strength, 0.0)",
-        "return grad",
+        "return PROXIMAL_STEP * grad + (s.to(h.dtype) - h) * torch.where(size > 0.0, strength, 0.0)",
+        "return PROXIMAL_STEP * grad",
         f"{T}/test_isolation.py::test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach",
     ),
     Defect(
