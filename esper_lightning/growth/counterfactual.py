@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import batch_size, evaluation_mode, map_tensors, repeat_rows
 from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
 
 SeedVariant = frozenset[str]
 """Names of the slots whose seed is active."""
@@ -33,6 +34,11 @@ def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
     """Return K + 1 combinations: the seeds in all `slots`, then all except each one in turn."""
     all_slots = frozenset(slots)
     return [all_slots, *(all_slots - {slot} for slot in slots)]
+
+
+def fossilized_only(network: nn.Module) -> SeedVariant:
+    """Return the combination of the fossilized seeds: what remains if no other seed is fossilized."""
+    return frozenset(name for name, slot in slots_of(network).items() if slot.stage is Stage.FOSSILIZED)
 
 
 def all_variants(slots: Sequence[str]) -> list[SeedVariant]:

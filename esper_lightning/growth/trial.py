@@ -55,6 +55,7 @@ def _accumulate_trial_gradients(
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
+            _preserved_generators(network),
             preserved_buffers(network, but=slot.seed),
             _running_statistics(network, but=[slot.seed, *features.parts_before(slot)]),
             _replaced_forwards(features.replays(slot)),
@@ -65,6 +66,19 @@ def _accumulate_trial_gradients(
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@contextmanager
+def _preserved_generators(network: nn.Module) -> Iterator[None]:
+    """Restore the state of the random generators in lists of the network's modules (dropout) after this context."""
+    lists = [value for module in network.modules() for value in vars(module).values() if isinstance(value, list)]
+    generators = {item for values in lists for item in values if isinstance(item, torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @contextmanager

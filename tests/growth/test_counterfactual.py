@@ -12,6 +12,7 @@ from esper_lightning.growth.counterfactual import (
     SeedVariant,
     all_variants,
     forward_variants,
+    fossilized_only,
     leave_one_out,
 )
 from esper_lightning.growth.lifecycle import slots_of
@@ -146,6 +147,14 @@ def test_families_by_hand() -> None:
     assert leave_one_out([]) == [frozenset()]
     assert all_variants(["a", "b", "c"]) == [frozenset(), a, b, c, a | b, a | c, b | c, a | b | c]
     assert all_variants([]) == [frozenset()]
+
+
+def test_what_is_committed_is_what_is_fossilized() -> None:
+    network = small_cnn(PLACES)
+    assert fossilized_only(network) == frozenset()
+    for place, stage in zip(PLACES, [Stage.FOSSILIZED, Stage.PROBATIONARY, Stage.FOSSILIZED], strict=True):
+        grow(slot_named(network, place), stage)
+    assert fossilized_only(network) == {"block1", "block3.pool"}
 
 
 def rows_of(network: CNN, variants: list[SeedVariant]) -> list[int]:
