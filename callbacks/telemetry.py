@@ -233,7 +233,7 @@ class Telemetry(Callback):
         loop = self._module.collector
         pool, step = loop.pool, loop.last_step
         found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_step_metrics(pool.envs)
-        found |= numbers.gradient_metrics(pool.envs)
+        found |= numbers.gradient_metrics(pool.envs) | numbers.potential_metrics(pool.envs)
         if pool.overseer is not None:
             found |= numbers.governor_metrics(step, pool.envs)
         found |= numbers.phase_seconds(

@@ -325,3 +325,11 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     with pytest.raises(SystemExit):
         benchmark.main(["--config", str(path), "--each", "3"])
     assert "--each 3 is too few for 5 folds" in capsys.readouterr().err
+
+
+def test_the_page_on_learning_behind_the_host_shows_the_kept_results() -> None:
+    isolation = script("isolation")
+    page = (ROOT / "docs" / "results" / "isolation.md").read_text().splitlines()
+    rows = isolation.table(isolation.RESULTS)
+    assert len(rows) == 30
+    assert [line for line in page if line.startswith(("| glyphs |", "| digits |"))] == rows

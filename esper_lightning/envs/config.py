@@ -26,6 +26,10 @@ Threads are excluded because torch may compile at any call, and no other thread 
 excluded because it uses kernels of its own."""
 
 
+TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
+"""Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
+slots."""
+
 HostFactory = Callable[[Sequence[int], int], nn.Module]
 """Factory of host networks: shape of one input and number of outputs -> a host with slots."""
 
@@ -94,6 +98,11 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
         raise ValueError(
             f"executor {config.executor!r} cannot run compiled hosts; use env.executor loop, or leave training.compile "
             f"out"
+        )
+    if config.lifecycle.isolation == "trial" and config.executor not in (*TRIAL_EXECUTORS, "auto"):
+        raise ValueError(
+            f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "
+            f"proximal"
         )
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
     if device.type != required_device:

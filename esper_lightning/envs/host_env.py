@@ -16,7 +16,7 @@ from esper_lightning.envs.restore import check_accounts, check_host, check_monit
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.governor.judge import EpochStats, Judgement
 from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.growth.counterfactual import SeedVariant, fossilized_only
+from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
@@ -230,7 +230,9 @@ class HostEnv:
 
     def variants(self) -> list[SeedVariant]:
         """Return the combinations of seeds to validate with; see `Validation`."""
-        return variants_to_validate(self.growing.slots, fossilized_only(self.network), host_only=self.measure_host_only)
+        return variants_to_validate(
+            self.slots, host_only=self.measure_host_only, potential=self.lifecycle.min_potential is not None
+        )
 
     def record_validation(self, validation: Validation) -> None:
         """Record a validation of the current host."""
@@ -319,7 +321,9 @@ class HostEnv:
         self.tick += 1
         contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
-        return self.growing.end_epoch(contributions, gradients, pause_auto_advance=hold_stages)
+        is_measured = self.lifecycle.min_potential is not None
+        potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
+        return self.growing.end_epoch(contributions, gradients, potentials=potentials, pause_auto_advance=hold_stages)
 
     def seed_parameters(self, stages: frozenset[Stage]) -> int:
         """Return the number of parameters of all seeds in one of `stages`."""

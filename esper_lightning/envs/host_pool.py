@@ -127,7 +127,9 @@ class HostPool:
         choice = ExecutorChoice(self.config.executor, self.config.training.onednn is not False)
         self.executor_candidates = [choice]
         if self.config.executor == "auto":
-            self.executor_candidates = available_choices(self.device, self.config.training)
+            self.executor_candidates = available_choices(
+                self.device, self.config.training, self.config.lifecycle.isolation
+            )
             self.selection = select_executor(
                 self.envs, growable, self.task, data=self.data, available=self.executor_candidates
             )

@@ -17,13 +17,17 @@ class Score(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """Scores of one host in one validation pass, by the active seeds. Seeds that are not blended are never active."""
+    """Scores of one host in one validation pass, by the active seeds."""
 
     all_seeds: Score
+    """Score with all blended seeds."""
     without: list[Score]
     """Leave-one-out scores, [K]: all seeds except the one in this slot."""
     fossilized: Score
     """Score with fossilized seeds only, which are the ones that remain at the horizon."""
+    trials: list[Score]
+    """Scores with all seeds and the one in this slot at full alpha, [K]. The score with all seeds where the slot has no
+    seed to be blended yet, or where the potential is not measured."""
     host_only: Score | None = None
     """Score with every seed switched off. None: not measured."""
 
@@ -31,6 +35,11 @@ class Validation(NamedTuple):
     def contributions(self) -> list[float]:
         """Accuracy points (of 100) lost without the seed in each slot, [K]; 0 for a seed that is not blended."""
         return [POINTS_PER_UNIT * (self.all_seeds.accuracy - rest.accuracy) for rest in self.without]
+
+    @property
+    def potentials(self) -> list[float]:
+        """Accuracy points (of 100) gained with the seed in each slot at full alpha, [K]; 0 for any other slot."""
+        return [POINTS_PER_UNIT * (trial.accuracy - self.all_seeds.accuracy) for trial in self.trials]
 
 
 class TrainingStats(NamedTuple):

@@ -91,7 +91,10 @@ def validation_state(validation: Validation) -> dict[str, Any]:
     """Convert a validation to the form in checkpoints: lists of loss and accuracy by name."""
     scores = {"all_seeds": validation.all_seeds, "fossilized": validation.fossilized, "host_only": validation.host_only}
     named = {name: None if score is None else list(score) for name, score in scores.items()}
-    return named | {"without": [list(score) for score in validation.without]}
+    return named | {
+        "without": [list(score) for score in validation.without],
+        "trials": [list(score) for score in validation.trials],
+    }
 
 
 def check_validation(state: Any, slots: int) -> Validation | None:
@@ -103,12 +106,13 @@ def check_validation(state: Any, slots: int) -> Validation | None:
         return None
     what = "a host's validation"
     check_keys(what, state, Validation._fields)
-    if not isinstance(state["without"], list) or len(state["without"]) != slots:
-        raise ValueError(f"{what} is not one without the seed in each of {slots} slots")
+    for name in ("without", "trials"):
+        if not isinstance(state[name], list) or len(state[name]) != slots:
+            raise ValueError(f"{what} has not a score {name!r} for each of {slots} slots")
 
     def score(saved: Any) -> Score:
         return Score(*check_numbers(what, saved, len(Score._fields)))
 
     host_only = None if state["host_only"] is None else score(state["host_only"])
-    without = [score(saved) for saved in state["without"]]
-    return Validation(score(state["all_seeds"]), without, score(state["fossilized"]), host_only)
+    without, trials = ([score(saved) for saved in state[name]] for name in ("without", "trials"))
+    return Validation(score(state["all_seeds"]), without, score(state["fossilized"]), trials, host_only)

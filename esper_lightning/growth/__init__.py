@@ -2,7 +2,7 @@
 
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.attach import attach_slots, detach_slots
-from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants
+from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants, potentials
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "manifest",
     "measure_variants",
+    "potentials",
     "rebuild",
     "save",
     "slots_of",

@@ -155,6 +155,24 @@ def attachment_records(network: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def parts_without_slots(network: nn.Module) -> list[nn.Module]:
+    """Return the largest submodules of `network` with parameters, a forward pass and no slot inside it."""
+    hooked_modules = {
+        module.get_submodule(entry["module"]) for module in network.modules() for entry in attachment_records(module)
+    }
+
+    def parts_of(module: nn.Module) -> list[nn.Module]:
+        if isinstance(module, SeedSlot) or not any(True for _ in module.parameters()):
+            return []
+        # A slot attached to the module itself is a hook, which runs after the forward pass and not inside it.
+        slots = [m for m in module.modules() if isinstance(m, SeedSlot) or (m in hooked_modules and m is not module)]
+        if slots or type(module).forward is nn.Module.forward:  # containers such as ModuleList define no forward pass
+            return [part for child in module.children() for part in parts_of(child)]
+        return [module]
+
+    return list(dict.fromkeys(parts_of(network)))
+
+
 def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]) -> None:
     """Attach slots from the records that `attachment_records` returned for an equal network; needs no example.
 

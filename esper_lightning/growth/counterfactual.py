@@ -1,7 +1,9 @@
 """Counterfactual outputs of a network with some seeds switched off, for many combinations in one forward pass.
 
+A seed that learns without an effect on the host's output is active, at full alpha, in the combinations that name it.
+
 Combinations share the rows of the batch up to the first slot where they differ. There the batch is split in two, and
-later layers work on a longer batch. Combinations that differ in no blended seed share all rows.
+later layers work on a longer batch. Combinations that differ in no seed share all rows.
 If a shortcut bypasses a slot (`SeedSlot.on_single_path` is False), the batch is split for it at the network's input.
 Every layer must treat the rows of a batch independently, so the network must be in evaluation mode.
 """
@@ -29,7 +31,7 @@ ScoreFunction = Callable[[Any, Tensor], Tensor]
 
 
 def leave_one_out(slots: Iterable[str]) -> list[SeedVariant]:
-    """Return K + 1 combinations: all seeds, then all seeds except each one in turn."""
+    """Return K + 1 combinations: the seeds in all `slots`, then all except each one in turn."""
     all_slots = frozenset(slots)
     return [all_slots, *(all_slots - {slot} for slot in slots)]
 
@@ -54,7 +56,7 @@ class _BatchSplit:
         self.on_split = on_split
         self.parts: list[list[int]] = [list(range(len(variants)))]
         for slot in slots:
-            if slot.blended and not slot.on_single_path:
+            if slot.occupied and not slot.on_single_path:
                 active, inactive = self._split_parts(slot)
                 self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
 
@@ -64,20 +66,22 @@ class _BatchSplit:
         return active, inactive
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
-        if not slot.blended:
+        if not slot.occupied:
             return x
         active, inactive = self._split_parts(slot)
         if not any(inactive):
-            return slot.blend_output(x)
+            return slot.active_output(x)
         if not any(active):
             return x
         chunks = x.chunk(len(self.parts))
         if all(not (a and b) for a, b in zip(active, inactive, strict=True)):
             # The batch is split already, at the input or by an earlier pass through this slot.
             return torch.cat(
-                [slot.blend_output(c) if variant_ids else c for c, variant_ids in zip(chunks, active, strict=True)]
+                [slot.active_output(c) if variant_ids else c for c, variant_ids in zip(chunks, active, strict=True)]
             )
-        with_seed = [slot.blend_output(chunk) for chunk, variant_ids in zip(chunks, active, strict=True) if variant_ids]
+        with_seed = [
+            slot.active_output(chunk) for chunk, variant_ids in zip(chunks, active, strict=True) if variant_ids
+        ]
         without = [chunk for chunk, variant_ids in zip(chunks, inactive, strict=True) if variant_ids]
         self.parts = [variant_ids for variant_ids in active + inactive if variant_ids]
         if self.on_split is not None:
@@ -94,8 +98,8 @@ def forward_variants(
 
     Args:
         network: Network with slots, in evaluation mode.
-        variants: Names of the slots with an active seed, for each combination. Seeds that are not blended are never
-            active.
+        variants: Names of the slots with an active seed, for each combination. A seed that is not blended yet is active
+            at full alpha.
         inputs: Positional arguments of the network.
         on_split: Called with the current batch length as a multiple of B: at the beginning, and after every slot that
             makes the batch longer.
@@ -173,3 +177,19 @@ def contributions(network: nn.Module, batches: Iterable[Batch], score: ScoreFunc
         name: 100.0 * (score_with_all - score_without)
         for name, score_without in zip(blended, scores_without, strict=True)
     }
+
+
+def potentials(network: nn.Module, batches: Iterable[Batch], score: ScoreFunction) -> dict[str, float]:
+    """Return the potential of each seed that is not blended yet by slot: what its contribution would be at full alpha.
+
+    It is 100·(score with this seed and all blended ones - score with all blended ones). Arguments: see
+    `measure_variants`.
+    """
+    slots = slots_of(network)
+    blended = frozenset(name for name, slot in slots.items() if slot.blended)
+    isolated = [name for name, slot in slots.items() if slot.isolated]
+    if not isolated:
+        return {}
+    variants = [blended, *(blended | {name} for name in isolated)]
+    score_without, *scores = measure_variants(network, variants, batches, score=score).tolist()
+    return {name: 100.0 * (score - score_without) for name, score in zip(isolated, scores, strict=True)}

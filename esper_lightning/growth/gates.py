@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from esper_lightning.blueprints import Birth
+from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gradient_stats import GradientStats
 
 
@@ -18,11 +19,23 @@ class LifecycleConfig:
     birth: Birth = "identity"
     """Initial output of a new seed: its input (`identity`), or that of randomly initialised layers (`random`)."""
 
+    isolation: Isolation = "straight_through"
+    """How a seed learns before it is blended. The host's output, gradients and statistics stay those without the seed.
+    straight_through, the loss gradient at its slot, which does not depend on what the seed puts out, so that a seed
+    that learns for an epoch or more harms its host when it is switched on. proximal, the same gradient and a pull back
+    to the host's feature, which bounds the step. trial, the gradient of the loss with the seed at full alpha, in a
+    second pass through the layers behind the slot; executor fused does not support it."""
+
     training_ticks: int = 3
     """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""
 
     min_gradient_health: float = 0.7
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
+
+    min_potential: float | None = None
+    """Minimum potential for blending, in accuracy points (of 100), a seed's contribution if it were at full alpha. A
+    pool measures it in validation and observes it; a seed whose potential is not measured is judged by its gradient.
+    None: no minimum, and not measured."""
 
     max_gradient_norm: float = 100.0
     """Maximum gradient norm of a seed for blending and for fossilization."""
@@ -89,6 +102,8 @@ class Evidence(NamedTuple):
     """True if alpha was at its target, which is not 0, throughout the last host epoch."""
     gradient: GradientStats | None = None
     """Gradient statistics of the seed's parameters."""
+    potential: float | None = None
+    """Accuracy with the seed at full alpha minus accuracy without it, before it is blended, in points (of 100)."""
     contribution: float | None = None
     """Accuracy with the seed minus accuracy without it, in points (of 100), on the same validation pass."""
 
@@ -112,11 +127,23 @@ def reasons_against_training(evidence: Evidence) -> list[str]:
 
 
 def reasons_against_blending(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Gate G2, TRAINING to BLENDING: the seed must have trained long enough, with a healthy gradient."""
+    """Gate G2, TRAINING to BLENDING: trained long enough, with a healthy gradient and a sufficient potential."""
     reasons = reasons_against_gradient(evidence, config)
+    minimum, potential = config.min_potential, evidence.potential
+    if minimum is not None and potential is not None and not potential >= minimum:  # also catches NaN
+        reasons.append(f"potential {potential:+.2f} points below {minimum:g}")
     if evidence.ticks_in_stage < config.training_ticks:
         reasons.append(f"{evidence.ticks_in_stage} of {config.training_ticks} ticks in TRAINING")
     return reasons
+
+
+def reasons_it_is_stuck(evidence: Evidence, config: LifecycleConfig) -> list[str]:
+    """Return the reasons why a seed in TRAINING still cannot be blended, once its time there is over twice.
+
+    Empty at any other tick, so that each seed is reported once.
+    """
+    overdue = evidence.ticks_in_stage - config.training_ticks
+    return reasons_against_blending(evidence, config) if overdue == max(1, config.training_ticks) else []
 
 
 def reasons_against_probation(evidence: Evidence, config: LifecycleConfig) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from esper_lightning.growth.param_groups import (
 )
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
+from esper_lightning.growth.trial import LossFunction, backward_with_trials
 from esper_lightning.serialization.checks import (
     check_keys,
     check_matching_tensor,
@@ -57,6 +58,7 @@ class SeedMeasurements:
     contribution: float | None = None  # accuracy points of 100
     previous_contribution: float | None = None
     gradient: GradientStats | None = None
+    potential: float | None = None  # accuracy points of 100, before the seed was blended
 
 
 class RefusalReasons(NamedTuple):
@@ -106,6 +108,8 @@ class GrowingNetwork:
         self.slots: dict[str, SeedSlot] = slots_of(module)
         if not self.slots:
             raise ValueError("the network has no slots; give it some with attach_slots, or build SeedSlots in")
+        for slot in self.slots.values():
+            slot.isolation = lifecycle.isolation
         device = next(iter(self.slots.values())).alpha.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
@@ -139,9 +143,21 @@ class GrowingNetwork:
         seed_slot.empty()
 
     def germinate(
-        self, slot: str, blueprint: str, *, ticks: int = 5, style: BlendStyle = "add", curve: Curve = "linear"
+        self,
+        slot: str,
+        blueprint: str,
+        *,
+        ticks: int = 5,
+        style: BlendStyle = "add",
+        curve: Curve = "linear",
+        stage: Literal["GERMINATED", "BLENDING"] = "GERMINATED",
     ) -> SeedEvent:
-        """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs."""
+        """Put a new seed in an empty slot; from BLENDING on, alpha rises over `ticks` host epochs.
+
+        With stage BLENDING the seed is blended from the start: it has no time to learn alone, and no gate is asked.
+        """
+        if stage not in ("GERMINATED", "BLENDING"):
+            raise ValueError(f"a seed cannot begin in {stage!r}; choose GERMINATED or BLENDING")
         seed_slot = self._slot(slot)
         ramp = Ramp(0.0, self.lifecycle.alpha_target, ticks, curve)
         event = lifecycle_ops.germinate(
@@ -152,7 +168,24 @@ class GrowingNetwork:
             self._sync_seed_groups()
             undo.pop_all()
         self.measurements[slot] = SeedMeasurements()
+        if stage == "BLENDING":
+            for next_stage in (Stage.TRAINING, Stage.BLENDING):
+                seed_slot.move_to(next_stage)
+            event = replace(event, after=Stage.BLENDING)
         return self._after_change(event)
+
+    def backward(self, loss_of: LossFunction) -> Tensor:
+        """Accumulate the gradients of a minibatch for the network and its seeds, and return the network's loss.
+
+        With isolation `trial` only this method gives a gradient to seeds that are not blended yet; otherwise it equals
+        `loss_of(module).backward()`.
+
+        Args:
+            loss_of: Function that runs a network on a minibatch and returns its loss. It is called once for the
+                network, and once for each seed that learns by trial.
+        """
+        on_trial = [slot for slot in self.slots.values() if slot.isolated and slot.isolation == "trial"]
+        return backward_with_trials(self.module, on_trial, loss_of)
 
     def advance(self, slot: str) -> SeedEvent:
         """Move a seed from TRAINING to BLENDING, or from BLENDING to PROBATIONARY, if that is not automatic."""
@@ -213,6 +246,8 @@ class GrowingNetwork:
         self,
         contributions: Mapping[str, float] | None = None,
         gradients: Mapping[str, GradientStats] | None = None,
+        *,
+        potentials: Mapping[str, float] | None = None,
         pause_auto_advance: bool = False,
     ) -> list[SeedEvent]:
         """End a host epoch: store its measurements, move alpha and apply the automatic changes of stage.
@@ -222,12 +257,15 @@ class GrowingNetwork:
                 `contributions`.
             gradients: Gradient statistics of each seed by slot. None: computed now from the gradients of the last
                 backward pass, so call this before `zero_grad`.
+            potentials: Potentials by slot of seeds that are not blended yet, in accuracy points (of 100); see the
+                function `potentials`. None: not measured.
             pause_auto_advance: Suppress automatic advances of seeds in this call.
         """
         lifecycle = (
             replace(self.lifecycle, auto_blend=False, auto_probation=False) if pause_auto_advance else self.lifecycle
         )
-        check_slot_names(list(contributions or ()), self.slots)
+        for named in (contributions, potentials):
+            check_slot_names(list(named or ()), self.slots)
         gradients = self.measure_gradients() if gradients is None else gradients
         check_slot_names(list(gradients), self.slots)
         events = []
@@ -237,6 +275,8 @@ class GrowingNetwork:
                 measured.gradient = gradients.get(name)
             if slot.blended and contributions is not None and name in contributions:
                 measured.previous_contribution, measured.contribution = measured.contribution, contributions[name]
+            if slot.isolated and potentials is not None and name in potentials:
+                measured.potential = potentials[name]
             slot.end_epoch()
             seed, contribution = slot.seed, self._contribution(name)
             slot_events = lifecycle_ops.auto_transition(slot, self.evidence(name), lifecycle, horizon=self.horizon)
@@ -255,6 +295,7 @@ class GrowingNetwork:
             alpha_progress=seed_slot.alpha_progress,
             alpha_at_target=seed_slot.alpha_before == seed_slot.ramp.target and not seed_slot.fading,
             gradient=measured.gradient,
+            potential=measured.potential,
             contribution=measured.contribution,
         )
 
@@ -318,7 +359,7 @@ class GrowingNetwork:
             "groups": group_names(self.optimizer),
             "optimizer": self.optimizer.state_dict(),
             "records": [
-                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None]
+                [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None, r.potential]
                 for r in self.measurements.values()
             ],
             "generator": self.generator.get_state(),
@@ -348,11 +389,12 @@ class GrowingNetwork:
                 add_group(self.optimizer, name, seeds[name], **self.seed_options)
         load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
         for name, record in zip(self.slots, state["records"], strict=True):
-            contribution, previous, gradient = record
-            check_numbers("the measurements of a seed", [n for n in (contribution, previous) if n is not None])
+            contribution, previous, gradient, potential = record
+            measured = [number for number in (contribution, previous, potential) if number is not None]
+            check_numbers("the measurements of a seed", measured)
             if gradient is not None:
                 gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
-            self.measurements[name] = SeedMeasurements(contribution, previous, gradient)
+            self.measurements[name] = SeedMeasurements(contribution, previous, gradient, potential)
         generator = check_matching_tensor("the generator's state", state["generator"].cpu(), self.generator.get_state())
         self.generator.set_state(generator.clone())  # torch reads the storage from its start, which is wrong for a view
 

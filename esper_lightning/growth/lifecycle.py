@@ -20,6 +20,7 @@ from esper_lightning.growth.gates import (
     reasons_against_blending,
     reasons_against_probation,
     reasons_against_training,
+    reasons_it_is_stuck,
     reasons_to_cull,
 )
 from esper_lightning.growth.slot import SeedSlot
@@ -28,7 +29,9 @@ from esper_lightning.growth.stages import Stage, check_transition
 
 @dataclass(frozen=True)
 class SeedEvent:
-    """One change of a seed: of its stage, or of the target of its alpha (then `before` and `after` are equal).
+    """One change of a seed: of its stage, or of the target of its alpha; or a report that it is stuck.
+
+    In the last two cases `before` and `after` are equal.
 
     Events of the same change are equal, whatever their times and measurements.
     """
@@ -178,6 +181,8 @@ def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig,
         evidence = evidence._replace(ticks_in_stage=0)
     if slot.stage is Stage.TRAINING and config.auto_blend and not reasons_against_blending(evidence, config):
         events.append(advance(slot, "ready to blend"))
+    elif slot.stage is Stage.TRAINING and (reasons := reasons_it_is_stuck(evidence, config)):
+        events.append(unchanged_stage(slot, f"stuck: {'; '.join(reasons)}"))
     elif slot.fading:
         if slot.alpha_now == 0.0:
             events.append(cull(slot, "faded out"))

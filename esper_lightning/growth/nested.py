@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and mappings; calls of networks that take such inputs, and evaluation mode."""
+"""Tensors in nested tuples, lists and mappings; calls of networks that take such inputs, their mode and buffers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -121,3 +121,24 @@ def evaluation_mode(network: nn.Module) -> Iterator[None]:
     finally:
         for module in network.modules():
             module.training = modes.get(module, modes[network])
+
+
+@contextmanager
+def preserved_buffers(network: nn.Module, but: nn.Module | None = None) -> Iterator[None]:
+    """Discard writes to the network's buffers within this context, except to those of its part `but`."""
+    exempt = set() if but is None else set(but.modules())
+    buffers = [
+        (module, name, buffer)
+        for module in network.modules()
+        if module not in exempt
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    # Copies replace the buffers. With track_running_stats = False instead, BatchNorm would save fewer tensors, which
+    # torch refuses in a recomputed pass.
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, blueprint_names, check_blueprint_name
 from esper_lightning.growth.alpha import DEFAULT_RAMP
+from esper_lightning.growth.blend import straight_through
 from esper_lightning.growth.lifecycle import count_parameters, germinate, slots_of
 from esper_lightning.growth.slot import SeedSlot
 
@@ -88,7 +89,7 @@ class _ProbeOverride:
         if output_shape != x.shape:
             self.errors[slot.name] = f"changes the feature's shape from {tuple(x.shape)} to {tuple(output_shape)}"
             return x
-        return slot.blend_output(x)
+        return straight_through(x, slot.trial_output(x))
 
 
 def _reasons_against(slot: SeedSlot, override: _ProbeOverride) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle, mix, straight_through
-from esper_lightning.growth.stages import BLENDED, LIVE, OCCUPIED, STRAIGHT_THROUGH, Stage, check_transition
+from esper_lightning.growth.blend import BlendStyle, Isolation, mix, proximal, straight_through
+from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
 """Layout of the feature at a slot: [B, C, H, W], [B, T, C] or [B, C], where C is the slot's width."""
@@ -37,6 +37,7 @@ class SeedSlot(nn.Module):
         style: Function that blends the seed's output into the host's feature.
         ramp: Path of alpha. It starts with BLENDING, and again whenever alpha gets another target.
         ramp_ticks: Host epochs since the start of the ramp.
+        isolation: How a seed learns before it is blended; `GrowingNetwork` sets it from its lifecycle.
         folded: Layer applied before the slot that contains an earlier, folded seed; None if there is none.
         age: Host epochs since germination.
         ticks_in_stage: Host epochs in the present stage.
@@ -60,6 +61,7 @@ class SeedSlot(nn.Module):
         self.width = width
         self.detach_input = layout == "image" if detach_input is None else detach_input
         self.on_single_path = on_single_path
+        self.isolation: Isolation = "straight_through"
         self.folded: nn.Conv2d | None = None
         self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
         # Not persistent, because the manifest determines it: empty slots then add no keys to the state dict.
@@ -97,6 +99,11 @@ class SeedSlot(nn.Module):
     def live(self) -> bool:
         """True if the slot contains a seed that is not fossilized."""
         return self.stage in LIVE
+
+    @property
+    def isolated(self) -> bool:
+        """True if the seed learns without an effect on the host's output."""
+        return self.stage in ISOLATED
 
     @property
     def blended(self) -> bool:
@@ -165,14 +172,23 @@ class SeedSlot(nn.Module):
 
     def blend_output(self, x: Tensor) -> Tensor:
         """Return the host's feature blended with the seed's output according to stage and alpha."""
-        if self.stage in STRAIGHT_THROUGH:
-            # In evaluation mode the seed has no effect, so it is not run. In training it learns as if it were blended
-            # with its style at full alpha.
-            return straight_through(x, self._mix(seed_input := x.detach(), seed_input, None)) if self.training else x
+        if self.isolated:
+            # In evaluation mode the seed has no effect, so it is not run. A trial pass runs it separately.
+            if not self.training or self.isolation == "trial":
+                return x
+            return (proximal if self.isolation == "proximal" else straight_through)(x, self.trial_output(x))
         if not self.blended:
             return x
         at_full_alpha = self.stage is Stage.FOSSILIZED and self.ramp.target == 1.0
         return self._mix(x, x.detach() if self.detach_input and self.live else x, None if at_full_alpha else self.alpha)
+
+    def trial_output(self, x: Tensor) -> Tensor:
+        """Return what the slot would return with the seed blended at full alpha; no gradient reaches `x`."""
+        return self._mix(seed_input := x.detach(), seed_input, None)
+
+    def active_output(self, x: Tensor) -> Tensor:
+        """Return the output with an active seed: blended as it is, or at full alpha if it is not blended yet."""
+        return self.trial_output(x) if self.isolated else self.blend_output(x)
 
     def _mix(self, x: Tensor, seed_input: Tensor, alpha: Tensor | None) -> Tensor:
         """Blend the seed's output for `seed_input` into `x`; alpha None means full alpha."""

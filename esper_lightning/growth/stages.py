@@ -28,7 +28,7 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
 }
 """Stages that may directly follow each stage."""
 
-STRAIGHT_THROUGH = frozenset({Stage.GERMINATED, Stage.TRAINING})
+ISOLATED = frozenset({Stage.GERMINATED, Stage.TRAINING})
 """Stages in which the seed learns from the loss and does not change the host's output."""
 
 BLENDED = frozenset({Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED})

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from esper_lightning.growth.nested import preserved_buffers
 from esper_lightning.hosts.dropout import dropout_generators
 
 
@@ -33,17 +34,9 @@ def _repeat(network: nn.Module, states: Sequence[Tensor]) -> Iterator[None]:
     later_states = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    buffers = [
-        (module, name, buffer) for module in network.modules() for name, buffer in module.named_buffers(recurse=False)
-    ]
-    # Copies replace the buffers. With track_running_stats = False instead, the second pass would save fewer tensors
-    # than the first, which torch refuses.
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer.clone())
     try:
-        yield
+        with preserved_buffers(network):
+            yield
     finally:
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
         for generator, state in zip(generators, later_states, strict=True):
             generator.set_state(state)

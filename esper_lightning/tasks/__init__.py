@@ -5,6 +5,7 @@ from esper_lightning.tasks.batches import Batches, fetch
 from esper_lightning.tasks.cifar10 import CIFAR10
 from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.digits import Digits
+from esper_lightning.tasks.glyphs import Glyphs
 from esper_lightning.tasks.integrity import check_data, find_doubts, fingerprint
 from esper_lightning.tasks.synthetic import Synthetic
 from esper_lightning.tasks.tabular import Tabular
@@ -18,6 +19,7 @@ __all__ = [
     "Batches",
     "Digits",
     "FromDataModule",
+    "Glyphs",
     "Measures",
     "Split",
     "Synthetic",

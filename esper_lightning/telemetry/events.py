@@ -30,7 +30,7 @@ class Started(NamedTuple):
 
 
 class SeedChanged(NamedTuple):
-    """A seed changed its stage, or its alpha got a new target; in that case `before` and `after` are equal."""
+    """A seed changed its stage; or its alpha got a new target, or it is stuck: then `before` and `after` are equal."""
 
     tick: int
     host: int

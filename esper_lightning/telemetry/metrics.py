@@ -82,6 +82,17 @@ def contribution_values(envs: Sequence["HostEnv"]) -> list[float]:
     return [point for point in points if math.isfinite(point)]
 
 
+def potential_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
+    """Return the mean potential of all seeds that are not blended yet, in accuracy points; empty if none is known."""
+    points = [
+        record.potential
+        for env in envs
+        for slot, record in zip(env.slots, env.records, strict=True)
+        if slot.isolated and record.potential is not None and math.isfinite(record.potential) and not env.ended
+    ]
+    return {"growth/potential": sum(points) / len(points)} if points else {}
+
+
 def layer_metrics(hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return means over hosts of the layers' gradient norms, by name. Hosts need not have the same layers."""
     norms: dict[str, list[float]] = {}

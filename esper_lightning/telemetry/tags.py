@@ -153,6 +153,12 @@ SCALARS: tuple[Tag, ...] = (
     Tag("reward/<term>", "normal", "each term of the reward, mean over hosts", "the large ones are the wanted ones"),
     Tag("growth/<slot>/<stage>", "normal", "share of hosts whose seed there is in that stage", "FOSSILIZED grows"),
     Tag("growth/ticks.<stage>", "normal", "ticks that a seed spent in the stage", "as the lifecycle is configured"),
+    Tag(
+        "growth/potential",
+        "normal",
+        "gain of seeds if they were blended now, mean in accuracy points; needs `lifecycle.min_potential`",
+        "above 0",
+    ),
     Tag("governor/suspicious", "normal", "hosts whose loss is out of range", "0, or a few"),
     Tag("governor/rollbacks", "normal", "rollbacks since the episode began", "few"),
     Tag("governor/ended", "normal", "hosts that were given up", "0"),

@@ -16,7 +16,10 @@ from esper_lightning.envs.device_transfer import (
 from esper_lightning.envs.measurements import Score, Validation
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stages import Stage
 from tests.decisions import CPU
+from tests.growth.grown import grow
 
 GPU = torch.device("cuda", 0)
 
@@ -62,20 +65,34 @@ def test_the_table_of_relevance_is_cached_for_training_too() -> None:
 
 @pytest.mark.parametrize("host_only", [False, True])
 def test_measurements_are_read_by_name_as_they_were_packed(host_only: bool) -> None:
-    slots = ["a", "b"]
-    variants = variants_to_validate(slots, frozenset("a"), host_only)
-    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3}
+    slots = [SeedSlot(name, "vector", 4) for name in "abc"]
+    for slot, stage in zip(slots, (Stage.FOSSILIZED, Stage.BLENDING, Stage.TRAINING), strict=True):
+        grow(slot, stage, "mlp_small")
+    variants = variants_to_validate(slots, host_only=host_only, potential=True)
+    names = {frozenset("ab"): 0, frozenset("b"): 1, frozenset("a"): 2, frozenset(): 3, frozenset("abc"): 4}
     # Loss and accuracy of two hosts, with a different value for each combination of seeds.
     validated = torch.tensor([[[10.0 * row + names[v] for v in variants] for row in range(2)]] * 2)
-    gradients = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    gradients = torch.arange(2 * 4 * 4.0).view(2, 4, 4)
     trained = pack_training(torch.tensor([[0.5, 0.25], [1.5, 0.75]]), torch.tensor([0.0, 3.0]), gradients)
 
-    first, second = unpack_epochs(pack_epochs(trained, validated), slots=2)
+    first, second = unpack_epochs(pack_epochs(trained, validated), slots=3)
 
     assert (second.training.loss, second.training.accuracy, second.training.skipped_steps) == (1.5, 0.75, 3)
     assert first.training.host_gradient == GradientStats(0.0, 1.0, 2.0, 3.0)
-    assert second.training.seed_gradients == [GradientStats(*range(16, 20)), GradientStats(*range(20, 24))]
-    whole, without_a, without_b, none = (Score(float(i), 10.0 + i) for i in range(4))
-    expected = Validation(whole, [without_a, without_b], without_b, none if host_only else None)
+    assert second.training.seed_gradients == [GradientStats(*range(first, first + 4)) for first in (20, 24, 28)]
+    whole, without_a, without_b, none, trial = (Score(float(i), 10.0 + i) for i in range(5))
+    expected = Validation(
+        whole, [without_a, without_b, whole], without_b, [whole, whole, trial], none if host_only else None
+    )
     assert first.validation == second.validation == expected
-    assert unpack_validations(validated, slots=2) == [expected] * 2
+    assert unpack_validations(validated, slots=3) == [expected] * 2
+
+
+def test_without_potentials_no_combination_has_a_seed_that_is_not_blended() -> None:
+    slots = [SeedSlot(name, "vector", 4) for name in "ab"]
+    for slot, stage in zip(slots, (Stage.BLENDING, Stage.TRAINING), strict=True):
+        grow(slot, stage, "mlp_small")
+
+    variants = variants_to_validate(slots, host_only=False, potential=False)
+
+    assert {name for variant in variants for name in variant} == {"a"}

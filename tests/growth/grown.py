@@ -122,7 +122,12 @@ def grow(
 
 
 def evidence_of(
-    slot: SeedSlot, contribution: float | None = 2.0, gradient: GradientStats | None = CALM, in_optimizer: bool = True
+    slot: SeedSlot,
+    contribution: float | None = 2.0,
+    gradient: GradientStats | None = CALM,
+    *,
+    in_optimizer: bool = True,
+    potential: float | None = None,
 ) -> Evidence:
     """Return evidence of a seed for the gates, with the given measurements."""
     return Evidence(
@@ -132,6 +137,7 @@ def evidence_of(
         alpha_progress=slot.alpha_progress,
         alpha_at_target=slot.alpha_before == slot.ramp.target > 0.0,
         gradient=gradient,
+        potential=potential,
         contribution=contribution,
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.counterfactual import (
     SeedVariant,
     all_variants,
@@ -18,7 +19,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
-from tests.growth.grown import grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import STYLES, grow, slot_named, small_batch, small_cnn
 from tests.growth.seeded_cnn import PLACES, grown_cnn, plain_pass
 
 
@@ -61,13 +62,18 @@ def test_each_variant_has_its_own_output() -> None:
     assert all(not torch.allclose(groups[i], groups[j]) for i, j in combinations(range(8), 2))
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
-def test_a_seed_that_is_not_blended_never_takes_part(stage: Stage) -> None:
-    network = small_cnn(PLACES).double().eval()
-    grow(slot_named(network.float(), PLACES[0]), stage)
-    outputs, places = forward_variants(network.double(), [frozenset(), frozenset(PLACES)], images())
-    assert places == [0, 0]
-    torch.testing.assert_close(outputs, small_cnn(PLACES).double().eval()(images()))
+def test_a_seed_that_is_not_blended_takes_part_at_full_alpha_where_it_is_named(stage: Stage, style: BlendStyle) -> None:
+    network, blended = small_cnn(PLACES), small_cnn(PLACES)
+    grow(slot_named(network, PLACES[1]), stage, style=style)
+    grow(slot_named(blended, PLACES[1]), Stage.FOSSILIZED, style=style)
+
+    outputs, places = forward_variants(network.double().eval(), [frozenset(), frozenset(PLACES[1:])], images())
+
+    without, full = (outputs.unflatten(0, (2, -1))[place] for place in places)
+    torch.testing.assert_close(without, small_cnn(PLACES).double().eval()(images()))
+    torch.testing.assert_close(full, blended.double().eval()(images()))
 
 
 def test_an_observer_is_told_the_factor_of_the_batch() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.blend import BlendStyle
-from esper_lightning.growth.counterfactual import SeedVariant, all_variants, contributions, measure_variants
+from esper_lightning.growth.counterfactual import SeedVariant, all_variants, contributions, measure_variants, potentials
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import STYLES, grow, loss_of, slot_named, small_batch, small_cnn
 from tests.growth.seeded_cnn import PLACES, grown_cnn, plain_pass
@@ -64,6 +64,24 @@ def test_only_blended_seeds_are_measured() -> None:
     network = small_cnn(PLACES)
     grow(slot_named(network, "block1"), Stage.TRAINING)
     assert contributions(network, unequal_batches(), right) == {}
+
+
+def test_a_potential_is_what_a_seed_would_add_at_full_alpha_to_the_blended_ones() -> None:
+    network = grown_cnn(1)
+    for place in PLACES[1:]:
+        grow(slot_named(network.float(), place), Stage.TRAINING, seed=len(place))
+    full = deepcopy(network.double().eval())
+    for place in PLACES[1:]:
+        for stage in (Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILIZED):
+            slot_named(full, place).move_to(stage)
+
+    measured = potentials(network, unequal_batches(), log_likelihood)
+
+    assert list(measured) == PLACES[1:]
+    for place in PLACES[1:]:
+        expected = 100.0 * (by_hand(full, frozenset({PLACES[0], place})) - by_hand(full, frozenset(PLACES[:1])))
+        assert measured[place] == pytest.approx(expected, rel=1e-5)
+    assert potentials(grown_cnn(3), unequal_batches(), log_likelihood) == {}
 
 
 def test_an_iterator_that_is_used_up_is_refused() -> None:

@@ -115,6 +115,25 @@ def test_a_seed_must_learn_for_a_while_before_it_is_blended(ticks: int) -> None:
     assert reasons_against_blending(passing_evidence(ticks_in_stage=ticks), LifecycleConfig(training_ticks=ticks)) == []
 
 
+@pytest.mark.parametrize(
+    ("minimum", "potential", "reasons"),
+    [
+        (0.0, 0.0, []),
+        (0.0, -0.5, ["potential -0.50 points below 0"]),
+        (1.5, 1.4, ["potential +1.40 points below 1.5"]),
+        (-1.0, -0.5, []),
+        (0.0, NAN, ["potential +nan points below 0"]),
+        (0.0, None, []),
+        (None, -20.0, []),
+    ],
+)
+def test_a_seed_that_would_harm_is_not_blended(
+    minimum: float | None, potential: float | None, reasons: list[str]
+) -> None:
+    config = LifecycleConfig(min_potential=minimum)
+    assert reasons_against_blending(passing_evidence(potential=potential), config) == reasons
+
+
 def test_the_blending_gate_asks_for_neither_alpha_nor_a_contribution() -> None:
     assert (
         reasons_against_blending(passing_evidence(alpha_progress=0.0, alpha_at_target=False, contribution=None), CONFIG)

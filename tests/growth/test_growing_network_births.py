@@ -109,3 +109,20 @@ def test_probation_times_out_by_the_networks_horizon() -> None:
         return ticks
 
     assert [ticks_on_probation(horizon) for horizon in (10, 50, 200)] == [5, 5, 20]
+
+
+def test_a_seed_may_be_blended_from_the_start_without_any_gate() -> None:
+    network = growing(LifecycleConfig(training_ticks=9, min_potential=50.0))
+    event = network.germinate("block1", "conv_light", ticks=2, stage="BLENDING")
+    assert (event.before, event.after) == (Stage.DORMANT, Stage.BLENDING)
+    assert network.slots["block1"].alpha.item() == 0.5
+    assert describe_events(epoch(network)) == []
+    assert describe_events(epoch(network)) == ["block1: PROBATIONARY"]
+    check_optimizer_matches(network)
+
+
+def test_a_seed_cannot_begin_in_a_later_stage() -> None:
+    network = growing()
+    with pytest.raises(ValueError, match="cannot begin in 'FOSSILIZED'; choose GERMINATED or BLENDING"):
+        network.germinate("block1", "norm", stage="FOSSILIZED")
+    assert not network.slots["block1"].occupied

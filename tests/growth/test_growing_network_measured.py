@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import EXPLODED_NORM, NO_GRADIENT, VANISHED_NORM, GradientStats
 from esper_lightning.growth.growing_network import SeedMeasurements
 from esper_lightning.growth.stages import Stage
@@ -128,3 +129,22 @@ def test_a_new_seed_is_judged_by_nothing_that_the_one_before_showed() -> None:
     evidence = network.evidence("block1")
     assert (evidence.age, evidence.ticks_in_stage, evidence.gradient, evidence.contribution) == (0, 0, None, None)
     assert evidence.in_optimizer
+
+
+def test_the_potential_is_that_of_the_last_epoch_before_blending_and_survives_a_restart() -> None:
+    network = growing(LifecycleConfig(training_ticks=1, min_potential=0.0, min_gradient_health=0.0))
+    network.germinate("block1", "norm")
+    stages = []
+    for potential in (-1.0, -2.0, 3.0, 7.0):
+        network.end_epoch(gradients={"block1": CALM}, potentials={"block1": potential})
+        stages.append(network.slots["block1"].stage)
+    assert stages == [Stage.TRAINING, Stage.TRAINING, Stage.BLENDING, Stage.BLENDING]
+    assert network.measurements["block1"].potential == 3.0
+    again = growing()
+    again.load_state_dict(network.state_dict())
+    assert again.measurements == network.measurements
+
+
+def test_a_potential_of_an_unknown_slot_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown slot 'block7'"):
+        growing().end_epoch(potentials={"block7": 1.0})

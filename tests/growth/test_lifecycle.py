@@ -122,17 +122,25 @@ def test_a_useless_or_late_seed_is_culled_with_the_reason(contribution: float, t
     assert list(slot.parameters()) == []
 
 
-def test_an_unhealthy_seed_stays_in_training() -> None:
+@pytest.mark.parametrize(("training_ticks", "reported_at"), [(3, 6), (1, 2), (0, 1)])
+@pytest.mark.parametrize("auto_blend", [True, False])
+def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(
+    training_ticks: int, reported_at: int, auto_blend: bool
+) -> None:
     slot = image_slot()
     grow(slot, Stage.TRAINING)
-    for _ in range(10):
+    config = LifecycleConfig(training_ticks=training_ticks, min_potential=1.0, auto_blend=auto_blend)
+    events = {}
+    for tick in range(1, 11):
         slot.end_epoch()
-        assert (
-            auto_transition(
-                slot, evidence_of(slot, gradient=CALM._replace(exploded=1.0)), LifecycleConfig(), horizon=50
-            )
-            == []
-        )
+        evidence = evidence_of(slot, gradient=CALM._replace(exploded=1.0), potential=-2.5)
+        events[tick] = auto_transition(slot, evidence, config, horizon=50)
+    (event,) = events.pop(reported_at)
+    assert str(event) == (
+        "block1: conv_light TRAINING (stuck: gradient health 0.20 below 0.7; potential -2.50 points below 1)"
+    )
+    assert (event.ticks_before, event.age) == (reported_at, reported_at)
+    assert set(map(len, events.values())) == {0}
     assert slot.stage is Stage.TRAINING
 
 

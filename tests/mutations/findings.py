@@ -13,8 +13,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F2: losses are added up on another stream than the one that computed them",
         "esper_lightning/envs/execution/host_epoch.py",
-        "with torch.no_grad():",
-        "with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(env.device)):",
+        "        self.totals += measured[0]",
+        "        with torch.cuda.stream(torch.cuda.Stream(env.device)):\n            self.totals += measured[0]",
         "tests/envs/execution/test_stream_races.py::test_every_operation_of_a_batch_is_on_the_environments_stream",
     ),
     Defect(
@@ -368,8 +368,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "S7: every combination of seeds goes through the whole network",
         "esper_lightning/growth/counterfactual.py",
-        "if slot.blended and not slot.on_single_path:",
-        "if slot.blended:",
+        "if slot.occupied and not slot.on_single_path:",
+        "if slot.occupied:",
         "tests/growth/test_counterfactual.py::test_variants_share_the_rows_before_they_differ",
     ),
     Defect(

@@ -22,13 +22,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
-from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE
+from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE, TRIAL_EXECUTORS
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import STYLES
+from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization.replace import replace_file
 from esper_lightning.tasks import Task, TaskData
@@ -84,11 +85,21 @@ class ExecutorChoice(NamedTuple):
         return EXECUTORS[self.executor](task, replace(training, onednn=self.onednn))
 
 
-def available_choices(device: torch.device, training: HostTraining) -> list[ExecutorChoice]:
-    """Return the choices that a device and the training settings allow; the first is the reference."""
+def available_choices(
+    device: torch.device, training: HostTraining, isolation: Isolation = "straight_through"
+) -> list[ExecutorChoice]:
+    """Return the choices that a device, the training settings and the isolation of seeds allow.
+
+    The first is the reference.
+    """
     device_options = {"cpu": [True, False]}.get(device.type, [True])  # oneDNN only affects the CPU
     onednn_options = device_options if training.onednn is None else [training.onednn]
-    names = [name for name in EXECUTORS if training.compile is None or name in COMPILING_EXECUTORS]
+    names = [
+        name
+        for name in EXECUTORS
+        if (training.compile is None or name in COMPILING_EXECUTORS)
+        and (isolation != "trial" or name in TRIAL_EXECUTORS)
+    ]
     return [
         ExecutorChoice(name, on)
         for name in names

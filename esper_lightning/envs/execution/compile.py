@@ -13,8 +13,7 @@ from torch import nn
 from esper_lightning.envs.execution import LoopExecutor
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import CompileConfig
-from esper_lightning.growth.attach import attachment_records
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.attach import parts_without_slots
 from esper_lightning.tasks import Split
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def _warn_once(message: str) -> None:
 
 def compile_parts(network: nn.Module, config: CompileConfig) -> None:
     """Compile the parts of a network in place. State dict and hooks do not change; deep copies are compiled, too."""
-    parts = compilable_parts(network)
+    parts = parts_without_slots(network)
     if not parts:
         raise ValueError(
             "the hosts cannot be compiled: no module of theirs holds parameters and no slot; leave training.compile out"
@@ -75,24 +74,6 @@ def compile_parts(network: nn.Module, config: CompileConfig) -> None:
     for part in parts:
         device = next(part.parameters()).device
         part.forward = MethodType(_compiled_forward(repr(part), device, config), part)
-
-
-def compilable_parts(network: nn.Module) -> list[nn.Module]:
-    """Return the largest submodules of `network` with parameters, a forward pass and no slot inside it."""
-    hooked_modules = {
-        module.get_submodule(entry["module"]) for module in network.modules() for entry in attachment_records(module)
-    }
-
-    def parts_of(module: nn.Module) -> list[nn.Module]:
-        if isinstance(module, SeedSlot) or not any(True for _ in module.parameters()):
-            return []
-        # A slot attached to the module itself is a hook, which runs after the forward pass and not inside it.
-        slots = [m for m in module.modules() if isinstance(m, SeedSlot) or (m in hooked_modules and m is not module)]
-        if slots or type(module).forward is nn.Module.forward:  # containers such as ModuleList define no forward pass
-            return [part for child in module.children() for part in parts_of(child)]
-        return [module]
-
-    return list(dict.fromkeys(parts_of(network)))
 
 
 @functools.cache

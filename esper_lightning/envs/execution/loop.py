@@ -1,4 +1,4 @@
-"""Reference executor: one environment after another. N environments, K slots, V = K + 2 variants."""
+"""Reference executor: one environment after another. N environments, K slots, V variants (see `HostEnv.variants`)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

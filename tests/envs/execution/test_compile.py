@@ -24,9 +24,9 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution import compile as compiling
 from esper_lightning.envs.execution.autotune import available_choices
-from esper_lightning.envs.execution.compile import compilable_parts, compile_parts
+from esper_lightning.envs.execution.compile import compile_parts
 from esper_lightning.envs.host_training import CompileConfig, HostTraining
-from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.attach import attach_slots, parts_without_slots
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN, GPT, MLP
 from tests.decisions import WAIT, act, fossilize, germinate
@@ -69,7 +69,7 @@ class CountingCompiler:
 
 def names_of_parts(network: nn.Module) -> list[str]:
     names = {module: name for name, module in network.named_modules()}
-    return [names[part] for part in compilable_parts(network)]
+    return [names[part] for part in parts_without_slots(network)]
 
 
 def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
@@ -118,7 +118,7 @@ def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision:
     assert list(compiled.envs[0].network.state_dict()) == list(plain.envs[0].network.state_dict())
     for ours, theirs in zip(grown_episode(compiled), grown_episode(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    assert all("forward" in vars(part) for env in compiled.envs for part in compilable_parts(env.network))
+    assert all("forward" in vars(part) for env in compiled.envs for part in parts_without_slots(env.network))
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_so_it_does_with_a_real_compiler(make_pool: MakePool) -> None:
 def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_envs: int) -> None:
     count = CountingCompiler()
     pool = make_pool(n_envs, horizon=3, training=training_with(CompileConfig(backend=count)))
-    number = len(compilable_parts(pool.envs[0].network))
+    number = len(parts_without_slots(pool.envs[0].network))
     assert count.compiled == 2 * number  # for training and for validation
     wanderer = RandomValid(1)
     for _ in range(pool.config.horizon):
@@ -297,7 +297,7 @@ def is_compiled(value: object) -> bool:
 
 def compiled(pool: HostPool) -> list[bool]:
     """Return for every module of every host whether it is compiled."""
-    return ["forward" in vars(part) for env in pool.envs for part in compilable_parts(env.network)]
+    return ["forward" in vars(part) for env in pool.envs for part in parts_without_slots(env.network)]
 
 
 def test_compiling_is_a_setting_of_a_run(make_pool: MakePool) -> None:

@@ -15,7 +15,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
-from esper_lightning.growth.stages import STRAIGHT_THROUGH, Stage
+from esper_lightning.growth.stages import ISOLATED, Stage
 from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, germinate
 from tests.envs.execution.episodes import episode, same
@@ -152,7 +152,7 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
         host, slot = newborn(layout, blueprint, style, "identity", stage)
         reached = set().union(*(found for _, found in learn(host, host, layout, precision, seeds=range(2))))
         # A gate is trained only when it is used: see test_every_seed.
-        part = slot.seed.seed if style == "gate" and stage in STRAIGHT_THROUGH else slot.seed
+        part = slot.seed.seed if style == "gate" and stage in ISOLATED else slot.seed
         assert set(part.parameters()) <= reached, stage
 
 

@@ -31,7 +31,7 @@ def within_bounds(values: Sequence[float]) -> bool:
 def measured(env: HostEnv, loss: float = 1.0, accuracy: float = 0.5, norm: float = 1.0) -> EpochResult:
     gradient, score, slots = gradient_of(norm), Score(loss, accuracy), len(env.slots)
     training = TrainingStats(loss, accuracy, 0, gradient, [gradient] * slots)
-    return EpochResult(training, Validation(score, [score] * slots, score))
+    return EpochResult(training, Validation(score, [score] * slots, score, [score] * slots))
 
 
 def seen(pool: HostPool) -> dict[str, float]:

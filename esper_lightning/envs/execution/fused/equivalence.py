@@ -163,7 +163,7 @@ def _seed_cases(env: HostEnv) -> Iterator[tuple[list[str], BlendStyle]]:
 def _germinate_seeds(trial: Trial, blueprints: Sequence[str], style: BlendStyle) -> None:
     """Germinate seeds in every second slot of the first host and in every slot of the others.
 
-    They alternate between the first two blueprints that can grow. One seed trains straight-through, all others are
+    They alternate between the first two blueprints that can grow. One seed is isolated, all others are
     blended.
     """
     for i, host in enumerate(trial.hosts):
@@ -182,8 +182,8 @@ def _germinate_seeds(trial: Trial, blueprints: Sequence[str], style: BlendStyle)
                     birth="random",
                 )
                 _randomise(slot.seed, trial.generator)
-                is_straight_through = i == 1 and k == len(slots) - 1
-                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_straight_through else 3]:
+                is_isolated = i == 1 and k == len(slots) - 1
+                for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY)[: 1 if is_isolated else 3]:
                     slot.move_to(stage)
 
 

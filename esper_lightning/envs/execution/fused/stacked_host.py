@@ -107,7 +107,7 @@ class HostStack:
         """
         self._set_training(False)
         off_trunk = {
-            name: slot.blended_hosts for name, slot in self.slots.items() if not self.host_slots[0][name].on_single_path
+            name: slot.seeded_hosts for name, slot in self.slots.items() if not self.host_slots[0][name].on_single_path
         }
         self.entries.begin_pass(variants, off_trunk)
         if self.entries.hosts == list(range(self.n_hosts)):

@@ -15,15 +15,16 @@ from esper_lightning.envs.execution.fused.stacking import (
     StackIndex,
     broadcast_per_entry,
     columns_to_rows,
+    flatten_entries,
     merge,
     rows_to_columns,
     select_entries,
     split,
+    unflatten_entries,
 )
 from esper_lightning.envs.execution.fused.variant_batch import StackEntries
-from esper_lightning.growth.blend import BlendStyle, add, mix, straight_through
+from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import STRAIGHT_THROUGH
 
 SeedKind = tuple[str, BlendStyle]
 """Blueprint and style of seeds that one stacked module computes."""
@@ -44,22 +45,31 @@ def _detach(x: Tensor, flags: Flags) -> Tensor:
     return torch.where(broadcast_per_entry(flags, x), x.detach(), x)
 
 
-class _SelectStraightThrough(torch.autograd.Function):
-    """y = x where straight-through, else y = mixed.
+class _Isolate(torch.autograd.Function):
+    """y = x where a seed is isolated, else y = mixed.
 
-    The gradient of y goes to `mixed` everywhere, and to x where straight-through.
+    The gradient of y goes to x where a seed is isolated, and to `mixed` everywhere: with isolation `proximal` it goes
+    to an isolated seed as `proximal_gradient`, with norms per stack entry.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mixed: Tensor, flags: Tensor) -> Tensor:
-        ctx.save_for_backward(flags)
-        return torch.where(flags, x, mixed)
+    def forward(ctx: Any, x: Tensor, mixed: Tensor, flags: Flags, count: int, is_proximal: bool) -> Tensor:
+        ctx.flags, ctx.count = flags, count
+        ctx.save_for_backward(*((x, mixed) if is_proximal else ()))
+        # A copy, not a view: the host may modify it in place.
+        return x.clone() if isinstance(flags, bool) else torch.where(broadcast_per_entry(flags, x), x, mixed)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (grad,) = grad_outputs
-        (flags,) = ctx.saved_tensors
-        return torch.where(flags, grad, 0.0), grad, None
+        flags = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
+        to_mixed = grad
+        if ctx.saved_tensors:
+            (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *ctx.saved_tensors))
+            dims = [dim for dim in range(grads.ndim) if dim != axis]
+            pulled = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
+            to_mixed = pulled if isinstance(flags, bool) else torch.where(flags, pulled, grad)
+        return grad if isinstance(flags, bool) else torch.where(flags, grad, 0.0), to_mixed, None, None, None
 
 
 class StackedSeeds:
@@ -71,7 +81,6 @@ class StackedSeeds:
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
-        blended_hosts: Indices of the hosts whose seed is blended.
     """
 
     def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
@@ -83,15 +92,14 @@ class StackedSeeds:
     def assign(self, slots: Mapping[int, SeedSlot]) -> None:
         """Assign the hosts that have such a seed in the coming epoch, given as slot by host index."""
         self.row_of_host = {host: i for i, host in enumerate(slots)}
-        self.blended_hosts = [host for host, slot in slots.items() if slot.blended]
         alpha = next(iter(slots.values())).alpha
-        is_straight_through = [_is_straight_through(slot) for slot in slots.values()]
+        is_isolated = [slot.isolated for slot in slots.values()]
         is_detached = [
-            is_straight or (slot.live and slot.detach_input)
-            for is_straight, slot in zip(is_straight_through, slots.values(), strict=True)
+            isolated or (slot.live and slot.detach_input)
+            for isolated, slot in zip(is_isolated, slots.values(), strict=True)
         ]
-        self.straight_through_flags, self.detach_flags = (
-            _compact_flags(is_straight_through, alpha.device),
+        self.isolated_flags, self.detach_flags = (
+            _compact_flags(is_isolated, alpha.device),
             _compact_flags(is_detached, alpha.device),
         )
         if self.style != "add":
@@ -100,13 +108,13 @@ class StackedSeeds:
     def release(self) -> None:
         """Drop the assignment: no host has such a seed."""
         self.stack_index.select_all(0)
-        self.straight_through_flags = self.detach_flags = False
+        self.isolated_flags = self.detach_flags = False
         self.alphas = None
 
     def train(self, x: Tensor) -> Tensor:
         """Apply the seeds in training mode to the features of their hosts, one entry each; see `_apply_seeds`."""
         self.stack_index.select_all(len(self.row_of_host))
-        return self._apply_seeds(_detach(x, self.straight_through_flags), _detach(x, self.detach_flags))
+        return self._apply_seeds(_detach(x, self.isolated_flags), _detach(x, self.detach_flags))
 
     def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
         """Apply the seeds to the features of these hosts, which may occur several times; see `_apply_seeds`."""
@@ -127,14 +135,9 @@ class StackedSeeds:
         )
 
 
-def _is_straight_through(slot: SeedSlot) -> bool:
-    """Return whether the slot's seed trains straight-through: the output stays x, the gradient reaches the seed."""
-    return slot.stage in STRAIGHT_THROUGH
-
-
 def _effective_alpha(slot: SeedSlot) -> float:
-    """Return the slot's alpha; 1 in straight-through stages, so that the seed learns for full alpha."""
-    return 1.0 if _is_straight_through(slot) else slot.alpha_now
+    """Return the slot's alpha; 1 for an isolated seed, which learns for full alpha."""
+    return 1.0 if slot.isolated else slot.alpha_now
 
 
 class StackedSlot:
@@ -189,7 +192,8 @@ class StackedSlot:
             if len(parts) > 1 or without_seed
             else None
         )
-        self.straight_through_flags = _compact_flags([_is_straight_through(slot) for slot in slots], device)
+        self.isolated_flags = _compact_flags([slot.isolated for slot in slots], device)
+        self.is_proximal = slots[0].isolation == "proximal"  # all hosts of a pool share their lifecycle
         # By host index; 1 for styles other than "add", whose outputs are blended already.
         self.output_weights = {
             host: _effective_alpha(slots[host]) if seeds.style == "add" else 1.0
@@ -204,12 +208,12 @@ class StackedSlot:
         """Drop all assignments: no host has a seed in this slot."""
         for seeds in self.active_seeds:
             seeds.release()
-        self.active_seeds, self.partition, self.straight_through_flags, self.blend_weights = [], None, False, None
+        self.active_seeds, self.partition, self.isolated_flags, self.blend_weights = [], None, False, None
 
     @property
-    def blended_hosts(self) -> list[int]:
-        """Indices of the hosts whose seed is blended."""
-        return [host for seeds in self.active_seeds for host in seeds.blended_hosts]
+    def seeded_hosts(self) -> list[int]:
+        """Indices of the hosts that have a seed here."""
+        return [host for seeds in self.active_seeds for host in seeds.row_of_host]
 
     def __call__(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Return a stacked feature with all seeds applied; `slot` is the slot in the stack's network."""
@@ -230,15 +234,15 @@ class StackedSlot:
             if self.blend_weights is None
             else add(x, output, broadcast_per_entry(self.blend_weights, x))
         )
-        if isinstance(self.straight_through_flags, bool):
-            return straight_through(x, mixed) if self.straight_through_flags else mixed
-        return _SelectStraightThrough.apply(x, mixed, broadcast_per_entry(self.straight_through_flags, x))
+        if self.isolated_flags is False:
+            return mixed
+        return _Isolate.apply(x, mixed, self.isolated_flags, self.stack_index.count, self.is_proximal)
 
     def _evaluate(self, slot: SeedSlot, x: Tensor) -> Tensor:
         """Apply seeds to the entries that use them; an entry that stands for both cases becomes two."""
         entry_hosts = self.entries.hosts
         regroup = self.entries.split_at if slot.on_single_path else self.entries.group_at
-        sources, sizes = regroup(slot.name, [seeds.blended_hosts for seeds in self.active_seeds])
+        sources, sizes = regroup(slot.name, [list(seeds.row_of_host) for seeds in self.active_seeds])
         if not any(sizes[:-1]):
             return x
         hosts = [entry_hosts[source] for source in sources]

@@ -73,36 +73,37 @@ def unstack_outputs(x: Tensor, count: int, samples: int) -> Tensor:  # -> [V·B,
     return columns_to_rows(x, count) if x.shape[0] == samples and count > 1 else x
 
 
-def _unflatten_entries(x: Tensor, count: int) -> tuple[Tensor, int]:
+def unflatten_entries(x: Tensor, count: int) -> tuple[Tensor, int]:
     """Return a view of a stacked feature with a separate axis for the entries, and the index of that axis."""
     if is_image(x):
         return x.permute(0, 2, 3, 1).unflatten(3, (count, -1)), 3
     return x.unflatten(0, (count, -1)), 0
 
 
-def _flatten_entries(x: Tensor, axis: int) -> Tensor:
+def flatten_entries(x: Tensor, axis: int) -> Tensor:
+    """Invert `unflatten_entries`."""
     return x.flatten(3).permute(0, 3, 1, 2) if axis == 3 else x.flatten(0, 1)
 
 
 def select_entries(x: Tensor, count: int, entries: Tensor) -> Tensor:
     """Return some entries of a stacked feature of `count` entries, as a stacked feature."""
-    unflattened, axis = _unflatten_entries(x, count)
-    return _flatten_entries(unflattened.index_select(axis, entries), axis)
+    unflattened, axis = unflatten_entries(x, count)
+    return flatten_entries(unflattened.index_select(axis, entries), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int], entries: Tensor | None = None) -> list[Tensor]:
     """Split a stacked feature into parts of `sizes` entries, after selecting `entries` if given."""
-    unflattened, axis = _unflatten_entries(x, sum(sizes))
+    unflattened, axis = unflatten_entries(x, sum(sizes))
     unflattened = unflattened if entries is None else unflattened.index_select(axis, entries)
-    return [_flatten_entries(part, axis) for part in unflattened.split(sizes, axis)]
+    return [flatten_entries(part, axis) for part in unflattened.split(sizes, axis)]
 
 
 def merge(parts: Sequence[Tensor], sizes: Sequence[int], entries: Tensor | None = None) -> Tensor:
     """Merge stacked features of `sizes` entries into one, and select `entries` of it if given."""
-    unflattened = [_unflatten_entries(part, size) for part, size in zip(parts, sizes, strict=True)]
+    unflattened = [unflatten_entries(part, size) for part, size in zip(parts, sizes, strict=True)]
     axis = unflattened[0][1]
     whole = torch.cat([part for part, _ in unflattened], axis)
-    return _flatten_entries(whole if entries is None else whole.index_select(axis, entries), axis)
+    return flatten_entries(whole if entries is None else whole.index_select(axis, entries), axis)
 
 
 class Partition:

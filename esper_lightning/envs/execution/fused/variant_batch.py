@@ -22,13 +22,13 @@ class StackEntries:
 
         Args:
             variants: Combinations of seeds, [N][V].
-            off_trunk: Slots bypassed by a shortcut, with the indices of the hosts whose seed there is blended. Entries
+            off_trunk: Slots bypassed by a shortcut, with the indices of the hosts with a seed there. Entries
                 of these hosts are divided at the input.
         """
         self.variants = variants
         self.items = [(host, list(range(len(combinations)))) for host, combinations in enumerate(variants)]
-        for slot, blended in off_trunk.items():
-            self.split_at(slot, [blended])
+        for slot, seeded in off_trunk.items():
+            self.split_at(slot, [seeded])
 
     @property
     def count(self) -> int:
@@ -45,7 +45,7 @@ class StackEntries:
 
         Args:
             slot: Name of the slot.
-            groups: Indices of the hosts with a blended seed there, by kind of seed; a host is in at most one group.
+            groups: Indices of the hosts with a seed there, by kind of seed; a host is in at most one group.
 
         Returns for each new entry the index of the entry it came from, and the number of entries of each group. An
         entry belongs to its host's group if the seed takes part, and otherwise to one more group at the end.

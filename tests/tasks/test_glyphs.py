@@ -1,0 +1,117 @@
+"""Rendered letters and digits: fonts, determinism, levels of difficulty, and refusals in one line."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_lightning.tasks import Glyphs, TaskData, check_data
+from esper_lightning.tasks.glyphs import (
+    CHARACTERS,
+    LEVELS,
+    TEST_FONTS,
+    TRAINING_FONTS,
+    VALIDATION_FONTS,
+    draw_fonts,
+)
+
+FEW = {"train": 200, "validation": 50, "test": 60}
+
+
+@pytest.fixture(scope="module")
+def data() -> TaskData:
+    return Glyphs(**FEW).load()
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Other global random numbers, default dtype and number of threads, as in another process."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2 if threads == 1 else 1)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+
+
+def same_images(one: TaskData, other: TaskData) -> list[bool]:
+    return [torch.equal(a.inputs, b.inputs) for a, b in zip(one[:3], other[:3], strict=True)]
+
+
+def test_images_are_grey_squares_of_62_classes(data: TaskData) -> None:
+    check_data(data, "Glyphs")
+    assert data.classes == len(CHARACTERS) == 62
+    assert [split.samples for split in data[:3]] == [200, 50, 60]
+    assert data.input_shape == (1, 16, 16)
+    assert Glyphs(32, **FEW).load().input_shape == (1, 32, 32)
+    assert data.train.inputs.dtype is torch.float32
+
+
+def test_the_22_fonts_are_split_without_overlap_and_draw_62_different_characters() -> None:
+    fonts = [*TRAINING_FONTS, *VALIDATION_FONTS, *TEST_FONTS]
+    assert len(set(fonts)) == len(fonts) == 22
+    drawings = draw_fonts(fonts)
+    assert drawings.shape == (22, 62, 64, 64)
+    for drawing in drawings.flatten(2):
+        assert len(drawing.unique(dim=0)) == 62
+        assert drawing.any(1).all()
+
+
+def test_every_load_gives_the_same_images_and_another_rng_seed_gives_others(data: TaskData) -> None:
+    with elsewhere():
+        again = Glyphs(**FEW).load()
+    assert same_images(data, again) == [True] * 3
+    assert torch.equal(data.train.targets, again.train.targets)
+    assert same_images(data, Glyphs(**FEW, rng_seed=1).load()) == [False] * 3
+
+
+def test_unseen_fonts_change_validation_and_test_images_only(data: TaskData) -> None:
+    unseen = Glyphs(**FEW, unseen_fonts=True).load()
+    assert same_images(data, unseen) == [True, False, False]
+
+
+def test_splits_share_no_random_numbers() -> None:
+    data = Glyphs(train=50, validation=50, test=50).load()
+    targets = [split.targets for split in data[:3]]
+    assert not any(torch.equal(a, b) for a, b in zip(targets, targets[1:] + targets[:1], strict=True))
+
+
+def nearest_class(train: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
+    """Return the class of the most similar training image, whatever the sign of the contrast."""
+    similarity = torch.nn.functional.normalize(queries.flatten(1) - queries.flatten(1).mean(1, keepdim=True))
+    known = torch.nn.functional.normalize(train.flatten(1) - train.flatten(1).mean(1, keepdim=True))
+    return targets[(similarity @ known.T).abs().argmax(1)]
+
+
+def test_each_level_is_harder_than_the_one_before() -> None:
+    accuracies = []
+    for level in LEVELS:
+        data = Glyphs(level=level, train=1000, validation=1, test=500).load()
+        found = nearest_class(data.train.inputs, data.train.targets, data.test.inputs)
+        accuracies.append((found == data.test.targets).float().mean().item())
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert accuracies[0] > 10 / 62  # chance is 1 / 62: inputs and targets belong together
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "PIL"])
+def test_a_missing_package_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=r"^Glyphs: needs the packages matplotlib and pillow .*; pip install them$"):
+        draw_fonts(TRAINING_FONTS)
+
+
+def test_a_missing_font_is_named_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^Glyphs: no font 'Papyrus' in .*; pip install .*$"):
+        draw_fonts(["Papyrus"])
+
+
+@pytest.mark.parametrize("wrong", [{"side": 8}, {"level": "simple"}, {"train": 0}, {"rng_seed": -1}])
+def test_settings_that_mean_nothing_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=r"^Glyphs: .*(16 or 32|mild, easy|at least 1|negative)"):
+        Glyphs(**wrong)
