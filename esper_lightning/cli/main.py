@@ -23,6 +23,7 @@ from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_besi
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
@@ -175,8 +176,9 @@ class EsperCLI(LightningCLI):
                     f"{TRUST_OPTION} is for the config.yaml beside a checkpoint; leave it out, since a config that is "
                     f"named by {CONFIG_OPTION} may name any package"
                 )
-            if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
-                raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
+            if isinstance(config.seed_everything, bool):
+                raise ValueError(f"seed_everything must be a number, got {config.seed_everything}")
+            check_rng_seed("seed_everything", config.seed_everything)
             if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
             self.saved_identity: dict[str, Any] | None = None
