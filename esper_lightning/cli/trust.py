@@ -131,7 +131,7 @@ class _Reader:
         checked = {}
         for key, item in value.items():
             here = f"{where}.{str(key)[:80]}"
-            last = str(key).rstrip("+").rpartition(".")[2]
+            last = str(key).rpartition(".")[2]
             if last in CLASS_KEYS and key not in CLASS_KEYS:
                 raise ValueError(f"{self.file}: {here} must be written as {last!r} in a group of its own")
             if last == NETWORK:
