@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 from jsonargparse import get_loader
-from jsonargparse.typing import Path_fr
+from jsonargparse.typing import path_type
 from torch import nn
 
 from esper_lightning.cli.yaml_limits import MAX_SIZE
@@ -55,7 +55,11 @@ IMPORT_PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", re.ASCII)
 NETWORK = "network"
 """Argument of `hosts.Attached` that is an import path; a family may vary it as `host.network`."""
 
+ReadableFile = path_type("fr")
+"""Type of jsonargparse for the name of a file in place of settings."""
+
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+"""Keys of the settings of an object."""
 
 PLAIN_TYPES = frozenset({str, int, float, bool, Path, PathLike, NoneType, ...})
 PLAIN_CONTAINERS = (list, tuple, dict, Sequence, Mapping, Union, UnionType, PathLike)
@@ -235,7 +239,7 @@ def _is_known(module: str, name: str, found: Any) -> bool:
 def _is_file(text: str) -> bool:
     """Return True if jsonargparse would read a file (`-` is the standard input) in place of a text."""
     try:
-        Path_fr(text)
+        ReadableFile(text)
     except (TypeError, ValueError):
         return False
     return True

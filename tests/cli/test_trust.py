@@ -3,7 +3,7 @@
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -254,7 +254,7 @@ def net(num_classes: int) -> CNN:
 
 
 @pytest.fixture
-def own_package(run: Run) -> str:
+def own_package(run: Run) -> Iterator[str]:
     """Write a module beside the run whose import leaves a file, and return its name."""
     name = "own_networks"
     Path(f"{name}.py").write_text(OWN_PACKAGE)
