@@ -55,7 +55,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", re.ASCII)
 NETWORK = "network"
 """Argument of `hosts.Attached` that is an import path; a family may vary it as `host.network`."""
 
-ReadableFile = path_type("fr")
+ReadableFile: Any = path_type("fr")
 """Type of jsonargparse for the name of a file in place of settings."""
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
