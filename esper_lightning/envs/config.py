@@ -31,7 +31,7 @@ TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
 slots."""
 
 MAX_HOSTS = 10_000
-"""Largest number of hosts side by side. Measured runs have at most 224; a number with a digit too many is refused."""
+"""Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""
 
 HostFactory = Callable[[Sequence[int], int], nn.Module]
 """Factory of host networks: shape of one input and number of outputs -> a host with slots."""
