@@ -12,6 +12,8 @@ from typing import NoReturn
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from esper_lightning.console import printable
+
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError that torch raises if the CPU is out of memory."""
 
@@ -42,7 +44,7 @@ OUT_OF_MEMORY_MESSAGE = (
 
 def exit_with_error(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:
     """Print `error: ` and the message as one line to stderr, and exit with `code`."""
-    line = re.sub(r"\s+", " ", message).strip()
+    line = printable(re.sub(r"\s+", " ", message).strip())
     print(f"error: {line}", file=sys.stderr)
     raise SystemExit(code)
 

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from jsonargparse import Namespace, set_parsing_settings
 from jsonargparse.typing import PositiveInt
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
+from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
@@ -88,6 +90,11 @@ THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operat
 are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
 
 
+TRUST_HELP = """Packages of your own, with commas between them, that the config.yaml beside a checkpoint may name.
+Without it that file may name tasks and hosts of this project and networks of torchvision.models. A config that you name
+by --config may run any code."""
+
+
 class EsperCLI(LightningCLI):
     """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
 
@@ -106,14 +113,19 @@ class EsperCLI(LightningCLI):
             add_completion(parser)
         return parser
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "evaluate":
+            parser.add_argument(TRUST_OPTION, type=str | None, default=None, help=TRUST_HELP)
+        return parser
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
         for name in ("gamma", "horizon_is_end"):
             parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
-        for key, path in CALLBACKS.items():
-            module, _, name = path.rpartition(".")
-            parser.add_lightning_class_args(getattr(importlib.import_module(module), name), key)
+        for key, callback in callback_classes().items():
+            parser.add_lightning_class_args(callback, key)
         parser.set_defaults(CALLBACK_DEFAULTS)
 
     def before_instantiate_classes(self) -> None:
@@ -159,8 +171,14 @@ class EsperCLI(LightningCLI):
             else:
                 self.config = parser.parse_args(full_args)
             config = self.config[self.config.subcommand]
-            if isinstance(config.seed_everything, bool) or config.seed_everything < 0:
-                raise ValueError(f"seed_everything must be a number from 0 on, got {config.seed_everything}")
+            if full_args is None and config.get("trust") is not None:
+                raise ValueError(
+                    f"{TRUST_OPTION} is for the config.yaml beside a checkpoint; leave it out, since a config that is "
+                    f"named by {CONFIG_OPTION} may name any package"
+                )
+            if isinstance(config.seed_everything, bool):
+                raise ValueError(f"seed_everything must be a number, got {config.seed_everything}")
+            check_rng_seed("seed_everything", config.seed_everything)
             if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
             self.saved_identity: dict[str, Any] | None = None
@@ -275,24 +293,32 @@ def check_monitor(monitor: str | None, *, own_callbacks: bool) -> None:
     print_status(f"best.ckpt is written only if one of your callbacks logs best.monitor, {monitor!r}; {metrics}")
 
 
+def callback_classes() -> dict[str, type[Callback]]:
+    """Return the classes of `CALLBACKS`, by key."""
+    paths = {key: path.rpartition(".") for key, path in CALLBACKS.items()}
+    return {key: getattr(importlib.import_module(module), name) for key, (module, _, name) in paths.items()}
+
+
 def root_folder(default_root_dir: str | Path | None) -> Path:
     """Return the folder that contains the run folders."""
     return Path(default_root_dir or "runs")
 
 
 def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) -> list[str] | None:
-    """Return the arguments of `evaluate` with `--config` set to the config.yaml of the checkpoint's run.
+    """Return the arguments of `evaluate` with the settings in the config.yaml of the checkpoint's run.
 
-    Returns None for other commands, and for arguments with a config or a request for help. `check` is called with the
-    path of the checkpoint and raises ValueError if it is not valid.
+    They are checked first, since the run may be from elsewhere; see `settings_beside_checkpoint`. Returns None for
+    other commands, and for arguments with a config or a request for help. `check` is called with the path of the
+    checkpoint and raises ValueError if it is not valid.
 
     Raises ValueError if the arguments name neither a config nor a checkpoint, or if the run folder of the checkpoint
-    has no config.yaml.
+    has no config.yaml that can be trusted.
     """
     if not args or args[0] != "evaluate":
         return None
-    if any(arg.partition("=")[0] in ("--config", "-c", "--help", "-h") for arg in args):
+    if any(arg.partition("=")[0] in (CONFIG_OPTION, "-c", "--help", "-h") for arg in args):
         return None
+    trusted = trusted_packages(option_value(TRUST_OPTION, args))
     checkpoint_name = option_value("--ckpt_path", args)
     if checkpoint_name is None:
         raise ValueError(MISSING_CHECKPOINT_MESSAGE)
@@ -301,8 +327,10 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
     config = run_folder(path) / "config.yaml"
     if not config.is_file():
         raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")
+    groups = {"model": TamiyoModule, "data": HostPoolData, **callback_classes()}
+    settings = settings_beside_checkpoint(config, groups, trusted)
     print_status(f"settings of {config}")
-    return [args[0], "--config", str(config), *args[1:], "--ckpt_path", path]
+    return [args[0], CONFIG_OPTION, settings, *args[1:], "--ckpt_path", path]
 
 
 def check_without_checkpoint(config: Namespace, args: Sequence[str]) -> None:

@@ -6,16 +6,22 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
+from esper_lightning.cli.yaml_limits import check_limits
+
 _load_yaml = get_loader("yaml")
 
 
 def refuse_duplicate_keys() -> None:
-    """Make every parser refuse configs and flags in which a mapping has a key twice."""
+    """Make every parser refuse configs and flags in which a mapping has a key twice, or that exceed the limits."""
     set_loader("yaml", load_with_unique_keys, exceptions=(yaml.YAMLError,))
 
 
 def load_with_unique_keys(text: str) -> Any:
-    """Return the value of a YAML text as jsonargparse does. Raises YAMLError if a mapping has a key twice."""
+    """Return the value of a YAML text as jsonargparse does.
+
+    Raises YAMLError if a mapping has a key twice, or if the text exceeds the limits of `check_limits`.
+    """
+    check_limits(text)
     if text.count(":") > 1:  # most texts are the value of one flag
         check_unique_keys(text)
     return _load_yaml(text)
@@ -23,10 +29,7 @@ def load_with_unique_keys(text: str) -> Any:
 
 def check_unique_keys(text: str) -> None:
     """Raise YAMLError, with the line, if a mapping in the text has a key twice."""
-    try:
-        nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
+    nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
     seen = set[int]()  # an alias leads to a node that was visited already
     while nodes:
         node = nodes.pop()

@@ -11,6 +11,7 @@ from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
+from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
@@ -104,8 +105,7 @@ class HostPoolData(LightningDataModule):
         also: dict[str, TaskConfig] | None = None,
     ) -> None:
         super().__init__()
-        if seed < 0:
-            raise ValueError(f"data.seed must not be negative, got {seed}")
+        check_rng_seed("data.seed", seed)
         self.env = env
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)

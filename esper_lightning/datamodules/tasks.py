@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.console import print_status
-from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer
+from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer, check_host_count
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.execution import other_devices
 from esper_lightning.envs.host_training import HostTraining
@@ -60,9 +60,7 @@ def make_task_configs(first: TaskConfig, others: Mapping[str, TaskConfig], env: 
     if others and (env.family.train or env.family.held_out):
         raise ValueError("data.also and data.env.family: hosts of several tasks cannot be a family; leave one out")
     for name, config in {"": first, **others}.items():
-        where = f"data.also.{name}.n_envs" if name else "data.n_envs"
-        if config.n_envs < 1:
-            raise ValueError(f"{where} must be at least 1, got {config.n_envs}")
+        check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
     return {first_name: replace(first, blueprints=env.actions.blueprints), **others}
 
 

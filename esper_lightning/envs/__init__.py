@@ -1,6 +1,6 @@
 """Host training as a vectorised environment: actions in, observations and rewards out."""
 
-from esper_lightning.envs.config import EnvConfig, HostFactory
+from esper_lightning.envs.config import EnvConfig, HostFactory, check_host_count
 from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_pool import HostPool
 from esper_lightning.envs.multi_task import MixedPool
@@ -27,4 +27,5 @@ __all__ = [
     "Overseer",
     "PoolMetrics",
     "StepResult",
+    "check_host_count",
 ]

@@ -30,6 +30,9 @@ TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
 """Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
 slots."""
 
+MAX_HOSTS = 10_000
+"""Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""
+
 HostFactory = Callable[[Sequence[int], int], nn.Module]
 """Factory of host networks: shape of one input and number of outputs -> a host with slots."""
 
@@ -84,10 +87,17 @@ class EnvConfig:
             )
 
 
+def check_host_count(setting: str, hosts: int, least: int = 1) -> None:
+    """Raise ValueError, naming the setting, unless a number of hosts is possible."""
+    if hosts < least:
+        raise ValueError(f"{setting} must be at least {least}, got {hosts}")
+    if hosts > MAX_HOSTS:
+        raise ValueError(f"{setting} must be at most {MAX_HOSTS}, got {hosts}")
+
+
 def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: torch.device) -> None:
     """Raise ValueError if the settings do not fit each other, the task's data or the device."""
-    if n_envs < 1:
-        raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+    check_host_count("n_envs", n_envs)
     if config.training.batch_size > data.train.samples:
         raise ValueError(
             f"training.batch_size is {config.training.batch_size}, more than the task's {data.train.samples} "

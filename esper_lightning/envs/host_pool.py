@@ -27,6 +27,7 @@ from esper_lightning.envs.execution.compile import compile_hosts
 from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
@@ -98,7 +99,9 @@ class HostPool:
             shared_space=shared_space,
         )
         self.data, self.space, growable = self.env_factory.data, self.env_factory.space, self.env_factory.growable
-        self.envs = [self.env_factory.make(i, i) for i in range(n_envs)]
+        first = self.env_factory.make(0, 0)
+        check_host_memory(first.network, n_envs, device)
+        self.envs = [first, *(self.env_factory.make(i, i) for i in range(1, n_envs))]
         if config.training.compile is not None:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))

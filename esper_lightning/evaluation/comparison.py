@@ -23,8 +23,8 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import PeriodicConfig
 from esper_lightning.controllers.schedule import Schedule
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import HostPool
-from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.envs import HostPool, check_host_count
+from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.baselines import (
     HAND_WRITTEN,
     UNGROWN_HOST,
@@ -173,8 +173,8 @@ class Comparison:
     ) -> None:
         if hosts < 0 or hosts == 1:
             raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
-        if seed < 0:
-            raise ValueError(f"evaluation.seed must not be negative, got {seed}")
+        check_host_count("evaluation.hosts", hosts, least=0)
+        check_rng_seed("evaluation.seed", seed)
         if credit.hosts > hosts:
             raise ValueError(f"evaluation.credit.hosts is {credit.hosts}, more than the {hosts} that are evaluated")
         self.hosts = hosts

@@ -118,11 +118,14 @@ def find_slot_records(
 
 
 def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:
-    """Return `make(**settings)`. Raises ValueError if the arguments do not fit."""
+    """Return `make(**settings)`. Raises ValueError if the arguments do not fit, or if it makes no network."""
     try:
-        return make(**settings)
+        network = make(**settings)
     except TypeError as error:
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"host Attached: data.host.init_args.network made a {type(network).__name__}, not a network")
+    return network
 
 
 def import_object(path: str) -> Callable[..., nn.Module]:

@@ -9,11 +9,20 @@ from esper_lightning.tasks.task import TaskData
 
 SPLITS = ("train", "validation", "test")
 
+MAX_CLASSES = 100_000
+"""Largest number of classes. Hosts have an output for each, so one mistaken label could take gigabytes."""
+
 
 def check_data(data: TaskData, task: str) -> None:
     """Raise ValueError, naming the split and the first invalid sample, unless hosts can learn from `data`."""
+    if data.classes > MAX_CLASSES:
+        raise ValueError(f"task {task} has {data.classes} classes, more than {MAX_CLASSES}; correct its labels")
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
         where = f"task {task}: its {name} data"
+        if inputs.is_complex():
+            raise ValueError(f"{where} have complex inputs; give real numbers, such as real and imaginary parts")
+        if inputs.ndim > 3 and not inputs.is_floating_point():
+            raise ValueError(f"{where} have images of {inputs.dtype}; give floats, such as inputs.float() / 255")
         if len(inputs) != len(targets):
             raise ValueError(f"{where} have {len(inputs)} inputs and {len(targets)} targets; get the data set again")
         if len(inputs) == 0:

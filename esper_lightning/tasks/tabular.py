@@ -1,10 +1,12 @@
 """Classification of table rows from a CSV file, an .npz file, or a data set of scikit-learn."""
 
 import csv
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -101,10 +103,13 @@ class Tabular(Task):
 
 def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return `x` [rows, columns] and `y` [rows] of an .npz file. Raises ValueError if they are missing or misshapen."""
-    with np.load(path, allow_pickle=False) as arrays:
-        if not {"x", "y"} <= set(arrays):
-            raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
-        x, y = arrays["x"], arrays["y"]
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if not {"x", "y"} <= set(arrays):
+                raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
+            x, y = arrays["x"], arrays["y"]
+    except (BadZipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"Tabular: {str(path)!r} is damaged: {error}; get the file again") from error
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"Tabular: x is {list(x.shape)} and y {list(y.shape)}; they need [rows, columns] and [rows]")
     return x, y

@@ -80,13 +80,13 @@ class Text(Task):
 
             return "\n\n".join(topics[name] for name in sorted(topics))
         path = Path(self.source)
-        try:
-            return path.read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError) as error:
+        if not path.is_file():  # a device such as /dev/zero has no end
             raise ValueError(
                 f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
                 f"{PYTHON_REFERENCE} for the one that comes with CPython"
-            ) from error
+            )
+        try:
+            return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"Text: {self.source!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
 

@@ -1,9 +1,10 @@
 """Memory in use by this process and on its GPU."""
 
-import os
 from pathlib import Path
 
 import torch
+
+from esper_lightning.envs.memory import total_memory
 
 PROC_STATUS = Path("/proc/self/status")
 """Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
@@ -67,6 +68,6 @@ def memory_share(device: torch.device, peak: float) -> dict[str, float]:
     On a GPU the memory in use is `peak`: the peak memory of tensors so far, in MiB.
     """
     if device.type == "cuda":
-        return {"share": peak * 2**20 / torch.cuda.get_device_properties(device).total_memory}
+        return {"share": peak * 2**20 / total_memory(device)}
     now = resident_memory()
-    return {} if now is None else {"share": now * 2**20 / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
+    return {} if now is None else {"share": now * 2**20 / total_memory(device)}

@@ -39,12 +39,7 @@ def test_other_texts_mean_what_they_meant(text: str) -> None:
     assert load_with_unique_keys(text) == yaml.safe_load(text) or "1e-3" in text
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 3000, "a: " + "{b: " * 3000, "a: " + "[" * 3000 + "]" * 3000 + ": 1"])
-def test_nesting_without_end_is_an_error_of_the_text(text: str) -> None:
-    with pytest.raises(yaml.YAMLError):
+@pytest.mark.parametrize("text", ["a: " + "[" * 3000, "data: &d {also: *d, n: 1}"])
+def test_texts_beyond_the_limits_are_not_read(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=r"nested more than|alias 'd' stands for"):
         load_with_unique_keys(text)
-
-
-def test_a_mapping_that_holds_itself_is_visited_once() -> None:
-    value = load_with_unique_keys("data: &d {also: *d, n: 1}")
-    assert value["data"]["also"] is value["data"]

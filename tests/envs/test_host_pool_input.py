@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, check_host_count
+from esper_lightning.envs.config import MAX_HOSTS
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, Row, act, cull, germinate
@@ -49,6 +53,29 @@ def test_a_pool_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_pool(n_envs, **changes)
+
+
+def test_a_number_of_hosts_that_is_not_possible_is_refused() -> None:
+    check_host_count("hosts", MAX_HOSTS)
+    check_host_count("hosts", 0, least=0)
+    for hosts, message in {0: "hosts must be at least 1, got 0", MAX_HOSTS + 1: "at most 10000, got 10001"}.items():
+        with pytest.raises(ValueError, match=message):
+            check_host_count("hosts", hosts)
+
+
+def test_hosts_larger_than_the_memory_are_refused_before_it_is_taken(make_pool: Callable[..., HostPool]) -> None:
+    def huge(input_shape: Sequence[int], outputs: int) -> nn.Module:
+        return CNN(input_shape, outputs, base=100_000)
+
+    with pytest.raises(ValueError, match=r"^1 hosts of \d+ parameters need at least \d+\.\d GiB to train, and cpu has"):
+        make_pool(1, host=huge)
+
+    small = CNN((1, 8, 8), 10)
+    size = 8 * sum(parameter.numel() for parameter in small.parameters())
+    with patch("esper_lightning.envs.memory.total_memory", lambda device: 12 * size):
+        check_host_memory(small, 12, torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"^13 hosts of"):
+            check_host_memory(small, 13, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("horizon", [0, -3])

@@ -121,6 +121,7 @@ def test_what_cannot_be_stacked_is_refused_with_the_way_out() -> None:
         ({"network": "resnet18"}, "cannot import ''"),
         ({"slots": ("bdy",)}, "has no module 'bdy'; did you mean 'body'"),
         ({"classes_as": "classes"}, "unexpected keyword argument 'classes'; see data.host.init_args.settings"),
+        ({"network": "builtins.dict"}, "data.host.init_args.network made a dict, not a network"),
         ({"classes_as": None, "settings": {"num_classes": 7}}, r"answers with \[2, 7\], the task has 5 classes"),
         ({"settings": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ({"network": "torchvision.models.squeezenet1_1"}, r"does not take inputs \[3, 16, 16\]: Given input size"),

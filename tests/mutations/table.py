@@ -1,6 +1,6 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, evaluation, execution, findings, governor, growth, ppo
+from tests.mutations import checkpoints, evaluation, execution, findings, governor, growth, ppo, trust
 
 DEFECTS = (
     *findings.DEFECTS,
@@ -10,4 +10,5 @@ DEFECTS = (
     *evaluation.DEFECTS,
     *governor.DEFECTS,
     *checkpoints.DEFECTS,
+    *trust.DEFECTS,
 )

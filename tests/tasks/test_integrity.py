@@ -32,6 +32,22 @@ def test_training_data_that_teach_nothing_are_refused(train: Split, named: str) 
         check_data(data(train), "Mine")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "classes", "named"),
+    [
+        (torch.randn(8, 3, 4, 4), 5_000_001, "task Mine has 5000001 classes, more than 100000; correct its labels"),
+        (torch.randn(8, 3, 4, 4).to(torch.complex64), 2, "its train data have complex inputs; give real numbers"),
+        (torch.ones(8, 3, 4, 4, dtype=torch.int64), 2, "its train data have images of torch.int64; give floats"),
+        (torch.ones(8, 3, 4, 4, dtype=torch.uint8), 2, "its train data have images of torch.uint8; give floats"),
+    ],
+)
+def test_data_that_no_host_can_take_are_refused(inputs: torch.Tensor, classes: int, named: str) -> None:
+    part = Split(inputs, torch.arange(8) % 2)
+    with pytest.raises(ValueError) as refused:
+        check_data(TaskData(part, part, part, classes=classes), "Mine")
+    assert named in str(refused.value)
+
+
 def test_a_text_of_one_repeated_token_is_refused() -> None:
     tokens = torch.full((40, 8), 7)
     with pytest.raises(ValueError, match="all inputs of its training data are equal"):

@@ -121,6 +121,17 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np
         Tabular(str(tmp_path / "some.npz")).load()
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.98])
+def test_a_truncated_file_of_arrays_is_refused_in_a_line(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "some.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=(200, 3)), y=np.arange(200) % 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+
+    with pytest.raises(ValueError, match=r"some\.npz' is damaged: .*; get the file again"):
+        Tabular(str(path)).load()
+
+
 def test_a_column_without_a_value_in_the_training_rows_is_refused(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(ROWS, 3)), np.arange(ROWS) % 3
     x[:, 1] = np.nan

@@ -93,3 +93,8 @@ def test_what_cannot_be_read_is_refused_in_a_line(
 
     with pytest.raises(ValueError, match=message):
         Text(str(path), **settings).load()
+
+
+def test_a_device_is_no_text() -> None:
+    with pytest.raises(ValueError, match="there is no file '/dev/null'"):
+        Text("/dev/null").load()

@@ -12,6 +12,7 @@ from esper_lightning.envs.context.distribution import Context, ContextDistributi
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, describe_host, discover_action_space, pad_slots
 from esper_lightning.profiling import HostTimer, make_timer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
@@ -122,12 +123,13 @@ class EnvFactory:
         return "; ".join([*hosts, f"family {family.checksum}"] if family.train else hosts)
 
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
+        def build() -> nn.Module:
+            host = self.host(self.input_shape, self.num_classes, **context.architecture)
+            check_host_memory(host, 1, device)
+            return host
+
         try:
-            built = build_on(
-                device,
-                lambda: self.host(self.input_shape, self.num_classes, **context.architecture),
-                torch.Generator(device).manual_seed(0),
-            )
+            built = build_on(device, build, torch.Generator(device).manual_seed(0))
             return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
         except TypeError as error:
             if not context.architecture:

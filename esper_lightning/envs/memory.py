@@ -1,0 +1,34 @@
+"""Estimate of the memory that hosts need, so that settings which ask for too much are refused before it is taken."""
+
+import os
+
+import torch
+from torch import nn
+
+MIN_COPIES = 2
+"""Tensors of the size of a parameter that training needs at least: the parameter and its gradient."""
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the memory of a device in bytes; for the CPU that of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_host_memory(host: nn.Module, hosts: int, device: torch.device) -> None:
+    """Raise ValueError if the parameters and gradients of `hosts` such hosts are larger than the device's memory.
+
+    Args:
+        host: One of the hosts; it may be on the meta device.
+        hosts: Number of hosts.
+        device: Device on which they are trained.
+    """
+    parameters = sum(parameter.numel() for parameter in host.parameters())
+    needed = MIN_COPIES * hosts * sum(one.numel() * one.element_size() for one in host.parameters())
+    memory = total_memory(device)
+    if needed > memory:
+        raise ValueError(
+            f"{hosts} hosts of {parameters} parameters need at least {needed / 2**30:.1f} GiB to train, and {device} "
+            f"has {memory / 2**30:.1f} GiB; make data.host or the number of hosts smaller"
+        )

@@ -1,0 +1,41 @@
+"""Texts of others are printed as they are: no markup, no codes that control a terminal, and not at any length."""
+
+import pytest
+
+from esper_lightning.console import MAX_LENGTH, print_status, printable, wide_console
+from esper_lightning.errors import exit_with_error
+
+FOREIGN = {
+    "markup": ("plain [old] x [/x] [red]", "plain [old] x [/x] [red]"),
+    "emoji codes": (":warning: [link=http://x]", ":warning: [link=http://x]"),
+    "a terminal's title": ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
+    "a cleared screen": ("\x1b[2J\x9b2J", r"\x1b[2J\x9b2J"),
+    "a line that replaces another": ("bad\rgood\b", r"bad\rgood\x08"),
+    "a changed direction": ("a\u202eb", r"a\u202eb"),
+    "half a character": ("\udc80", r"\udc80"),
+    "letters": ("größer – 数", "größer – 数"),
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), FOREIGN.values(), ids=list(FOREIGN))
+def test_a_text_of_others_is_printed_as_it_is(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(text)
+    assert capsys.readouterr().out == f"{shown}\n"
+
+    wide_console().print(text) if text.isprintable() else None
+    assert capsys.readouterr().out == (f"{shown}\n" if text.isprintable() else "")
+
+
+def test_an_error_is_one_short_line_of_printable_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        exit_with_error(f"bad \x1b[2J\n {'x' * 10**6}; do this")
+
+    line = capsys.readouterr().err
+    assert line.startswith(r"error: bad \x1b[2J xxx") and line.endswith("; do this\n")
+    assert len(line) < 1.1 * MAX_LENGTH
+
+
+def test_a_text_is_cut_in_its_middle() -> None:
+    assert printable("a" * MAX_LENGTH) == "a" * MAX_LENGTH
+    cut = printable("a" * MAX_LENGTH + "b" * MAX_LENGTH)
+    assert cut == f"{'a' * (MAX_LENGTH // 2)} … {'b' * (MAX_LENGTH // 2)}"
