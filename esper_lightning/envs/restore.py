@@ -108,7 +108,7 @@ def check_validation(state: Any, slots: int) -> Validation | None:
     check_keys(what, state, Validation._fields)
     for name in ("without", "trials"):
         if not isinstance(state[name], list) or len(state[name]) != slots:
-            raise ValueError(f"{what} has not a score {name!r} for each of {slots} slots")
+            raise ValueError(f"{what} lacks a score {name!r} for each of {slots} slots")
 
     def score(saved: Any) -> Score:
         return Score(*check_numbers(what, saved, len(Score._fields)))

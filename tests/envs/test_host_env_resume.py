@@ -150,7 +150,7 @@ def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
         (
             ("validated", "without"),
             [[1.0, 0.5]] * 2,
-            "a host's validation is not one without the seed in each of 3 slots",
+            "a host's validation lacks a score 'without' for each of 3 slots",
         ),
         (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
         (("monitor", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),

@@ -202,7 +202,7 @@ class TrackedNetwork:
         for event in events:
             assert event.before.name == self.stages[event.slot]  # no change goes unreported
             if event.after is event.before:
-                assert event.before.name in ON_TRIAL
+                assert event.before.name in (ON_TRIAL if not event.cause.startswith("stuck: ") else LIVE)
                 continue
             assert event.after.name in FOLLOWERS[event.before.name]
             assert not (self.fading[event.slot] and event.after is not Stage.CULLED)
