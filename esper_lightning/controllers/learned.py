@@ -28,10 +28,10 @@ class ObservedHosts(Protocol):
 
 
 class PolicyController(Protocol):
-    """Controller that reads observation and masks only, and therefore also acts on hosts in other spaces."""
+    """Controller that reads observation and masks only, so it also acts on hosts with another action space."""
 
     def reset(self, pool: ObservedHosts) -> None:
-        """Start an episode in every environment."""
+        """Reset the controller's own state: an episode has begun in every environment."""
 
     def act(self, pool: ObservedHosts) -> Action:
         """Return one action per environment that is possible according to `pool.masks`."""
@@ -42,7 +42,7 @@ class Controller(Protocol):
     """Chooses the actions for every host of a pool, one per tick."""
 
     def reset(self, pool: HostPool) -> None:
-        """Start an episode in every environment."""
+        """Reset the controller's own state: an episode has begun in every environment."""
 
     def act(self, pool: HostPool) -> Action:
         """Return one action per environment that is possible according to `pool.masks`."""

@@ -75,7 +75,10 @@ class PolicyData(Protocol):
         ...
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adapt a checkpoint to this run before it is restored. Raises ValueError if that is impossible."""
+        """Change a loaded checkpoint in place where this run differs from the saved one, as in the number of hosts.
+
+        Raises ValueError if the checkpoint cannot be resumed. The default changes nothing.
+        """
 
 
 class HostPoolData(LightningDataModule):

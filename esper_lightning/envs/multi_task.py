@@ -18,7 +18,7 @@ from esper_lightning.serialization.checks import check_keys
 
 
 class MixedPool:
-    """Several pools of one task each, concatenated into one vector environment.
+    """Pools of different tasks, one task per pool, joined into one vector environment.
 
     Args:
         pools: Pool of each task by name. All have the same `SharedSpace`, horizon, reward and action choices.
@@ -109,7 +109,7 @@ class MixedPool:
         return next((pool, host - span.start) for pool, span in self._pool_slices() if host < span.stop)
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
-        """Start an episode in every environment; environment i depends on the RNG seed `seeds[i]` alone."""
+        """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         for pool, span in self._pool_slices():
             pool.reset(rng_seeds[span])
         self._copy_from_pools()

@@ -125,7 +125,7 @@ def host_only_accuracy(validation: Validation) -> float:
 
 
 def slot_records(before: HostStatus, after_action: AfterAction, after: HostStatus) -> tuple[SlotStep, ...]:
-    """Combine the statuses of each slot within a step, [K]."""
+    """Return one record per slot, [K]: its seed before the action, right after it, and at the end of the step."""
     contributions = before.validation.contributions, after.validation.contributions
     rows = zip(before.seeds, after_action.seeds, after.seeds, after_action.accounts, *contributions, strict=True)
     sizes = zip(after_action.growth, after_action.alpha, strict=True)

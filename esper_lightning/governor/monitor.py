@@ -55,13 +55,14 @@ class HostMonitor:
             skipped_steps: Optimizer steps that were skipped in the epoch because gradients overflowed fp16.
             alphas: Alpha of the seed in each slot, [K]; 0 for a seed that is not blended.
         """
-        reshaped = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
-        stats = stats._replace(all_steps_skipped=skipped_steps >= self.steps_per_epoch, seed_lost_weight=reshaped)
-        verdict, self.governor_state = judge(self.governor_state, stats, self.chance_loss, config=self.config)
+        # In the first tick there is no alpha before.
+        lost_weight = any(now < before for now, before in zip(alphas, self.alphas, strict=False))
+        stats = stats._replace(all_steps_skipped=skipped_steps >= self.steps_per_epoch, seed_lost_weight=lost_weight)
+        judgement, self.governor_state = judge(self.governor_state, stats, self.chance_loss, config=self.config)
         self.alphas = alphas
         # A restored host gets a new snapshot only after enough healthy epochs.
-        self.healthy_ticks = 0 if verdict.diverged else self.healthy_ticks + (verdict.outcome is Verdict.HEALTHY)
-        return verdict
+        self.healthy_ticks = 0 if judgement.diverged else self.healthy_ticks + (judgement.outcome is Verdict.HEALTHY)
+        return judgement
 
     def judge_failure(self, cause: str) -> Judgement:
         """Return a verdict that ends the episode, for a host that cannot continue."""

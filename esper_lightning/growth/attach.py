@@ -201,7 +201,7 @@ def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]
 
 
 def _check_record(record: Any) -> None:
-    """Raise ValueError unless a record has every field with its type."""
+    """Raise ValueError unless the saved record of a slot is complete, of the right types and within limits."""
     field_types = {
         "slot": str,
         "module": str,

@@ -109,7 +109,10 @@ class Evidence(NamedTuple):
 
 
 def reasons_against_gradient(evidence: Evidence, config: LifecycleConfig) -> list[str]:
-    """Return the reasons why the seed's gradient is not healthy: not measured, too large, or vanished or exploded."""
+    """Return the reasons why the seed's gradient is not healthy.
+
+    It was not measured, its norm is too large, or too many tensors have a gradient that vanished or exploded.
+    """
     gradient = evidence.gradient
     if gradient is None:
         return ["gradient not measured"]

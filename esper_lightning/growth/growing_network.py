@@ -325,7 +325,7 @@ class GrowingNetwork:
         return gates.reasons_against_culling(self.evidence(slot), self.lifecycle)
 
     def refusal_reasons(self) -> list[RefusalReasons]:
-        """Return for each of the K slots the gates' reasons against every change of its seed."""
+        """Return for each of the K slots why its seed cannot be advanced, fossilized or culled."""
         return [
             RefusalReasons(
                 self.reasons_against_advancing(name),

@@ -203,6 +203,7 @@ def auto_transition(slot: SeedSlot, evidence: Evidence, config: LifecycleConfig,
 
 
 def _move(slot: SeedSlot, stage: Stage, cause: str) -> SeedEvent:
+    """Move the slot to `stage` and return the event, with stage and ticks from before the move."""
     event = replace(unchanged_stage(slot, cause), after=stage)
     slot.move_to(stage)
     return event

@@ -23,7 +23,7 @@ def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Seque
     """
     k = len(players)
 
-    def value(player: str) -> float:
+    def shapley_value(player: str) -> float:
         others = [other for other in players if other != player]
         return math.fsum(
             (coalition_values[coalition | {player}] - coalition_values[coalition])
@@ -31,7 +31,7 @@ def shapley_values(coalition_values: Mapping[SeedVariant, float], players: Seque
             for coalition in all_variants(others)
         )
 
-    return {player: value(player) for player in players}
+    return {player: shapley_value(player) for player in players}
 
 
 def interactions(coalition_values: Mapping[SeedVariant, float], players: Sequence[str]) -> dict[tuple[str, str], float]:
@@ -69,13 +69,14 @@ def sampled_shapley(
 ) -> dict[str, Credit]:
     """Return Shapley values estimated from random orders, each with its reverse (https://arxiv.org/abs/2104.12199).
 
-    A player's positions in an order and in its reverse balance, which lowers the variance. Pairs of orders are
-    independent, so the standard error is taken over pairs. The values always sum to v(all) - v(none).
+    A player that comes early in an order comes late in its reverse, and the average of both lowers the variance. Pairs
+    of orders are independent, so the standard error is taken over pairs. The values always sum to v(all) - v(none).
 
     Args:
         value_function: Function from coalitions to their values; called once, with all distinct coalitions.
         players: Names of the players.
-        pairs: Number of pairs of orders, at least 2; each adds at most 2·(k - 1) coalitions.
+        pairs: Number of pairs of orders, at least 2; each adds at most 2·(k - 1) coalitions of the
+            k players.
         rng: Generator of the orders.
 
     Raises:

@@ -33,7 +33,10 @@ class Segments(NamedTuple):
 
 
 def split_segments(starts: Tensor) -> Segments:
-    """Split sequences at the resets `starts` [T, N], each before its step; one before the first step has no effect."""
+    """Split N sequences of T steps at the resets `starts` [T, N].
+
+    `starts[t, n]` is True if environment n was reset before step t. A segment begins at step 0 in any case.
+    """
     steps, envs = starts.shape
     cut = starts.T.clone()  # [N, T]
     cut[:, 0] = True

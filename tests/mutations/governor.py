@@ -69,7 +69,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A host that loses a seed is blamed for the loss that follows",
         "esper_lightning/governor/monitor.py",
-        "seed_lost_weight=reshaped",
+        "seed_lost_weight=lost_weight",
         "seed_lost_weight=False",
         "tests/governor/test_monitor.py::test_a_seed_that_loses_weight_makes_the_past_say_nothing",
     ),
@@ -83,7 +83,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A restored host is kept again before it has proved itself",
         "esper_lightning/governor/monitor.py",
-        "0 if verdict.diverged else self.healthy_ticks",
+        "0 if judgement.diverged else self.healthy_ticks",
         "self.healthy_ticks",
         "tests/governor/test_monitor.py::test_a_snapshot_is_due_after_enough_healthy_epochs_and_never_after_another_one",
     ),

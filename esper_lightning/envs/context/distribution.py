@@ -183,7 +183,7 @@ class ContextDistribution:
         self.seeds_may_fail = any(context.seeds_may_fail for context in config.contexts())
 
     def draw(self, rng_seed: int) -> Context:
-        """Draw the context of the episode with this RNG seed, from it alone, so all controllers meet the same."""
+        """Draw the context of an episode from its RNG seed alone, so every controller gets the same context."""
         return self.contexts[random.Random(f"member {rng_seed}").randrange(len(self.contexts))]
 
     def encode(self, context: Context) -> list[float]:

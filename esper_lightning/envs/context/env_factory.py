@@ -19,7 +19,7 @@ from esper_lightning.tasks import Split, Task, TaskData, make_variants
 
 
 class EnvFactory:
-    """Creates environments, and returns the one for a host index and an episode.
+    """Creates and keeps environments; `make` returns the one for a host index and the RNG seed of an episode.
 
     Args:
         task: Computes loss and accuracy of outputs on `data`.
@@ -155,14 +155,14 @@ class EnvFactory:
         by_architecture = {architecture_name(context.context): context for context in self.host_contexts.values()}
         return [self._get_or_create(0, context) for context in by_architecture.values()]
 
-    def _get_or_create(self, index: int, context: HostContext) -> HostEnv:
-        architecture = architecture_name(context.context)
+    def _get_or_create(self, index: int, host_context: HostContext) -> HostEnv:
+        architecture = architecture_name(host_context.context)
         if (index, architecture) not in self.envs:
             self.envs[index, architecture] = self._create(
-                context, architecture, self.devices[index % len(self.devices)]
+                host_context, architecture, self.devices[index % len(self.devices)]
             )
         env = self.envs[index, architecture]
-        env.set_context(context)
+        env.set_context(host_context)
         return env
 
     def _create(self, context: HostContext, architecture: str, device: torch.device) -> HostEnv:

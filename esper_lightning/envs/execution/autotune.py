@@ -173,7 +173,7 @@ def _layer_signature(name: str, module: nn.Module) -> tuple[str, str, list[Any],
 
 
 def load_choice(key: str, available: Sequence[ExecutorChoice]) -> tuple[ExecutorChoice | None, str]:
-    """Return the choice cached for `key` (None: no entry), and a note if the file is damaged (empty: it is not)."""
+    """Return the cached choice for `key`, or None if there is none to use, and a warning if the file is damaged."""
     entries, warning = _read_cache(cache_file())
     if key not in entries:
         return None, warning

@@ -51,11 +51,12 @@ def _init_worker() -> None:
 class ThreadsExecutor(LoopExecutor):
     """`LoopExecutor` with worker threads: each free worker takes the next environment.
 
-    The costliest environments come first, so that no worker starts a long one when the others are done: with the costs
-    of 48 hosts of the digits task that all have different seeds, an epoch is 1 % (2 cores) to 14 % (16 cores) shorter
-    than in random order. Python runs one thread at a time, but torch releases its lock in kernels and in the backward
-    pass. Environments share no written state, so neither the number of workers nor their order affects results. The
-    threads end with the executor.
+    The costliest environments come first, so that no worker starts a long one when the others are done. With 48 digits
+    hosts that all have different seeds, an epoch is 1 % (2 cores) to 14 % (16 cores) shorter than in random order.
+
+    Python runs one thread at a time, but torch releases its lock in kernels and in the backward pass. Environments
+    share no written state, so neither the number of workers nor their order affects results. The threads end with the
+    executor.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -86,7 +87,7 @@ class ThreadsExecutor(LoopExecutor):
         order = sorted(range(len(envs)), key=lambda i: costs.estimate(envs[i]), reverse=True)
         with ExitStack() as cleanup:
             cleanup.enter_context(onednn_convolutions(self.training.onednn))
-            # Threads started elsewhere later must get as many threads per operator as without these workers.
+            # A worker sets torch's number of threads to 1 for the whole process; put it back.
             cleanup.callback(torch.set_num_threads, torch.get_num_threads())
             results = dict(zip(order, self.workers.map(timed_work, order), strict=True))
         for i, (_, seconds) in results.items():

@@ -149,8 +149,8 @@ def _randomise(network: nn.Module, generator: torch.Generator) -> None:
 def _seed_cases(env: HostEnv) -> Iterator[tuple[list[str], BlendStyle]]:
     """Yield blueprints and style of each comparison: no blueprint, then every rotation of all blueprints.
 
-    Only the first two blueprints that fit are grown (see `_germinate_seeds`), so a rotation brings each one to the
-    front once. The first rotation comes with every style, the others with the first style only.
+    Only the first two blueprints that fit are grown (see `_germinate_seeds`), so the list is rotated until each
+    blueprint has been the first. The first rotation comes with every style, the others with the first style only.
     """
     blueprints = list(env.space.blueprint)
     styles: list[BlendStyle] = list(dict.fromkeys(STYLES[style][1] for style in env.space.style))

@@ -192,7 +192,7 @@ class FusedEpoch:
         return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
 
     def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
-        """Return what `GrowingNetwork.gradient_tensors` returns, for all hosts."""
+        """Return the gradient statistics of each host, [:, 0], and of the seed in each slot, [:, 1:]."""
         device = self.weights.values.device
         stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(self.stack.slots), 1)
         column_of_slot = {name: k for k, name in enumerate(self.stack.slots, 1)}

@@ -138,7 +138,11 @@ class StackedGroupNorm(StackedLayer):
 
 
 class _RowwiseLayer(StackedLayer):
-    """Layer on the last axis of size `features`: of [V·B, …, C], or of [B, V·C] flattened from an image."""
+    """Layer that acts on the last axis, C = `features`.
+
+    The input is [V·B, …, C] with the entries along the batch, or [B, V·C] with the channels of all entries side by
+    side, as after flattening an image.
+    """
 
     features: int
 
@@ -151,7 +155,7 @@ class _RowwiseLayer(StackedLayer):
 
     @abstractmethod
     def transform(self, x: Tensor) -> Tensor:  # [V, rows, C] -> [V, rows, D]
-        """Transform the rows of each entry with the entry's weights."""
+        """Apply the weights of entry v to the rows `x[v]`."""
 
 
 class StackedLinear(_RowwiseLayer):

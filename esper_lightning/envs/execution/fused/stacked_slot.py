@@ -117,7 +117,7 @@ class StackedSeeds:
         return self._apply_seeds(_detach(x, self.isolated_flags), _detach(x, self.detach_flags))
 
     def evaluate(self, x: Tensor, hosts: Sequence[int]) -> Tensor:
-        """Apply the seeds to the features of these hosts, which may occur several times; see `_apply_seeds`."""
+        """Apply the seed of host `hosts[i]` to entry i of `x`; hosts may be listed repeatedly. See `_apply_seeds`."""
         self.stack_index.select_rows(upload([self.row_of_host[host] for host in hosts], x.device))
         return self._apply_seeds(x, x)
 
