@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.run_lock import LOCK_FILE, lock_folder
 from esper_lightning.cli.main import make_logger
@@ -40,6 +41,14 @@ def test_runs_that_begin_at_the_same_moment_get_a_folder_each(tmp_path: Path) ->
     with forked(begin_five) as a, forked(begin_five) as b, forked(begin_five) as c:
         assert [a.wait(), b.wait(), c.wait()] == [0, 0, 0]
     assert len(list(tmp_path.glob("version_*/mine"))) == 15
+
+
+def test_a_folder_that_another_process_has_just_made_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorBoardLogger, "_get_next_version", lambda self: 0)  # neither has seen the other's folder
+    folders = [Path(make_logger(tmp_path, None).log_dir) for _ in range(2)]
+    assert [folder.name for folder in folders] == ["version_0", "version_1"]
 
 
 def test_a_logger_that_is_made_but_not_used_makes_no_folder(tmp_path: Path) -> None:
