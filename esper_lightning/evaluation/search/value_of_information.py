@@ -56,7 +56,7 @@ class BestPlan(NamedTuple):
     """Schedule with the best mean objective over all hosts of the context."""
     objective: float
     """Objective on one half of the hosts of the schedule that is best on the other half, averaged over both halves.
-    That schedule may differ from `schedule`."""
+    The best schedule of one half may differ from `schedule`."""
     common_objective: float
     """Objective on one half of the hosts of the schedule that is best for all contexts on the other half, averaged
     likewise."""
