@@ -203,7 +203,7 @@ class HostPool:
         for i, env in enumerate(self.envs):
             if env.failure is not None:
                 raise MemoryError(
-                    f"host {i} (seed {env.rng_seed}): {env.failure}; make hosts smaller, or lower data.n_envs"
+                    f"host {i} (RNG seed {env.rng_seed}): {env.failure}; make hosts smaller, or lower data.n_envs"
                 )
 
     def step(self, action: Action) -> StepResult:

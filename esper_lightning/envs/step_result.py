@@ -42,7 +42,7 @@ class HostVerdict(NamedTuple):
         """Describe the verdict, as in `host 3 (seed 17) rolled back at tick 7, to tick 5: loss is nan`."""
         restored_text = "" if self.restored_tick is None else f", to tick {self.restored_tick}"
         verdict_text = f"{self.verdict.outcome.value} at tick {self.tick}{restored_text}"
-        return f"host {self.host} (seed {self.rng_seed}) {verdict_text}: {self.verdict.cause}"
+        return f"host {self.host} (RNG seed {self.rng_seed}) {verdict_text}: {self.verdict.cause}"
 
 
 class HostVeto(NamedTuple):

@@ -63,8 +63,9 @@ class _Isolate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grad_outputs
-        if ctx.saved_tensors:
-            return grad, proximal_gradient(grad, *ctx.saved_tensors).to(ctx.dtype), None
+        saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
+        if saved:
+            return grad, proximal_gradient(grad, *saved).to(ctx.dtype), None
         return grad, grad.to(ctx.dtype), None
 
 

@@ -177,7 +177,7 @@ class PPOTerms(NamedTuple):
     entropy: Tensor  # weighted sum over heads, to be maximised
     floor_penalty: Tensor  # weighted shortfall below the entropy floors
     head_entropy: Tensor  # [heads] mean normalised entropy of each head, over steps where it mattered and had a choice
-    head_freedom: Tensor  # [heads] fraction of the actions in which each head mattered and had a choice
+    head_choice_share: Tensor  # [heads] fraction of the actions in which each head mattered and had a choice
     kl: Tensor  # KL divergence by the estimator k3
     kl_k1: Tensor  # KL divergence by the estimator k1, the mean of -ln r: unbiased, but noisier
     clip_fraction: Tensor  # fraction of steps with a ratio outside the clip range
@@ -265,7 +265,7 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
         entropy=masked_mean((entropy * relevance * head_weights).sum(-1), unforced),
         floor_penalty=floor_penalty,
         head_entropy=head_entropy.detach(),
-        head_freedom=free_steps / unforced.sum().clamp(min=1),
+        head_choice_share=free_steps / unforced.sum().clamp(min=1),
         kl=kl,
         kl_k1=kl_k1,
         clip_fraction=clip_fraction,
@@ -308,6 +308,6 @@ def update_metrics(
         "grad_norm": torch.stack(list(grad_norms)).mean() if grad_norms else torch.zeros_like(last.kl),
     }
     numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-    for name, values in (("entropy", first.head_entropy), ("freedom", first.head_freedom)):
+    for name, values in (("entropy", first.head_entropy), ("choice_share", first.head_choice_share)):
         numbers |= {f"{name}.{head}": number for head, number in zip(heads, values.tolist(), strict=True)}
     return numbers | {"minibatches": float(sum(finite))}

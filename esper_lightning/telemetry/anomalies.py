@@ -84,7 +84,7 @@ def rule_inputs(metrics: Mapping[str, float], config: AnomalyConfig) -> dict[str
     found = dict(metrics)
     for key in metrics:
         kind, _, head = key.partition(".")
-        if kind == "entropy" and head and metrics.get(f"freedom.{head}", 1.0) < config.least_freedom:
+        if kind == "entropy" and head and metrics.get(f"choice_share.{head}", 1.0) < config.least_choice_share:
             del found[key]
     changed = metrics.get("weight_change", 0.0) >= config.frozen_policy.warning
     if changed and {"ratio_low", "ratio_high"} <= metrics.keys():

@@ -54,7 +54,7 @@ class AnomalyConfig:
     """Entropy of a head, averaged over the actions in which it had a choice, relative to that of an even choice. The
     bounds shrink with the share of training that is left, since a trained policy may be nearly deterministic."""
 
-    least_freedom: float = 0.01
+    least_choice_share: float = 0.01
     """Least share of actions in which a head had a choice, for its entropy to be checked."""
 
     grad_norm_high: Bounds = Bounds(warning=2.0, critical=5.0, updates=3)
@@ -110,7 +110,7 @@ class AnomalyConfig:
     """Share of the device's memory that is in use; on a GPU its peak so far."""
 
     def __post_init__(self) -> None:
-        for name in ("least_freedom", "grad_norm_decay"):
+        for name in ("least_choice_share", "grad_norm_decay"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"anomalies.{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.least_seeds < 1:

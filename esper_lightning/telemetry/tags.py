@@ -65,7 +65,7 @@ SCALARS: tuple[Tag, ...] = (
         "entropy relative to an even choice, where there was a choice",
         "from 1 down, not to 0",
     ),
-    Tag("train/freedom.<head>", "minimal", "share of actions in which the head had a choice", "steady"),
+    Tag("train/choice_share.<head>", "minimal", "share of actions in which the head had a choice", "steady"),
     Tag("train/kl", "minimal", "KL divergence of the update, estimator k3", "near model.ppo.target_kl"),
     Tag("train/kl_k1", "minimal", "KL divergence of the update, estimator k1 (may be negative)", "around k3"),
     Tag("train/clip_fraction", "minimal", "share of ratios beyond the clip", "0.02 to 0.3"),

@@ -20,7 +20,7 @@ from tests.conftest import SMALL
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch, set_weight_to_nan
 from tests.runs import differences, fit, tiny_host, with_callback
 
-LINE = re.compile(r"host (\d) \(seed \d+\) (.*)")
+LINE = re.compile(r"host (\d) \(RNG seed \d+\) (.*)")
 
 BROKEN = [
     *(f"0 rolled back at tick {tick}, to tick 0: loss is nan" for tick in (1, 2, 3)),

@@ -98,7 +98,7 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snaps
     assert step.truncated.tolist() == [False, False]
     assert step.metrics.objective[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0))
     (word,) = step.verdicts
-    assert str(word) == "host 0 (seed 3) rolled back at tick 4, to tick 3: loss is nan"
+    assert str(word) == "host 0 (RNG seed 3) rolled back at tick 4, to tick 3: loss is nan"
     named = dict(zip(rarely_snapshotting_pool.feature_names, step.observation.features[0].tolist(), strict=True))
     assert named["progress"] == pytest.approx(4 / 12)
     assert named["share.FOSSILIZED"] == pytest.approx(1 / 3) and named["accuracy.0"] == step.metrics.accuracy[0].item()

@@ -205,7 +205,7 @@ def test_a_host_that_runs_out_of_memory_ends_its_episode_and_not_the_run(
     (word,) = step.verdicts
     assert (word.host, word.tick, word.rng_seed, word.verdict.outcome) == (1, 2, 2, Verdict.END)
     assert word.verdict.cause.startswith("out of memory: ") and len(word.verdict.cause.splitlines()) == 1
-    assert str(word).startswith("host 1 (seed 2) ended at tick 2")
+    assert str(word).startswith("host 1 (RNG seed 2) ended at tick 2")
     assert step.reward[1] == -0.5 and step.terminated.tolist() == [False, True, False]
     assert pool.masks.ended.tolist() == [False, True, False]
     assert differences({name: good[name] for name in env.network.state_dict()}, dict(env.network.state_dict())) == []
@@ -255,14 +255,14 @@ def test_a_host_without_even_memory_to_be_validated_is_left_as_it_was_measured_l
         for _ in range(3):
             step = pool.step(act(WAIT, WAIT, WAIT))
             assert step.verdicts == [] and step.observation.features.isfinite().all()
-        with pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory"):
+        with pytest.raises(MemoryError, match=r"host 1 \(RNG seed 2\): out of memory"):
             pool.test_accuracy()  # an error is better than a made-up number
 
 
 def test_a_new_host_without_memory_is_an_error_for_there_is_nothing_to_go_back_to(make_pool: MakePool) -> None:
     pool = pool_of(make_pool, "loop")
     shortage = short_of_memory(pool.envs[1], no_memory_on_the_processor, False)
-    with shortage, pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory.*; make hosts smaller"):
+    with shortage, pytest.raises(MemoryError, match=r"host 1 \(RNG seed 2\): out of memory.*; make hosts smaller"):
         pool.reset([1, 2, 3])
     pool.reset([1, 2, 3])
     pool.step(act(WAIT, WAIT, WAIT))
@@ -273,7 +273,7 @@ def test_without_a_governor_the_error_is_raised(make_pool: MakePool, training: b
     pool = pool_of(make_pool, "loop", governor=None)
     germinate_in_every_host(pool)
     shortage = short_of_memory(pool.envs[1], no_memory_on_the_processor, training)
-    with shortage, pytest.raises(MemoryError, match=r"host 1 \(seed 2\): out of memory: .*can't allocate memory"):
+    with shortage, pytest.raises(MemoryError, match=r"host 1 \(RNG seed 2\): out of memory: .*can't allocate memory"):
         pool.step(act(WAIT, WAIT, WAIT))
 
 

@@ -185,7 +185,7 @@ def test_a_head_that_hardly_ever_matters_earns_hardly_any_bonus(loop: RolloutCol
     blueprint = HEADS.index("blueprint")
     assert hardly.entropy < 1e-3 < 0.1 < often.entropy
     assert hardly.head_entropy[blueprint] > 0.9, "although its choices are as even as ever"
-    assert hardly.head_freedom[blueprint] < 1e-2 < 0.1 < often.head_freedom[blueprint]
+    assert hardly.head_choice_share[blueprint] < 1e-2 < 0.1 < often.head_choice_share[blueprint]
 
 
 def test_a_head_without_any_choice_is_never_below_its_floor(loop: RolloutCollector, rollout: Rollout) -> None:

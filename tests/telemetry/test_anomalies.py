@@ -116,11 +116,11 @@ def test_each_head_and_each_blueprint_has_a_state_of_its_own() -> None:
     assert detector.levels == {"entropy.op": 2, "entropy.slot": 1, "entropy.blueprint": 0, "dead_seeds.norm": 1}
 
 
-@pytest.mark.parametrize(("freedom", "raised"), [(0.5, {"entropy.tempo": 2}), (0.001, {})])
-def test_a_head_with_hardly_ever_a_choice_is_not_looked_at(freedom: float, raised: dict[str, int]) -> None:
+@pytest.mark.parametrize(("share", "raised"), [(0.5, {"entropy.tempo": 2}), (0.001, {})])
+def test_a_head_with_hardly_ever_a_choice_is_not_looked_at(share: float, raised: dict[str, int]) -> None:
     detector = AnomalyDetector(CONFIG)
 
-    observe(detector, *[{"entropy.tempo": 0.0, "freedom.tempo": freedom}] * 3)
+    observe(detector, *[{"entropy.tempo": 0.0, "choice_share.tempo": share}] * 3)
 
     assert detector.levels == raised
 
@@ -219,7 +219,7 @@ def test_a_damaged_state_is_refused(state: Any) -> None:
     [
         ({"kl": Bounds(warning=0.5, critical=0.1)}, "anomalies.kl: critical must not be reached before warning"),
         ({"ratio_low": Bounds(warning=0.1, critical=0.2)}, "anomalies.ratio_low: critical must not be reached before"),
-        ({"least_freedom": 1.0}, r"anomalies.least_freedom must lie in \[0, 1\)"),
+        ({"least_choice_share": 1.0}, r"anomalies.least_choice_share must lie in \[0, 1\)"),
         ({"least_seeds": 0}, "anomalies.least_seeds must be at least 1"),
         ({"explained_variance_floors": [(0.5, 0.0)]}, "must go up to the whole of training"),
     ],

@@ -165,11 +165,11 @@ def test_a_healthy_run_raises_nothing_critical(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # on a busy machine
-@pytest.mark.parametrize("seed", range(10, 20))
+@pytest.mark.parametrize("seed", range(10, 14))
 def test_healthy_runs_of_full_length_raise_nothing_critical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """configs/digits.yaml without the closing comparison; about a minute each."""
+    """configs/digits.yaml without the closing comparison; two to five minutes each."""
     with collect_printed_lines(monkeypatch) as lines:
         built = cli(
             *("--config", str(CONFIGS / "digits.yaml"), "--evaluation.hosts=0", f"--seed_everything={seed}"),

@@ -64,8 +64,9 @@ class _Isolate(torch.autograd.Function):
         (grad,) = grad_outputs
         flags = ctx.flags if isinstance(ctx.flags, bool) else broadcast_per_entry(ctx.flags, grad)
         to_mixed = grad
-        if ctx.saved_tensors:
-            (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *ctx.saved_tensors))
+        saved = ctx.saved_tensors  # read once: with recomputed activations a second reading is an error
+        if saved:
+            (grads, axis), (h, _), (s, _) = (unflatten_entries(x, ctx.count) for x in (grad, *saved))
             dims = [dim for dim in range(grads.ndim) if dim != axis]
             pulled = flatten_entries(proximal_gradient(grads, h, s, dims).to(grad.dtype), axis)
             to_mixed = pulled if isinstance(flags, bool) else torch.where(flags, pulled, grad)

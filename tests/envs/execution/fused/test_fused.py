@@ -63,7 +63,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
     assert distance(fused, loop) < EXACT
 
 
-@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn", "gpt"}))
+@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn, recomputed", "gpt"}))
 @pytest.mark.parametrize("isolation", ["proximal", "straight_through"])
 def test_seeds_learn_behind_their_hosts_as_in_the_loop(host: str, isolation: Isolation) -> None:
     lifecycle = replace(FAST_CONFIG.lifecycle, isolation=isolation, training_ticks=2, min_potential=-5.0)
