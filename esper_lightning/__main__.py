@@ -1,13 +1,12 @@
 """Entry point of `esper-lightning` and `python -m esper_lightning`."""
 
 import logging
-import os
 import signal
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+
+from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, watched_streams
 
 IGNORED_MESSAGES = (
     "Tip:",
@@ -33,44 +32,47 @@ def keep_record(record: logging.LogRecord) -> bool:
     return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
 
 
-INTERRUPTED_MESSAGE = "error: interrupted before training began"
-"""Line printed when the program is interrupted before training starts."""
-
-
-def exit_on_signal(signal_number: int, frame: FrameType | None) -> NoReturn:
-    """Exit immediately with code 130: a module that is interrupted during its import may raise any exception."""
-    print(INTERRUPTED_MESSAGE, file=sys.stderr, flush=True)
-    os._exit(130)
-
-
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
-    Bad input ends the program with one line on stderr and exit code 2.
+    Bad input ends the program with one line on stderr and exit code 2; docs/reference/exit_codes.md has all codes.
 
     Args:
         args: Arguments of the command line. None: those of the process.
     """
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).addFilter(keep_record)
-    warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
+    with watched_streams(), exits_on_signals(lambda: BEFORE_TRAINING):
+        for name in NOISY_LOGGERS:
+            logging.getLogger(name).addFilter(keep_record)
+        warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
 
-    working_directory = str(Path.cwd())
-    if working_directory not in sys.path:
-        sys.path.append(
-            working_directory
-        )  # so that a config can name the user's own modules; last, so that it hides no package
-    previous_handler = signal.signal(signal.SIGINT, exit_on_signal)
-    from esper_lightning.cli.main import run  # imported late: importing torch and Lightning takes seconds
+        try:
+            working_directory = str(Path.cwd())
+        except FileNotFoundError:
+            print("error: the current folder was removed; change to another one", file=sys.stderr)
+            raise SystemExit(2) from None
+        if working_directory not in sys.path:
+            sys.path.append(
+                working_directory
+            )  # so that a config can name the user's own modules; last, so that it hides no package
+        from esper_lightning.cli.main import run  # imported late: importing torch and Lightning takes seconds
 
-    signal.signal(signal.SIGINT, previous_handler)
+        try:
+            run(args)
+        except KeyboardInterrupt:  # raised by code of the user: Ctrl-C itself is a signal
+            print(f"error: interrupted {BEFORE_TRAINING}", file=sys.stderr)
+            raise SystemExit(130) from None
+
+
+def run_process() -> None:
+    """Run the command line as a program of its own, which a signal also ends in silence while it shuts down."""
     try:
-        run(args)
-    except KeyboardInterrupt:  # during training the Preemption callback handles Ctrl-C
-        print(INTERRUPTED_MESSAGE, file=sys.stderr)
-        raise SystemExit(130) from None
+        main()
+    finally:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
-    main()
+    run_process()

@@ -4,7 +4,10 @@ Texts may come from files of others. They are printed as they are: no markup of 
 that control a terminal are shown as escapes.
 """
 
+from typing import Any
+
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 MIN_WIDTH = 110
 """Minimum width of tables in columns. A narrower terminal wraps their lines; a file has room."""
@@ -13,11 +16,20 @@ MAX_LENGTH = 2000
 """Largest length of a status line or an error in characters."""
 
 
+class PlainConsole(Console):
+    """Console that shows every text as it is, also in the cells of tables."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(printable(text), **settings)
+
+
 def print_status(*parts: RenderableType) -> None:
     """Print status lines to the console."""
     for part in parts:
-        is_text = isinstance(part, str)
-        Console(markup=False, emoji=False).print(printable(part) if is_text else part, soft_wrap=is_text)
+        PlainConsole().print(part, soft_wrap=isinstance(part, str))
 
 
 def printable(text: str) -> str:
@@ -26,15 +38,19 @@ def printable(text: str) -> str:
     A text longer than `MAX_LENGTH` loses its middle: an error ends with the way out.
     """
     half = MAX_LENGTH // 2
-    shown = text if len(text) <= MAX_LENGTH else f"{text[:half]} … {text[-half:]}"
+    return escaped(text if len(text) <= MAX_LENGTH else f"{text[:half]} … {text[-half:]}")
+
+
+def escaped(text: str) -> str:
+    """Return a text of any length with escapes like those of `printable`."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in shown
+        for character in text
     )
 
 
 def wide_console() -> Console:
     """Return a console wide enough to print tables without cutting them."""
-    console = Console(markup=False, emoji=False)
+    console = PlainConsole()
     console.width = max(console.width, MIN_WIDTH)
     return console

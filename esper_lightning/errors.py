@@ -4,15 +4,17 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from esper_lightning.console import printable
+from esper_lightning.console import escaped, printable
+from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError that torch raises if the CPU is out of memory."""
@@ -23,11 +25,17 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_OUT_OF_MEMORY in str(error)
 
 
-EXIT_BAD_INPUT, EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 1, 3, 130
+EXIT_DISK_FAILED, EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 """Exit codes."""
 
-DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Error numbers of disk failures, as opposed to errors in the program or its settings."""
+DISK_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit on the size of files",
+    errno.EIO: "check the disk",
+    errno.EROFS: "make the file system writable",
+}
+"""Error numbers of disk failures, as opposed to errors in the program or its settings, with what helps."""
 
 
 class DivergedError(ArithmeticError):
@@ -54,12 +62,41 @@ def one_line_errors() -> Iterator[None]:
     """Turn errors that a user's settings can cause into one line and an exit; for code before the run begins."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ImportError, SyntaxError, MisconfigurationException) as error:
+        if (failure := find_disk_error(error)) is not None:
+            exit_with_error(describe_disk_error(failure), EXIT_DISK_FAILED)
+        if find_user_part(error) is not None:
+            raise
         exit_with_error(str(error))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         exit_with_error(OUT_OF_MEMORY_MESSAGE)
+
+
+@contextmanager
+def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
+    """Report an exception of any kind that code of the user has raised, and exit with `EXIT_USER_CODE`.
+
+    Its traceback is printed without the frames of this project, and then one line that says whose it is. All other
+    exceptions pass, and an interrupt does.
+
+    Args:
+        config: Returns the settings that name the code.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        settings = config()
+        part = find_user_part(error, [path for _, path in named_paths(settings)])
+        if part is None:
+            raise
+        print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr)
+        setting = find_setting(part, settings)
+        whose = "code of yours" if setting is None else f"{setting[0]} ({setting[1]})"
+        exit_with_error(f"{whose} raised {describe(error)}; the traceback above is of that code", EXIT_USER_CODE)
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -73,8 +110,14 @@ def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def find_disk_error(error: BaseException) -> OSError | None:
     """Return the disk error in the causes of `error`, or None; torch's file writer wraps it in another exception."""
-    found = (cause for cause in exception_chain(error) if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS)
+    found = (cause for cause in exception_chain(error) if isinstance(cause, OSError) and cause.errno in DISK_REMEDIES)
     return next(found, None)
+
+
+def describe_disk_error(failure: OSError) -> str:
+    """Return the reason of a disk failure, the name of the file, and what helps."""
+    where = f" ({os.fsdecode(failure.filename)})" if failure.filename else ""
+    return f"{failure.strerror or failure}{where}; {DISK_REMEDIES[failure.errno]}"
 
 
 def find_missing_path(error: BaseException, folder: Path) -> Path | None:

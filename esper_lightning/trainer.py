@@ -25,6 +25,7 @@ from esper_lightning.errors import (
     EXIT_INTERRUPTED,
     OUT_OF_MEMORY_MESSAGE,
     DivergedError,
+    describe_disk_error,
     exit_with_error,
     find_disk_error,
     find_missing_path,
@@ -43,8 +44,10 @@ from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.search.report import print_information, write_information
 from esper_lightning.evaluation.search.value_of_information import InformationConfig, value_of_information
 from esper_lightning.module import TamiyoModule
+from esper_lightning.process import BEFORE_TRAINING, silent_threads
 from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.serialization.safe_load import READ_ERRORS
+from esper_lightning.user_code import find_user_part
 
 RESTORE_ERRORS = (*READ_ERRORS, RecursionError, MisconfigurationException)
 """Exceptions that restoring a damaged checkpoint has been seen to raise."""
@@ -56,7 +59,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
-COMPARISON_INTERRUPTED_MESSAGE = "trained, but not compared; for the table resume from the run's latest.ckpt"
+AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
+"""What the line says about an interrupt after the last rollout."""
 
 
 class EsperTrainer(Trainer):
@@ -82,33 +86,28 @@ class EsperTrainer(Trainer):
         weights_only: bool | None = None,
     ) -> None:
         """Train the policy, resuming from `ckpt_path` if it is given."""
-        with self._locked_run_folder() as folder:
+        with self._locked_run_folder() as folder, silent_threads("tensorboard"):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except DivergedError as error:
                 exit_with_error(self._recovery_hint(str(error)), EXIT_DIVERGED)
             except RESTORE_ERRORS as error:
                 if (failure := find_disk_error(error)) is not None:
-                    problem = f"{describe_disk_error(failure)}; free some space"
-                    exit_with_error(self._recovery_hint(problem), EXIT_DISK_FAILED)
+                    exit_with_error(self._recovery_hint(describe_disk_error(failure)), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
                     exit_with_error(
                         f"{str(missing)!r} was removed while the run wrote to it; start again", EXIT_DISK_FAILED
                     )
                 if not self.training_started and is_out_of_memory(error):
                     exit_with_error(OUT_OF_MEMORY_MESSAGE)
-                if self.training_started or ckpt_path is None:
+                if self.training_started or ckpt_path is None or find_user_part(error) is not None:
                     raise
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
                 exit_with_error(f"checkpoint {str(ckpt_path)!r} cannot be continued: {reason:.400}; give another one")
             except SystemExit as ended:
                 if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
-                    exit_with_error(
-                        COMPARISON_INTERRUPTED_MESSAGE
-                        if self.training_started
-                        else "interrupted before training began",
-                        EXIT_INTERRUPTED,
-                    )
+                    moment = AFTER_TRAINING if self.training_started else BEFORE_TRAINING
+                    exit_with_error(f"interrupted {moment}", EXIT_INTERRUPTED)
                 raise
 
     def evaluate(
@@ -168,7 +167,7 @@ class EsperTrainer(Trainer):
             if (failure := find_disk_error(error)) is None:
                 raise
             exit_with_error(
-                f"{describe_disk_error(failure)}; free some space and start again, or name another folder by --out",
+                f"{describe_disk_error(failure)} and start again, or name another folder by --out",
                 EXIT_DISK_FAILED,
             )
 
@@ -287,12 +286,6 @@ class EsperTrainer(Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
         finally:
             module.saves_scored = False
-
-
-def describe_disk_error(failure: OSError) -> str:
-    """Return the reason of a disk failure and the name of the file."""
-    where = f" ({failure.filename})" if failure.filename else ""
-    return f"{failure.strerror or failure}{where}"
 
 
 def run_folder(checkpoint: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -42,6 +43,31 @@ def forked(run: Callable[[], object]) -> Iterator[Fork]:
         yield fork
     finally:
         fork.kill()
+
+
+def run_in_fork(run: Callable[[], object]) -> tuple[int, str]:
+    """Run a function in a fork; return its exit code, also that of SystemExit, and its stdout and stderr together."""
+    reading, writing = os.pipe()
+
+    def run_with_pipe() -> None:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.close(writing)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+        try:
+            run()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        sys.stdout.flush()
+        os._exit(code)
+
+    with forked(run_with_pipe) as fork:
+        os.close(writing)
+        with os.fdopen(reading) as output:
+            said = output.read()
+        return fork.wait(), said
 
 
 class Signal:

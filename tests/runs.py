@@ -22,6 +22,7 @@ from esper_lightning.__main__ import main
 from esper_lightning.cli.main import EsperCLI
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
+from esper_lightning.process import STOP_SIGNALS
 
 # The machine is shared, and with one thread every process adds up in the same order.
 torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def guarded_signals() -> Iterator[None]:
     def raise_unhandled(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"no handler took {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, raise_unhandled) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, raise_unhandled) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -23,8 +23,8 @@ BYTES_PER_TENSOR, BYTES_PER_VALUE, MARGIN_BYTES = 512, 24, 2**20
 class DiskError(OSError):
     """Error for a file that cannot be written to disk, with the path and the reason."""
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(errno.ENOSPC, f"{str(path)!r} cannot be written: {reason}")
+    def __init__(self, path: Path, reason: str, number: int = errno.ENOSPC) -> None:
+        super().__init__(number, f"{str(path)!r} cannot be written: {reason}")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             if isinstance(error, DiskError) or (failure := find_disk_error(error)) is None:
                 raise
-            raise DiskError(target, f"{failure.strerror}") from error
+            raise DiskError(target, f"{failure.strerror}", failure.errno) from error
         for listener in self.listeners:
             listener(target, time.perf_counter() - start)
 

@@ -256,11 +256,17 @@ def relocate_checkpoint_paths(state: Any, folder: str) -> dict[str, Any] | None:
     return state | {name: relocated(path) for name, path in paths.items()} | {"dirpath": folder, "best_k_models": best}
 
 
+MAX_DIFFERENCES = 100
+"""Largest number of printed settings; a checkpoint of others may hold any number."""
+
+
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that differs between the resumed run and this one."""
+    """Return one line for each setting that differs between the resumed run and this one, and at most so many."""
     names = [*now, *(name for name in before if name not in now)]
-    return [
-        f"{name}: {before.get(name, 'nothing'):.200} before, {now.get(name, 'nothing'):.200} now"
-        for name in names
-        if before.get(name) != now.get(name)
+    differing = [name for name in names if before.get(name) != now.get(name)]
+    lines = [
+        f"{name:.200}: {before.get(name, 'nothing'):.200} before, {now.get(name, 'nothing'):.200} now"
+        for name in differing[:MAX_DIFFERENCES]
     ]
+    further = len(differing) - len(lines)
+    return [*lines, f"{further} more settings differ"] if further else lines

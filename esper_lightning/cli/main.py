@@ -24,11 +24,12 @@ from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs.seeding import check_rng_seed
-from esper_lightning.errors import one_line_errors
+from esper_lightning.errors import one_line_errors, user_code_told_apart
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
+from esper_lightning.process import BEFORE_TRAINING, exits_on_signals
 from esper_lightning.provenance import RunRecord
-from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
+from esper_lightning.trainer import AFTER_TRAINING, CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
@@ -98,6 +99,22 @@ by --config may run any code."""
 class EsperCLI(LightningCLI):
     """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        with exits_on_signals(self._what_a_signal_stops), user_code_told_apart(self._settings):
+            super().__init__(*args, **settings)
+
+    def _settings(self) -> Any:
+        """Return the settings of the command, or None while they are not known."""
+        config, command = getattr(self, "config", None), getattr(self, "subcommand", None)
+        return config if config is None or command is None else config[command]
+
+    def _what_a_signal_stops(self) -> str:
+        """Return what the line about a signal says; while the policy trains, `Preemption` handles signals."""
+        trainer = getattr(self, "trainer", None)
+        if trainer is not None and self.subcommand != "fit":
+            return f"before `{self.subcommand}` was over"
+        return AFTER_TRAINING if trainer is not None and trainer.training_started else BEFORE_TRAINING
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the trainer's methods that are subcommands, each with its arguments that are not settings."""
@@ -156,6 +173,8 @@ class EsperCLI(LightningCLI):
             raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
         check_monitor(config.best.monitor, own_callbacks=bool(config.trainer.callbacks))
         for name, value in vars(config.as_flat()).items():
+            if isinstance(value, str) and "\0" in value:
+                raise ValueError(f"{name} holds a NUL character; correct it")
             if isinstance(value, float) and isnan(value):
                 raise ValueError(f"{name} is not a number; give one, or leave it out for its default")
         if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:

@@ -132,6 +132,8 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> Loade
     """Load the data of a task config onto its devices. Raises ValueError if hosts cannot learn from them."""
     env_config = config.env_config(env)
     data = config.task.load()
+    if not isinstance(data, TaskData):
+        raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}, not a TaskData")
     check_data(data, type(config.task).__name__)
     print_status(*find_doubts(data, type(config.task).__name__))
     devices = [device, *other_devices(env_config.executor, device)]

@@ -1,9 +1,9 @@
 """Estimate of the memory that hosts need, so that settings which ask for too much are refused before it is taken."""
 
-import os
-
 import torch
 from torch import nn
+
+from esper_lightning.process import main_memory
 
 MIN_COPIES = 2
 """Tensors of the size of a parameter that training needs at least: the parameter and its gradient."""
@@ -13,7 +13,7 @@ def total_memory(device: torch.device) -> int:
     """Return the memory of a device in bytes; for the CPU that of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return main_memory()
 
 
 def check_host_memory(host: nn.Module, hosts: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.user_code import find_user_part
 
 CPU = torch.device("cpu")
 """Device for trial networks; the host itself may be on the meta device, which has no values."""
@@ -122,6 +123,8 @@ def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn
     try:
         network = make(**settings)
     except TypeError as error:
+        if find_user_part(error) is not None:
+            raise
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"host Attached: data.host.init_args.network made a {type(network).__name__}, not a network")

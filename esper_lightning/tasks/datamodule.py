@@ -1,7 +1,7 @@
 """Task with the data of any LightningDataModule."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from esper_lightning.process import main_memory
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 """Name of the loader method for each split."""
+
+MAX_BATCHES = 1_000_000
+"""Largest number of batches of a loader; with more samples than that, batches of one are too small."""
+
+MAX_MEMORY_SHARE = 0.5
+"""Largest share of the machine's memory for the batches of a loader, which are copied once."""
 
 RNG_SEED = 0
 """RNG seed for reading a data module, which may draw the order of samples and their augmentation."""
@@ -69,12 +76,26 @@ class FromDataModule(Task):
 
 
 def concatenate_batches(make_loader: Callable[[], Any], source: str) -> Split:
-    """Concatenate all batches of a loader. Raises ValueError unless they are pairs of inputs and class numbers."""
-    batches = list(make_loader())
+    """Concatenate all batches of a loader.
+
+    Raises ValueError unless they are pairs of inputs and class numbers, or if they do not come to an end.
+    """
+    loader = make_loader()
+    if not isinstance(loader, Iterable):
+        raise ValueError(f"FromDataModule: {source} loader is a {type(loader).__name__}, which has no batches")
+    batches: list[Any] = []
+    size = 0
+    for batch in loader:
+        check_batch(batch, source)
+        batches.append(batch)
+        size += sum(part.nbytes for part in batch)
+        if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * main_memory():
+            raise ValueError(
+                f"FromDataModule: {source} data have no end after {len(batches)} batches of {size / 2**30:.1f} GiB "
+                f"together; give a loader that ends, with at most {MAX_BATCHES} batches that fit into memory"
+            )
     if not batches:
         raise ValueError(f"FromDataModule: {source} data are empty")
-    for batch in batches:
-        check_batch(batch, source)
     shapes = {tuple(inputs.shape[1:]) for inputs, _ in batches}
     if len(shapes) > 1:
         raise ValueError(f"FromDataModule: {source} inputs have several shapes, {sorted(shapes)}; bring them to one")
@@ -91,6 +112,8 @@ def check_batch(batch: Any, source: str) -> None:
         parts = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
         raise ValueError(f"FromDataModule: {source} batches must be pairs of tensors, inputs and targets, got {parts}")
     inputs, targets = batch
+    if inputs.is_complex():
+        raise ValueError(f"FromDataModule: {source} inputs are complex; give real numbers")
     if inputs.dtype in (torch.uint8, torch.bool):
         raise ValueError(
             f"FromDataModule: {source} inputs are {inputs.dtype}; give numbers (float32) or tokens (int64)"

@@ -19,6 +19,8 @@ def check_data(data: TaskData, task: str) -> None:
         raise ValueError(f"task {task} has {data.classes} classes, more than {MAX_CLASSES}; correct its labels")
     for name, (inputs, targets) in zip(SPLITS, data[:3], strict=True):
         where = f"task {task}: its {name} data"
+        if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
+            raise ValueError(f"{where} are {type(inputs).__name__} and {type(targets).__name__}; give tensors")
         if inputs.is_complex():
             raise ValueError(f"{where} have complex inputs; give real numbers, such as real and imaginary parts")
         if inputs.ndim > 3 and not inputs.is_floating_point():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ SPLIT_RNG_SEED = 0
 BUNDLED = {"wine": load_wine, "breast_cancer": load_breast_cancer, "digits": load_digits}
 """Real tables in scikit-learn. Rows, columns, classes: wine 178, 13, 3; breast_cancer 569, 30, 2; digits 1,797, 64,
 10."""
+
+LARGEST_NUMBER = 1e150
+"""Largest absolute value in a column: its square, which the standard deviation needs, is finite."""
 
 MAX_CATEGORIES = 32
 """Maximum number of one-hot columns for a column of words; the rarer words share one."""
@@ -65,9 +68,17 @@ class Tabular(Task):
         rest, test = self._split(np.arange(len(targets)), targets, self.test)
         train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
         for name, column in columns.items():
-            if column.dtype.kind == "f" and np.isnan(column[train]).all():
+            if column.dtype.kind != "f":
+                continue
+            if np.isnan(column[train]).all():
                 raise ValueError(
                     f"Tabular: {self.source!r}: column {name!r} has no value in the training rows; leave it out"
+                )
+            if (too_large := np.abs(column) > LARGEST_NUMBER).any():
+                row = int(too_large.argmax())
+                raise ValueError(
+                    f"Tabular: {self.source!r}: column {name!r} holds {column[row]:g} in row {row + 1}, and numbers up "
+                    f"to {LARGEST_NUMBER:g} can be scaled; correct it, or leave its cell empty"
                 )
         inputs = np.concatenate([encode_column(column, train) for column in columns.values()], axis=1)
         numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
@@ -103,13 +114,17 @@ class Tabular(Task):
 
 def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return `x` [rows, columns] and `y` [rows] of an .npz file. Raises ValueError if they are missing or misshapen."""
+    if not is_zipfile(path):
+        raise ValueError(f"Tabular: {str(path)!r} is no .npz file, or only the beginning of one; get the file again")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             if not {"x", "y"} <= set(arrays):
                 raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
             x, y = arrays["x"], arrays["y"]
-    except (BadZipFile, EOFError, zlib.error) as error:
+    except (BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
         raise ValueError(f"Tabular: {str(path)!r} is damaged: {error}; get the file again") from error
+    if x.dtype.kind not in "fiub":
+        raise ValueError(f"Tabular: {str(path)!r}: x holds {x.dtype}; give real numbers")
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"Tabular: x is {list(x.shape)} and y {list(y.shape)}; they need [rows, columns] and [rows]")
     return x, y
@@ -121,8 +136,11 @@ def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.
     Raises ValueError if the file is empty, two columns have one name, rows differ in length, a cell holds a NUL
     character, a label is missing, or there is no such column.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        names, *rows = [*csv.reader(file)] or [[]]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            names, *rows = [*csv.reader(file)] or [[]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"Tabular: {str(path)!r} is no CSV in UTF-8 ({error}); save it as such") from error
     if not names:
         raise ValueError(f"Tabular: {str(path)!r} has no header line; the first line must name the columns")
     if target not in names:
@@ -138,6 +156,8 @@ def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.
             raise ValueError(f"Tabular: {str(path)!r}, line {number}: a NUL character; the file is damaged")
         if len(row) != len(names):
             raise ValueError(f"Tabular: {str(path)!r}, line {number}: {len(row)} cells, {len(names)} columns")
+    if not rows:
+        raise ValueError(f"Tabular: {str(path)!r} has a header line and no rows; get the file again")
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
     labels = np.array(columns.pop(target))
     if (labels == "").any():

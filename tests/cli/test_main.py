@@ -418,7 +418,7 @@ def test_ctrl_c_while_modules_are_imported_ends_a_real_process_in_one_line() -> 
 
     assert started.returncode == 130, seen
     assert [line for line in err.splitlines() if "import time:" not in line] == [
-        "error: interrupted before training began"
+        "error: stopped by SIGINT before training began"
     ]
     assert out == ""
 

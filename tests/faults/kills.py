@@ -3,8 +3,8 @@
     python -m tests.faults.kills --kills 100 --seed 0 [--executor fused|loop|threads] [--precision fp32|bf16] [--fresh]
 
 Half of the kills are aimed: at a checkpoint in writing, or at the record of a run (config.yaml, run.json, events.jsonl)
-while it is replaced. Any other flag is passed to the run. It prints a line for every kill; exit code 1 if a run ended
-differently.
+while it is replaced. Any other flag is passed to the run. It prints a line for every kill, and a table at the end; exit
+code 1 if a run ended differently.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import logging
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from callbacks.telemetry import EVENTS_FILE
 from esper_lightning.checkpointing.run_lock import LOCK_FILE
 from tests.faults.programs import Program, Start, forked_starter, fresh_starter, wait_for_next_second
 from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, result_of, tick_of
@@ -36,7 +38,7 @@ CRASHES = 2
 """Number of times that each run is killed: again after it has been resumed, or begun anew."""
 
 RECORD_SECONDS = 0.1
-"""Time from the first draft of config.yaml in which the other files of the record are replaced; mostly 0.03 s."""
+"""Time from the first change of the record in which its other files are replaced; mostly 0.03 s."""
 
 CHECK_INTERVAL_SECONDS = 0.0002
 """Seconds between two checks for a draft, which exists for about 5 ms."""
@@ -57,7 +59,7 @@ class KillMoment(NamedTuple):
 
     seconds: float  # seconds after it has begun to train, or after it has begun to replace its record
     written: float | None  # then as soon as this share of a checkpoint's bytes is in its draft
-    record: bool  # count the seconds from the first draft of config.yaml
+    record: bool  # count the seconds from the first change of the record
 
 
 class Kill(NamedTuple):
@@ -67,6 +69,14 @@ class Kill(NamedTuple):
     writing: str | None  # file that it was writing
     record: bool  # it was replacing its record
     tick: int  # tick from which it resumes; 0: from the start
+    crash: int  # 1: the run's first crash, 2: its second one
+
+    @property
+    def moment(self) -> str:
+        """Kind of moment, for the table."""
+        if self.record:
+            return f"record: {self.writing} was a draft" if self.writing else "record: between its files"
+        return "checkpoint in writing" if self.writing else "between two files"
 
     def __str__(self) -> str:
         writing = f"while {self.writing} was written" if self.writing else "between two files"
@@ -128,7 +138,7 @@ def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: R
         latest = _last_run(root).latest if tick else None
         program = _start(start, reference.flags, root, latest)
         began = _wait_for_training(program, root)
-        if aim is None or not (kill := _kill_at(program, root, began, aim, reference.checkpoint_bytes)):
+        if aim is None or not (kill := _kill_at(program, root, began, aim, reference.checkpoint_bytes, len(kills) + 1)):
             break
         kills.append(kill)
         tick = kill.tick
@@ -149,7 +159,9 @@ def _draw_moment(chance: Random, seconds: float, aimed: float) -> KillMoment:
     return KillMoment(chance.uniform(0.0, seconds), written=chance.random(), record=False)
 
 
-def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkpoint_bytes: int) -> Kill | None:
+def _kill_at(
+    program: Program, root: Path, began: float, aim: KillMoment, checkpoint_bytes: int, crash: int
+) -> Kill | None:
     """Kill the run at its moment. None: it ended before."""
     drafts = f"*/checkpoints/.*.{program.pid}.tmp"
     if aim.record:
@@ -171,21 +183,22 @@ def _kill_at(program: Program, root: Path, began: float, aim: KillMoment, checkp
     writing = [draft.name.removeprefix(".").split(f".{program.pid}.")[0] for draft in left]
     latest = _last_run(root).latest
     tick = tick_of(latest) if latest.exists() else 0
-    return Kill(seconds, writing[0] if writing else None, aim.record, tick)
+    return Kill(seconds, writing[0] if writing else None, aim.record, tick, crash)
 
 
 def _wait_for_record(program: Program, root: Path) -> float:
     """Wait until the run begins to replace its record, and return the time."""
-    before = _inodes(root)
+    before = _record_state(root)
     while program.wait(CHECK_INTERVAL_SECONDS) is None:
-        if any(root.glob(f"*/.config.*{program.pid}.tmp")) or _inodes(root) != before:
+        if any(root.glob(f"*/.config.*{program.pid}.tmp")) or _record_state(root) != before:
             break
     return time.monotonic()
 
 
-def _inodes(root: Path) -> set[int]:
-    """Return the inodes of the configs below `root`; a replaced file has a new one."""
-    return {path.stat().st_ino for path in root.glob("*/config*.yaml")}
+def _record_state(root: Path) -> set[tuple[int, int]]:
+    """Return inode and size of the configs and events below `root`: a replaced file has another inode."""
+    stats = [path.stat() for name in ("config*.yaml", EVENTS_FILE) for path in root.glob(f"*/{name}")]
+    return {(stat.st_ino, stat.st_size) for stat in stats}
 
 
 def _size(path: Path) -> int:
@@ -225,6 +238,19 @@ def report(trial: Trial, number: int) -> None:
         print(f"      {difference}", flush=True)
 
 
+def print_table(kills: Sequence[tuple[Kill, bool]]) -> None:
+    """Print the number of kills by moment, and of those whose run ended equal."""
+    moments = Counter(kill.moment for kill, _ in kills)
+    equal = Counter(kill.moment for kill, is_equal in kills if is_equal)
+    print(f"\n{'moment':42}  kills  equal")
+    for moment, count_of_kills in sorted(moments.items()):
+        print(f"{moment:42}  {count_of_kills:5d}  {equal[moment]:5d}")
+    print(f"{'all':42}  {len(kills):5d}  {sum(equal.values()):5d}")
+    second = sum(kill.crash > 1 for kill, _ in kills)
+    anew = sum(kill.tick == 0 for kill, _ in kills)
+    print(f"{second} of them were the second crash of a run; after {anew} there was no checkpoint, so it began again")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100, help="how many, at least")
@@ -235,20 +261,19 @@ def main() -> None:
     args, others = parser.parse_known_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # a resumed run warns of the points that it replaces
 
-    kills = equal = writing = record = 0
+    kills: list[tuple[Kill, bool]] = []  # with True if the run ended equal
+    began = time.monotonic()
     with (fresh_starter if args.fresh else forked_starter)() as start, tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         reference = make_reference(start, (*flags_of(args.executor, args.precision), *others), root / "untouched")
         for trial in trials(start, reference, root, args.seed):
-            report(trial, kills + 1)
-            kills += len(trial.kills)
-            equal += len(trial.kills) if not trial.differences else 0
-            writing += sum(kill.writing is not None and not kill.record for kill in trial.kills)
-            record += sum(kill.record for kill in trial.kills)
-            if kills >= args.kills:
+            report(trial, len(kills) + 1)
+            kills += [(kill, not trial.differences) for kill in trial.kills]
+            if len(kills) >= args.kills:
                 break
-    print(f"{equal} of {kills} equal; {writing} while a checkpoint was written, {record} while the record was replaced")
-    raise SystemExit(equal < kills)
+    print_table(kills)
+    print(f"{(time.monotonic() - began) / len(kills):.1f} s for each kill")
+    raise SystemExit(not all(is_equal for _, is_equal in kills))
 
 
 if __name__ == "__main__":

@@ -243,9 +243,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A run that is stopped by SIGTERM saves nothing",
-        "callbacks/preemption.py",
-        "(signal.SIGTERM, signal.SIGINT)",
-        "(signal.SIGINT,)",
+        "esper_lightning/process.py",
+        "STOP_SIGNALS = (signal.SIGTERM, ",
+        "STOP_SIGNALS = (",
         "tests/callbacks/test_preemption.py::test_a_second_signal_ends_at_once",
     ),
     Defect(

@@ -1,6 +1,6 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, evaluation, execution, findings, governor, growth, ppo, trust
+from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, growth, ppo, trust
 
 DEFECTS = (
     *findings.DEFECTS,
@@ -11,4 +11,5 @@ DEFECTS = (
     *governor.DEFECTS,
     *checkpoints.DEFECTS,
     *trust.DEFECTS,
+    *endings.DEFECTS,
 )

@@ -175,8 +175,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Brackets in texts of others are markup",
         "esper_lightning/console.py",
-        "Console(markup=False, emoji=False).print(",
-        "Console().print(",
+        "markup=False, emoji=False",
+        "",
         "tests/test_console.py::test_a_text_of_others_is_printed_as_it_is",
     ),
     Defect(

@@ -16,6 +16,7 @@ from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.spaces.action_discovery import SharedSpace, describe_host, discover_action_space, pad_slots
 from esper_lightning.profiling import HostTimer, make_timer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
+from esper_lightning.user_code import find_user_part
 
 
 class EnvFactory:
@@ -125,6 +126,8 @@ class EnvFactory:
     def _build_host(self, context: Context, device: torch.device) -> nn.Module:
         def build() -> nn.Module:
             host = self.host(self.input_shape, self.num_classes, **context.architecture)
+            if not isinstance(host, nn.Module):
+                raise ValueError(f"data.host made a {type(host).__name__}, not a network")
             check_host_memory(host, 1, device)
             return host
 
@@ -132,9 +135,15 @@ class EnvFactory:
             built = build_on(device, build, torch.Generator(device).manual_seed(0))
             return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
         except TypeError as error:
-            if not context.architecture:
+            if find_user_part(error) is not None:
                 raise
-            raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+            if context.architecture:
+                raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+            raise ValueError(
+                f"data.host cannot be made with its arguments behind the shape of an input, {list(self.input_shape)}, "
+                f"and the number of classes, {self.num_classes}: {error}; for a network with other arguments use "
+                f"esper_lightning.hosts.Attached"
+            ) from error
 
     def _make_host_context(self, context: Context) -> HostContext:
         variant = context.variant
