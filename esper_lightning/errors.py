@@ -96,7 +96,7 @@ def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
         print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr)
         setting = find_setting(part, settings)
         whose = "code of yours" if setting is None else f"{setting[0]} ({setting[1]})"
-        exit_with_error(f"{whose} raised {describe(error)}; the traceback above is of that code", EXIT_USER_CODE)
+        exit_with_error(f"{whose} raised {describe(error):.400}; the traceback above is of that code", EXIT_USER_CODE)
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -121,9 +121,9 @@ def describe_disk_error(failure: OSError) -> str:
 
 
 def find_missing_path(error: BaseException, folder: Path) -> Path | None:
-    """Return the missing path within `folder` if a FileNotFoundError for it caused `error`, else None."""
+    """Return the path within `folder` that is missing, or a folder in place of a file, if that caused `error`."""
     for cause in exception_chain(error):
-        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+        if isinstance(cause, FileNotFoundError | IsADirectoryError | NotADirectoryError) and cause.filename is not None:
             path = Path(os.fsdecode(cause.filename))
             if path.is_relative_to(folder):
                 return path

@@ -3,6 +3,7 @@
 This module imports nothing that takes time, so that the program is prepared before it imports torch.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -29,7 +30,8 @@ class Output:
     """Text stream that notes a failure to write instead of raising it, and drops what follows.
 
     While `deferred` is False, a failure in the main thread ends the program with one line on stderr. While it is True,
-    the program goes on: a run saves first, and looks at `failure` then.
+    the program goes on: a run saves first, and looks at `failure` then. A terminal that was closed is no failure: it
+    ends the program by SIGHUP, unless the user has asked the shell not to send it.
 
     Args:
         stream: Stream that is written to.
@@ -40,6 +42,7 @@ class Output:
         self._stream = stream
         self.deferred = deferred
         self.failure: OSError | None = None
+        self._is_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
         try:
@@ -72,7 +75,8 @@ class Output:
         return f"an output that cannot be written ({self.failure and self.failure.strerror})"
 
     def _note(self, error: OSError) -> None:
-        self.failure = self.failure or error
+        if not (self._is_terminal and error.errno == errno.EIO):
+            self.failure = self.failure or error
         with suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
             descriptor = self._stream.fileno()
             null = os.open(os.devnull, os.O_WRONLY)

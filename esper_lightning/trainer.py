@@ -59,8 +59,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
+IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
-"""What the line says about an interrupt after the last rollout."""
+"""What the line about an interrupt says once training has begun."""
 
 
 class EsperTrainer(Trainer):
@@ -96,7 +97,8 @@ class EsperTrainer(Trainer):
                     exit_with_error(self._recovery_hint(describe_disk_error(failure)), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
                     exit_with_error(
-                        f"{str(missing)!r} was removed while the run wrote to it; start again", EXIT_DISK_FAILED
+                        f"{str(missing)!r} was removed or replaced while the run wrote to it; start again",
+                        EXIT_DISK_FAILED,
                     )
                 if not self.training_started and is_out_of_memory(error):
                     exit_with_error(OUT_OF_MEMORY_MESSAGE)
@@ -106,8 +108,7 @@ class EsperTrainer(Trainer):
                 exit_with_error(f"checkpoint {str(ckpt_path)!r} cannot be continued: {reason:.400}; give another one")
             except SystemExit as ended:
                 if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
-                    moment = AFTER_TRAINING if self.training_started else BEFORE_TRAINING
-                    exit_with_error(f"interrupted {moment}", EXIT_INTERRUPTED)
+                    exit_with_error(f"interrupted {self.moment}", EXIT_INTERRUPTED)
                 raise
 
     def evaluate(
@@ -213,6 +214,13 @@ class EsperTrainer(Trainer):
             "settings": records[0].settings if records else {},
             "run": provenance(data.seed, self.strategy.root_device, str(data.pool.executor_choice)),
         }
+
+    @property
+    def moment(self) -> str:
+        """What a line about an interrupt says of the moment at which it came."""
+        if self._stage_has_ended:
+            return AFTER_TRAINING
+        return IN_TRAINING if self.training_started else BEFORE_TRAINING
 
     @property
     def training_started(self) -> bool:

@@ -85,7 +85,8 @@ def _all_named_paths(config: Any, setting: str) -> Iterator[tuple[str, str]]:
         yield setting, f"{config.__module__}.{config.__qualname__}"
     elif isinstance(config, str):
         module, _, name = config.rpartition(".")
-        if callable(getattr(sys.modules.get(module), name, None)):
+        is_import_path = module and setting.endswith((".class_path", ".network"))  # even if its import has failed
+        if is_import_path or callable(getattr(sys.modules.get(module), name, None)):
             yield setting.removesuffix(".class_path"), config
     elif isinstance(config, list | tuple):
         for number, part in enumerate(config):

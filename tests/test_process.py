@@ -83,9 +83,22 @@ def test_a_pipe_without_a_reader_fails_once_and_not_again_when_it_is_closed() ->
     stream.close()
 
 
+def test_a_closed_terminal_is_no_failure() -> None:
+    terminal, side = os.openpty()
+    stream = os.fdopen(side, "w")
+    output = Output(stream)
+    os.close(terminal)
+    output.write("a line\n")
+    output.flush()
+
+    assert output.failure is None
+    stream.close()
+
+
 @pytest.mark.parametrize("number", [SIGTERM, SIGINT, SIGHUP])
 def test_a_signal_ends_the_process_in_a_line_whatever_would_catch_an_exception(number: signal.Signals) -> None:
     def run() -> None:
+        signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
         with exits_on_signals(lambda: "in a test"):
             try:
                 os.kill(os.getpid(), number)

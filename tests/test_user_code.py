@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from esper_lightning.growth import SeedSlot
+from esper_lightning.blueprints import get_blueprint
 from esper_lightning.hosts.attached import make_network
 from esper_lightning.tasks.datamodule import concatenate_batches
 from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
 SOURCE = """
 import torch
-from esper_lightning.growth import SeedSlot
+from esper_lightning.blueprints import get_blueprint
 
 
 class Network:
@@ -40,7 +40,7 @@ def by_a_library():
 
 
 def by_this_project():
-    SeedSlot("s", "nonsense", 3)
+    get_blueprint("nonsense", "image")
 
 
 def by_another(function):
@@ -80,7 +80,7 @@ def test_what_this_project_raises_is_its_own_even_if_a_user_calls_it(own: Module
     error = raised_by(lambda: make_network(own.by_this_project, {}))
 
     assert find_user_part(error) is None
-    assert find_user_part(raised_by(lambda: SeedSlot("s", "nonsense", 3))) is None
+    assert find_user_part(raised_by(lambda: get_blueprint("nonsense", "image"))) is None
 
 
 def test_a_library_is_called_by_whom_a_setting_names(own: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """Command line: LightningCLI with the defaults of this project, and a one-line message for every user error."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
 from esper_lightning.process import BEFORE_TRAINING, exits_on_signals
 from esper_lightning.provenance import RunRecord
-from esper_lightning.trainer import AFTER_TRAINING, CHECKPOINTS_FOLDER, EsperTrainer, run_folder
+from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
 CALLBACKS = {
     "rollout_state": "callbacks.RolloutState",
@@ -111,9 +112,9 @@ class EsperCLI(LightningCLI):
     def _what_a_signal_stops(self) -> str:
         """Return what the line about a signal says; while the policy trains, `Preemption` handles signals."""
         trainer = getattr(self, "trainer", None)
-        if trainer is not None and self.subcommand != "fit":
-            return f"before `{self.subcommand}` was over"
-        return AFTER_TRAINING if trainer is not None and trainer.training_started else BEFORE_TRAINING
+        if trainer is None:
+            return BEFORE_TRAINING
+        return trainer.moment if self.subcommand == "fit" else f"before `{self.subcommand}` was over"
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -172,6 +173,7 @@ class EsperCLI(LightningCLI):
         if config.latest.monitor is not None:
             raise ValueError("latest.monitor cannot be set: `latest` is the last rollout; set best.monitor")
         check_monitor(config.best.monitor, own_callbacks=bool(config.trainer.callbacks))
+        check_host_arguments(config.data.host)
         for name, value in vars(config.as_flat()).items():
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(f"{name} holds a NUL character; correct it")
@@ -296,6 +298,23 @@ class EsperCLI(LightningCLI):
         """Build the hosts before any episode is played."""
         with one_line_errors():
             self._build()
+
+
+def check_host_arguments(host: Any) -> None:
+    """Raise ValueError if an argument of the host's class is null although its default is another value.
+
+    The parser takes null for every argument of a class that is called later.
+    """
+    if not (isinstance(host, Namespace) and isinstance(host.get("init_args"), Namespace)):
+        return
+    module, _, name = host.class_path.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    for argument, value in vars(host.init_args).items():
+        default = parameters[argument].default if argument in parameters else None
+        if value is None and default is not None and default is not inspect.Parameter.empty:
+            raise ValueError(
+                f"data.host.init_args.{argument} is null; give a value, or leave it out for its default, {default}"
+            )
 
 
 def check_monitor(monitor: str | None, *, own_callbacks: bool) -> None:

@@ -16,6 +16,7 @@ from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.tasks import Task
+from esper_lightning.user_code import find_user_part
 
 Result = TypeVar("Result")
 
@@ -164,6 +165,8 @@ class HostPoolData(LightningDataModule):
             try:
                 results[name] = make(name)
             except ValueError as error:
+                if find_user_part(error) is not None:
+                    raise
                 raise ValueError(f"hosts of {name}: {error}" if len(self.task_configs) > 1 else str(error)) from error
         return results
 

@@ -122,7 +122,7 @@ def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn
     """Return `make(**settings)`. Raises ValueError if the arguments do not fit, or if it makes no network."""
     try:
         network = make(**settings)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         if find_user_part(error) is not None:
             raise
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error

@@ -17,10 +17,10 @@ from esper_lightning.tasks.task import Split, Task, TaskData
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 """Name of the loader method for each split."""
 
-MAX_BATCHES = 1_000_000
-"""Largest number of batches of a loader; with more samples than that, batches of one are too small."""
+MAX_BATCHES = 100_000
+"""Largest number of batches of a loader; larger batches hold more samples."""
 
-MAX_MEMORY_SHARE = 0.5
+MAX_MEMORY_SHARE = 0.25
 """Largest share of the machine's memory for the batches of a loader, which are copied once."""
 
 RNG_SEED = 0
@@ -92,7 +92,7 @@ def concatenate_batches(make_loader: Callable[[], Any], source: str) -> Split:
         if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * main_memory():
             raise ValueError(
                 f"FromDataModule: {source} data have no end after {len(batches)} batches of {size / 2**30:.1f} GiB "
-                f"together; give a loader that ends, with at most {MAX_BATCHES} batches that fit into memory"
+                f"together; give a loader that ends, with at most {MAX_BATCHES} batches in a quarter of the memory"
             )
     if not batches:
         raise ValueError(f"FromDataModule: {source} data are empty")

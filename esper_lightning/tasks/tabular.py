@@ -115,7 +115,7 @@ class Tabular(Task):
 def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return `x` [rows, columns] and `y` [rows] of an .npz file. Raises ValueError if they are missing or misshapen."""
     if not is_zipfile(path):
-        raise ValueError(f"Tabular: {str(path)!r} is no .npz file, or only the beginning of one; get the file again")
+        raise ValueError(f"Tabular: {str(path)!r} is damaged: no .npz file, or a part of one; get the file again")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             if not {"x", "y"} <= set(arrays):
