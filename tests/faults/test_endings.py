@@ -145,7 +145,7 @@ def with_data(fault: str) -> tuple[str, str]:
 
 
 OWN_CODE: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "data module, KeyError": (with_data("KeyError"), "data.task.init_args.data", r"KeyError: 'leaves \\x1b[2J'"),
+    "data module, KeyError": (with_data("KeyError"), "data.task.init_args.data", r"KeyError: 'leaves \x1b[2J'"),
     "data module, SystemExit": (with_data("SystemExit"), "data.task.init_args.data", "SystemExit: 0"),
     "data module, missing file": (with_data("FileNotFoundError"), "data.task.init_args.data", "'nowhere'"),
     "constructor of a host": ((f"--data.host={__name__}.Network",), "data.host", "TypeError: the network of a user"),
