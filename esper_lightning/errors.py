@@ -117,6 +117,7 @@ def find_disk_error(error: BaseException) -> OSError | None:
 def describe_disk_error(failure: OSError) -> str:
     """Return the reason of a disk failure, the name of the file, and what helps."""
     where = f" ({os.fsdecode(failure.filename)})" if failure.filename else ""
+    assert failure.errno is not None, "that of a disk"
     return f"{failure.strerror or failure}{where}; {DISK_REMEDIES[failure.errno]}"
 
 

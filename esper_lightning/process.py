@@ -4,6 +4,7 @@ This module imports nothing that takes time, so that the program is prepared bef
 """
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -106,7 +107,7 @@ def watched_streams() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     out, err = (stream or open(os.devnull, "w") for stream in before)  # noqa: SIM115, PTH123  # as long as the process
     for stream in (out, err):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = output, _ = Output(out), Output(err, deferred=True)
     try:
