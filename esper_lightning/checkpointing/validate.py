@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from esper_lightning.errors import DivergedError
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.serialization.checks import check_count, check_finite, check_keys, check_numbers, load_optimizer
+from esper_lightning.serialization.excerpt import excerpt
 from esper_lightning.serialization.safe_load import read_tensors
 
 SCHEMA = 6
@@ -76,7 +77,7 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
         raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
     if checkpoint[SCHEMA_KEY] != SCHEMA:
         raise ValueError(
-            f"it has schema {checkpoint[SCHEMA_KEY]!r:.20}, this version reads {SCHEMA}; "
+            f"it has schema {excerpt(checkpoint[SCHEMA_KEY], 20)}, this version reads {SCHEMA}; "
             f"resume it with the version that wrote it"
         )
     missing = [part for part in parts if part not in checkpoint]
@@ -88,7 +89,9 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
     check_keys("the updated policy", checkpoint.get(UPDATED_KEY, {}), ())
     for name, weights in [*checkpoint["state_dict"].items(), *checkpoint.get(UPDATED_KEY, {}).items()]:
         if not isinstance(weights, Tensor):
-            raise ValueError(f"{name!r:.80} is a {type(weights).__name__}, not a tensor; give another checkpoint")
+            raise ValueError(
+                f"{excerpt(name, 80)} is a {type(weights).__name__}, not a tensor; give another checkpoint"
+            )
         check_finite(str(name), weights)
 
 
@@ -175,7 +178,7 @@ def check_identity(
     for name, value in identity.items():
         saved_value = saved.get(name, "nothing")
         if type(saved_value) is not type(value) or saved_value != value:
-            raise ValueError(f"{name}: the checkpoint has {saved_value!s:.200}, this run {value!s:.200}; {advice}")
+            raise ValueError(f"{name}: the checkpoint has {excerpt(saved_value)}, this run {excerpt(value)}; {advice}")
 
 
 def check_loops(checkpoint: dict[str, Any], expected: dict[str, Any], host_ticks: Set[int]) -> None:

@@ -8,6 +8,12 @@ from jsonargparse import get_loader, set_loader
 
 from esper_lightning.cli.yaml_limits import check_limits
 
+INTEGER_TAG = "tag:yaml.org,2002:int"
+
+MAX_DIGITS = 15
+"""Largest number of characters of an integer as a key: integers from 2^61 on share hashes with smaller ones, so the
+time to read many of them grows with the square of their number."""
+
 _load_yaml = get_loader("yaml")
 
 
@@ -28,7 +34,7 @@ def load_with_unique_keys(text: str) -> Any:
 
 
 def check_unique_keys(text: str) -> None:
-    """Raise YAMLError, with the line, if a mapping in the text has a key twice."""
+    """Raise YAMLError, with the line, if a mapping in the text has a key twice, or a very large number as a key."""
     nodes = [yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))]
     seen = set[int]()  # an alias leads to a node that was visited already
     while nodes:
@@ -42,6 +48,12 @@ def check_unique_keys(text: str) -> None:
             nodes += [value for _, value in node.value]
             counts = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and counts[key.tag, key.value] > 1:
-                    line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if key.tag == INTEGER_TAG and len(key.value) > MAX_DIGITS:
+                    raise yaml.YAMLError(
+                        f"key {key.value!r:.80} in line {line} is a number of more than {MAX_DIGITS} digits"
+                    )
+                if counts[key.tag, key.value] > 1:
                     raise yaml.YAMLError(f"key {key.value!r:.80} is given twice, first in line {line}; remove one")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ REQUIRED_FIELDS = ("slot", "blueprint", "target")
 """Heads that must be named if the op uses them; other heads default to the pool's first choice."""
 
 FILE_KEYS = ("format", "slots", "entries")
+
+MAX_SLOTS = 1000
+"""Maximum number of slots that a schedule names; each entry is looked up among them."""
 
 MAX_FILE_BYTES = 2**20
 """Maximum size of a schedule file; a thousand entries take a tenth of it."""
@@ -116,11 +120,11 @@ def read_schedule(path: str | Path) -> Schedule:
 
 def _dict_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the dict of a JSON object, given as pairs of key and value. Raises ValueError if a key occurs twice."""
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(f"{key!r} is given twice; give it once")
-    return dict(pairs)
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{key!r} is given twice; give it once")
+    return content
 
 
 def _parse_schedule(document: Any) -> Schedule:
@@ -132,6 +136,8 @@ def _parse_schedule(document: Any) -> Schedule:
     slots, entries = document["slots"], document["entries"]
     if not isinstance(slots, list) or not slots or not all(isinstance(slot, str) for slot in slots):
         raise ValueError("slots must be a list of at least one name")
+    if len(slots) > MAX_SLOTS:
+        raise ValueError(f"slots names {len(slots)}, more than {MAX_SLOTS}")
     if len(set(slots)) < len(slots):
         raise ValueError("slots names one twice; name each once")
     if not isinstance(entries, list):

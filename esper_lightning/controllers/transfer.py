@@ -17,6 +17,7 @@ from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
 from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.excerpt import excerpt
 
 MAPPED_HEADS = ("slot", "blueprint")
 """Heads whose choices may differ between training and new hosts."""
@@ -38,9 +39,9 @@ class TrainingSpaces(NamedTuple):
         Raises ValueError if they are missing, or if a stand-in replaces an unknown blueprint.
         """
         try:
-            space = ActionSpace(*(list(identity[CHOICES_KEY.format(head)]) for head in HEADS))
-            features = [str(name) for name in identity[FEATURES_KEY]]
-        except (KeyError, TypeError) as error:
+            space = ActionSpace(*(_plain_list(identity[CHOICES_KEY.format(head)]) for head in HEADS))
+            features = _plain_list(identity[FEATURES_KEY])
+        except KeyError as error:
             raise ValueError(f"it does not contain the spaces of its policy: {error}") from error
         for name in stand_ins:
             if name not in space.blueprint:
@@ -48,6 +49,13 @@ class TrainingSpaces(NamedTuple):
                     f"stand_ins: the policy has no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
                 )
         return cls(space, features, stand_ins)
+
+
+def _plain_list(values: Any) -> list[Any]:
+    """Return the values. Raises ValueError unless it is a list of names and numbers."""
+    if not isinstance(values, list) or not all(isinstance(value, str | int | float) for value in values):
+        raise ValueError(f"the spaces of its policy are damaged: {excerpt(values)}")
+    return values
 
 
 class SpaceAdapter:
@@ -178,7 +186,8 @@ def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
     for head, policy_choices, host_choices in zip(HEADS, policy_space, host_space, strict=True):
         if head not in MAPPED_HEADS and policy_choices != host_choices:
             raise ValueError(
-                f"Tamiyo chooses among {policy_choices} with its {head} head, these hosts offer {host_choices}"
+                f"Tamiyo chooses among {excerpt(policy_choices)} with its {head} head, these hosts offer "
+                f"{excerpt(host_choices)}"
             )
     if len(host_space.slot) > len(policy_space.slot):
         raise ValueError(
@@ -196,7 +205,7 @@ def check_blueprints(host_names: Sequence[str], growable: Sequence[str], spaces:
             raise ValueError(f"stand_ins: {name!r} would be two of the policy's blueprints; name each once")
     if not set(host_names) & set(growable):
         raise ValueError(
-            f"no blueprint of the policy ({', '.join(spaces.space.blueprint)}) grows here; name stand_ins among "
+            f"no blueprint of the policy ({excerpt(', '.join(spaces.space.blueprint))}) grows here; name stand_ins among "
             f"{', '.join(growable)}"
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 from lightning import LightningDataModule
 
 from esper_lightning.datamodules.hosts import TickLoader
+from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.vector_env import VectorEnv
 
 
@@ -22,8 +23,7 @@ class VectorData(LightningDataModule):
 
     def __init__(self, env: Callable[..., Any], settings: dict[str, Any] | None = None, seed: int = 0) -> None:
         super().__init__()
-        if seed < 0:
-            raise ValueError(f"data.seed must not be negative, got {seed}")
+        check_rng_seed("data.seed", seed)
         self.pool: VectorEnv = env(**(settings or {}))
         self.seed = seed
 

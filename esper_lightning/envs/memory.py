@@ -3,17 +3,10 @@
 import torch
 from torch import nn
 
-from esper_lightning.process import main_memory
+from esper_lightning.machine import check_memory
 
 MIN_COPIES = 2
 """Tensors of the size of a parameter that training needs at least: the parameter and its gradient."""
-
-
-def total_memory(device: torch.device) -> int:
-    """Return the memory of a device in bytes; for the CPU that of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return main_memory()
 
 
 def check_host_memory(host: nn.Module, hosts: int, device: torch.device) -> None:
@@ -25,10 +18,9 @@ def check_host_memory(host: nn.Module, hosts: int, device: torch.device) -> None
         device: Device on which they are trained.
     """
     parameters = sum(parameter.numel() for parameter in host.parameters())
-    needed = MIN_COPIES * hosts * sum(one.numel() * one.element_size() for one in host.parameters())
-    memory = total_memory(device)
-    if needed > memory:
-        raise ValueError(
-            f"{hosts} hosts of {parameters} parameters need at least {needed / 2**30:.1f} GiB to train, and {device} "
-            f"has {memory / 2**30:.1f} GiB; make data.host or the number of hosts smaller"
-        )
+    check_memory(
+        MIN_COPIES * hosts * sum(one.numel() * one.element_size() for one in host.parameters()),
+        f"training {hosts} hosts of {parameters} parameters needs",
+        "make data.host or the number of hosts smaller",
+        device,
+    )

@@ -24,6 +24,7 @@ from esper_lightning.controllers.transfer import FEATURES_KEY, TrainingSpaces, T
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.serialization.excerpt import excerpt
 from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy
 
@@ -188,7 +189,7 @@ def load_rivals(
         if spaces.features != features:  # some features exist only where compute has a price
             raise ValueError(
                 f"observed features: the checkpoint and this run differ in "
-                f"{sorted({*spaces.features} ^ {*features})!s:.200}; set data.env.objective as in its training"
+                f"{excerpt(sorted({*spaces.features} ^ {*features}))}; set data.env.objective as in its training"
             )
         model, _ = load_module_and_spaces(checkpoint, {}, data.pool.device)
         return TrainedPolicy(seed, path, model.policy, model.observation_norm, sight=sight)

@@ -54,6 +54,10 @@ def matched_fork(pool: HostPool, state: Mapping[str, Any], slot: str, *, ticks: 
     return Fork(accuracy[::2], accuracy[1::2])
 
 
+MAX_REPETITIONS = 1000
+"""Largest number of continuations of a host, which are played side by side, and of pairs of orders."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CreditConfig:
     """Number of hosts whose fossilized seeds are analysed, and the precision of the analysis."""
@@ -78,6 +82,11 @@ class CreditConfig:
         if self.repetitions < 2 or self.pairs < 2:
             raise ValueError(
                 f"credit: repetitions and pairs must be at least 2 (for an interval), got {self.repetitions} and "
+                f"{self.pairs}"
+            )
+        if max(self.repetitions, self.pairs) > MAX_REPETITIONS:
+            raise ValueError(
+                f"credit: repetitions and pairs must be at most {MAX_REPETITIONS}, got {self.repetitions} and "
                 f"{self.pairs}"
             )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.machine import check_memory
 from esper_lightning.user_code import find_user_part
 
 CPU = torch.device("cpu")
@@ -99,6 +100,7 @@ def find_slot_records(
     Raises ValueError if a slot cannot be attached, or if the output does not fit the task.
     """
     with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        check_network_size(network, json.loads(settings))
         trial = make_network(import_object(network), json.loads(settings)).eval()
         shape = (TRIAL_BATCH_SIZE, *input_shape)
         example = torch.zeros(shape, dtype=torch.int64) if tokens else torch.randn(shape)
@@ -116,6 +118,20 @@ def find_slot_records(
             f"takes their number by data.host.init_args.classes_as"
         )
     return attachment_records(trial)
+
+
+def check_network_size(network: str, settings: dict[str, Any]) -> None:
+    """Raise ValueError if the parameters of a network are larger than the memory, before any is taken.
+
+    A network whose constructor needs values, which the meta device does not have, is not checked.
+    """
+    try:
+        with torch.device("meta"):
+            outline = make_network(import_object(network), settings)
+    except (NotImplementedError, RuntimeError):
+        return
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+    check_memory(needed, f"host Attached: {network} needs", "make its settings smaller")
 
 
 def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn.Module:

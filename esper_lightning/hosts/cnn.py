@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_lightning.hosts.checkpointing import run_block
-from esper_lightning.hosts.slots import Slots
+from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
+
+MAX_KERNEL = 1000
 
 
 class CNN(nn.Module):
@@ -50,15 +52,16 @@ class CNN(nn.Module):
         widths: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if widths is None:
-            widths = [base * 2**i for i in range(blocks)]
-        else:
+        if widths is not None:
             base, blocks = min(widths, default=0), len(widths)
+        check_sizes("CNN", maximum=MAX_DEPTH, blocks=blocks)
+        widths = [base * 2**i for i in range(blocks)] if widths is None else widths
         self.pools = blocks if pools is None else pools
         self.checkpoint_activations = checkpoint_activations
         self.channels_last = channels_last
         _check(input_shape, base=base, blocks=blocks, kernel=kernel, pools=self.pools)
 
+        check_sizes("CNN", maximum=MAX_WIDTH, width=max(widths))
         widths = [input_shape[0], *widths]
         self.convs = nn.ModuleList(
             nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
@@ -89,6 +92,7 @@ def _check(input_shape: Sequence[int], *, base: int, blocks: int, kernel: int, p
         raise ValueError(f"host CNN needs images of shape (C, H, W), the task gives {tuple(input_shape)}")
     if base < 1 or blocks < 1 or kernel < 1:
         raise ValueError(f"host CNN: base, blocks and kernel must be positive, got {base}, {blocks}, {kernel}")
+    check_sizes("CNN", maximum=MAX_KERNEL, kernel=kernel)
     if kernel % 2 == 0:
         raise ValueError(f"host CNN: kernel must be odd to keep the image's size, got {kernel}")
     if not 0 <= pools <= blocks:

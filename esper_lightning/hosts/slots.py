@@ -6,6 +6,17 @@ from torch import Tensor, nn
 
 from esper_lightning.growth.lifecycle import check_slot_names
 from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.serialization.excerpt import excerpt
+
+MAX_WIDTH, MAX_DEPTH = 2**20, 1000
+"""Largest width of a feature and number of layers in a host. Layers take time to create even without memory."""
+
+
+def check_sizes(host: str, *, maximum: int, **sizes: int) -> None:
+    """Raise ValueError if a size, given by its name, is larger than `maximum`."""
+    for name, size in sizes.items():
+        if size > maximum:
+            raise ValueError(f"host {host}: {name} must be at most {maximum}, got {excerpt(size)}")
 
 
 class Slots(nn.ModuleDict):

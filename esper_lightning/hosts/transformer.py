@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from esper_lightning.hosts.checkpointing import run_block
 from esper_lightning.hosts.dropout import Dropout
-from esper_lightning.hosts.slots import Slots
+from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
 
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
@@ -157,6 +157,8 @@ def _check(input_shape: Sequence[int], *, width: int, blocks: int, heads: int, c
         raise ValueError(f"host GPT needs sequences of tokens of shape (T,), the task gives {tuple(input_shape)}")
     if width < 1 or blocks < 1 or heads < 1:
         raise ValueError(f"host GPT: width, blocks and heads must be positive, got {width}, {blocks}, {heads}")
+    check_sizes("GPT", maximum=MAX_WIDTH, width=width, context=context)
+    check_sizes("GPT", maximum=MAX_DEPTH, blocks=blocks)
     if width % heads:
         raise ValueError(f"host GPT: heads must divide width = {width}, got {heads}")
     if input_shape[0] > context:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from esper_lightning.serialization.excerpt import excerpt
+
 REQUIRED_STATE: dict[type[Optimizer], tuple[str, ...]] = {Adam: ("step", "exp_avg", "exp_avg_sq")}
 REQUIRED_STATE[AdamW] = REQUIRED_STATE[Adam]
 """Keys that the state of a parameter must have, by type of optimizer."""
@@ -45,7 +47,7 @@ def check_index_range(label: str, tensor: Tensor, num_choices: int) -> None:
 def check_count(label: str, value: Any, maximum: int = 2**53) -> int:
     """Return the value. Raises ValueError unless it is an integer from 0 to `maximum`."""
     if type(value) is not int or not 0 <= value <= maximum:
-        raise ValueError(f"{label} is {value!r:.50}, not a whole number from 0 to {maximum}")
+        raise ValueError(f"{label} is {excerpt(value, 50)}, not a whole number from 0 to {maximum}")
     return value
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from esper_lightning.tasks.task import Split, Task, TaskData
+from esper_lightning.machine import check_memory
+from esper_lightning.tasks.task import Split, Task, TaskData, check_data_seed
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 """Characters in the order of their classes."""
@@ -123,8 +124,9 @@ class Glyphs(Task):
             raise ValueError(f"Glyphs: unknown level {level!r}; choose one of {', '.join(LEVELS)}")
         if min(train, validation, test) < 1:
             raise ValueError(f"Glyphs: each split needs at least 1 image, got {train}, {validation} and {test}")
-        if rng_seed < 0:
-            raise ValueError(f"Glyphs: rng_seed must not be negative, got {rng_seed}")
+        check_data_seed("Glyphs: rng_seed", rng_seed)
+        images = train + validation + test
+        check_memory(4 * images * side**2, f"Glyphs: {images} images need", "make train, validation or test smaller")
         self.side = side
         self.distortion = LEVELS[level]
         self.sizes = (train, validation, test)

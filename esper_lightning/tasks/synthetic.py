@@ -1,10 +1,12 @@
 """Generated samples around random centres, for tests and speed measurements."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from esper_lightning.tasks.task import Split, Task, TaskData
+from esper_lightning.machine import check_memory
+from esper_lightning.tasks.task import Split, Task, TaskData, check_data_seed
 
 
 class Synthetic(Task):
@@ -37,6 +39,9 @@ class Synthetic(Task):
                 raise ValueError(f"Synthetic: {name} must be at least {2 if name == 'classes' else 1}")
         if not shape or min(shape) < 1 or noise < 0.0:
             raise ValueError(f"Synthetic: shape must be positive and noise not negative, got {list(shape)}, {noise}")
+        check_data_seed("Synthetic: seed", seed)
+        numbers = (train + validation + test + classes * centres) * math.prod(shape)
+        check_memory(4 * numbers, f"Synthetic: {numbers} numbers need", "make shape, classes or splits smaller")
         self.shape = tuple(shape)
         self.classes = classes
         self.sizes = (train, validation, test)

@@ -1,12 +1,10 @@
 """Classification of table rows from a CSV file, an .npz file, or a data set of scikit-learn."""
 
 import csv
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -16,6 +14,9 @@ from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from esper_lightning.machine import check_memory
+from esper_lightning.tasks.arrays import read_arrays
+from esper_lightning.tasks.files import check_file
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 SPLIT_RNG_SEED = 0
@@ -30,6 +31,18 @@ LARGEST_NUMBER = 1e150
 
 MAX_CATEGORIES = 32
 """Maximum number of one-hot columns for a column of words; the rarer words share one."""
+
+MAX_COLUMNS = 10_000
+"""Maximum number of columns; each is encoded on its own, in a millisecond."""
+
+BYTES_PER_BYTE = 32
+"""Bytes of memory for each byte of a .csv file: a cell of two bytes is in several lists, and becomes a number."""
+
+LISTED_NAMES = 50
+"""Number of columns that an error message lists."""
+
+BYTES_PER_INPUT = 16
+"""Bytes of memory for each number of the encoded table: float32, in four copies."""
 
 
 class Tabular(Task):
@@ -67,9 +80,12 @@ class Tabular(Task):
             )
         rest, test = self._split(np.arange(len(targets)), targets, self.test)
         train, validation = self._split(rest, targets, self.validation / (1.0 - self.test))
+        width = 0
         for name, column in columns.items():
             if column.dtype.kind != "f":
+                width += min(MAX_CATEGORIES, len(set(column[train])))
                 continue
+            width += 1
             if np.isnan(column[train]).all():
                 raise ValueError(
                     f"Tabular: {self.source!r}: column {name!r} has no value in the training rows; leave it out"
@@ -80,6 +96,11 @@ class Tabular(Task):
                     f"Tabular: {self.source!r}: column {name!r} holds {column[row]:g} in row {row + 1}, and numbers up "
                     f"to {LARGEST_NUMBER:g} can be scaled; correct it, or leave its cell empty"
                 )
+        check_memory(
+            BYTES_PER_INPUT * width * len(labels),
+            f"Tabular: {len(labels)} rows of {width} inputs need",
+            "leave out rows or columns",
+        )
         inputs = np.concatenate([encode_column(column, train) for column in columns.values()], axis=1)
         numbers, class_numbers = torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.int64)
         splits = [Split(numbers[part], class_numbers[part]) for part in (train, validation, test)]
@@ -108,26 +129,15 @@ class Tabular(Task):
             x, y = read_arrays(path)
         else:
             return read_csv(path, self.target)
+        check_column_count(x.shape[1], self.source)
         columns = np.asarray(x, dtype=np.float64).T
         return {str(number): column for number, column in enumerate(columns)}, np.asarray(y)
 
 
-def read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return `x` [rows, columns] and `y` [rows] of an .npz file. Raises ValueError if they are missing or misshapen."""
-    if not is_zipfile(path):
-        raise ValueError(f"Tabular: {str(path)!r} is damaged: no .npz file, or a part of one; get the file again")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if not {"x", "y"} <= set(arrays):
-                raise ValueError(f"Tabular: {str(path)!r} holds {', '.join(arrays) or 'nothing'}; it needs x and y")
-            x, y = arrays["x"], arrays["y"]
-    except (BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
-        raise ValueError(f"Tabular: {str(path)!r} is damaged: {error}; get the file again") from error
-    if x.dtype.kind not in "fiub":
-        raise ValueError(f"Tabular: {str(path)!r}: x holds {x.dtype}; give real numbers")
-    if x.ndim != 2 or y.shape != x.shape[:1]:
-        raise ValueError(f"Tabular: x is {list(x.shape)} and y {list(y.shape)}; they need [rows, columns] and [rows]")
-    return x, y
+def check_column_count(number: int, source: str) -> None:
+    """Raise ValueError if a table has more than `MAX_COLUMNS` columns."""
+    if number > MAX_COLUMNS:
+        raise ValueError(f"Tabular: {source!r} has {number} columns, more than {MAX_COLUMNS}; leave some out")
 
 
 def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -136,6 +146,7 @@ def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.
     Raises ValueError if the file is empty, two columns have one name, rows differ in length, a cell holds a NUL
     character, a label is missing, or there is no such column.
     """
+    check_file(path, "Tabular", bytes_per_byte=BYTES_PER_BYTE)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             names, *rows = [*csv.reader(file)] or [[]]
@@ -146,8 +157,9 @@ def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.
     if target not in names:
         raise ValueError(
             f"Tabular: {str(path)!r} has no column {target!r} to learn; --data.task.init_args.target names one of "
-            f"{', '.join(names)}"
+            f"{', '.join(names[:LISTED_NAMES])}"
         )
+    check_column_count(len(names), str(path))
     name, occurrences = Counter(names).most_common(1)[0]
     if occurrences > 1:
         raise ValueError(f"Tabular: {str(path)!r}: {occurrences} columns are called {name!r}; rename or remove them")
@@ -159,7 +171,7 @@ def read_csv(path: Path, target: str | None) -> tuple[dict[str, np.ndarray], np.
     if not rows:
         raise ValueError(f"Tabular: {str(path)!r} has a header line and no rows; get the file again")
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    labels = np.array(columns.pop(target))
+    labels = np.array(columns.pop(target), dtype=object)
     if (labels == "").any():
         raise ValueError(f"Tabular: {str(path)!r}: {(labels == '').sum()} rows have no {target}; leave them out")
     return {name: parse_column(cells) for name, cells in columns.items()}, labels
@@ -170,7 +182,7 @@ def parse_column(cells: Sequence[str]) -> np.ndarray:
     try:
         return np.array([float(cell) if cell.strip() else np.nan for cell in cells])
     except ValueError:
-        return np.array(cells)
+        return np.array(cells, dtype=object)  # a fixed width would give every cell the size of the longest
 
 
 def encode_column(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows] -> [rows, k]
@@ -179,6 +191,6 @@ def encode_column(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows
         transform = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
     else:
         transform = OneHotEncoder(
-            handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False
+            handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False, dtype=np.float32
         )
-    return np.asarray(transform.fit(column[train, None]).transform(column[:, None]))
+    return np.asarray(transform.fit(column[train, None]).transform(column[:, None]), dtype=np.float32)

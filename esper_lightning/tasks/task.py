@@ -11,8 +11,17 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from torchmetrics.functional.regression import r2_score
 from torchmetrics.functional.text import perplexity
 
+MAX_RNG_SEED = 2**32 - 1
+"""Largest RNG seed of generated data."""
+
 CALIBRATION_BINS = 15
 """Number of bins of confidence in the calibration error, as in https://arxiv.org/abs/1706.04599."""
+
+
+def check_data_seed(setting: str, rng_seed: int) -> None:
+    """Raise ValueError, naming the setting, unless a number can be the RNG seed of generated data."""
+    if not 0 <= rng_seed <= MAX_RNG_SEED:
+        raise ValueError(f"{setting} must lie in 0 … {MAX_RNG_SEED}, got {rng_seed}")
 
 
 class Split(NamedTuple):

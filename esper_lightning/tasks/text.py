@@ -7,10 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_lightning.tasks.files import check_file
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 PYTHON_REFERENCE = "python"
 """Name of the Python language reference as a source: 460 kB of English that come with CPython, without a download."""
+
+BYTES_PER_BYTE = 32
+"""Bytes of memory for each byte of a file: text and parts with up to 4 per character, tokens with 8 in 3 copies."""
 
 N_BYTE_TOKENS = 256
 """Number of tokens where each byte is one."""
@@ -85,6 +89,7 @@ class Text(Task):
                 f"Text: there is no file {self.source!r}; name a UTF-8 file by --data.task.init_args.source, or "
                 f"{PYTHON_REFERENCE} for the one that comes with CPython"
             )
+        check_file(path, "Text", bytes_per_byte=BYTES_PER_BYTE)
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization.checks import check_count, check_keys, check_numbers
+from esper_lightning.serialization.excerpt import excerpt
 
 if TYPE_CHECKING:
     from esper_lightning.envs.host_env import HostEnv
@@ -92,9 +93,9 @@ class RolloutGradients:
         if not isinstance(state["silent"], list):
             raise ValueError(f"{what}: the seeds are no list")
         for seed in state["silent"]:
-            if not isinstance(seed, list) or len(seed) != 3:
-                raise ValueError(f"{what}: a seed is {seed!r:.50}, not its host, slot and blueprint")
-            self.silent[check_count(what, seed[0]), check_count(what, seed[1])] = str(seed[2])
+            if not isinstance(seed, list) or len(seed) != 3 or not isinstance(seed[2], str):
+                raise ValueError(f"{what}: a seed is {excerpt(seed, 50)}, not its host, slot and blueprint")
+            self.silent[check_count(what, seed[0]), check_count(what, seed[1])] = seed[2]
         (self.health,) = check_numbers(what, [state["health"]], finite=True)
         self.host_ticks = check_count(what, state["host_ticks"])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from esper_lightning.envs.memory import total_memory
+from esper_lightning.machine import total_memory
 
 PROC_STATUS = Path("/proc/self/status")
 """Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""

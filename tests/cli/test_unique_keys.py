@@ -22,6 +22,13 @@ def test_a_key_that_is_given_twice_is_refused(text: str, key: str, line: int) ->
         load_with_unique_keys(text)
 
 
+@pytest.mark.parametrize("key", ["2305843009213693951", "0x1fffffffffffffff", "-2_305_843_009_213_693_951"])
+def test_a_large_number_as_a_key_is_refused(key: str) -> None:
+    """Integers from 2^61 on share hashes, so that reading a mapping takes the square of its size."""
+    with pytest.raises(yaml.YAMLError, match="in line 2 is a number of more than 15 digits"):
+        load_with_unique_keys(f"a: 1\n{key}: 2\n")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -29,6 +36,7 @@ def test_a_key_that_is_given_twice_is_refused(text: str, key: str, line: int) ->
         "m: &m {a: 1, b: 2}\nn: {<<: *m, a: 3}",
         "m: &m [1, 2]\nn: {a: *m, b: *m}",
         "1: a\n'1': b",
+        "123456789012345: a\n'2305843009213693951': b",
         "path/with:colon:twice",
         "00:00:01:00",
         "{a: 1e-3, b: [1, null, x: y]}",

@@ -215,6 +215,11 @@ def test_what_cannot_be_shown_is_refused_in_one_line(known: HostPool, abroad: Ho
     identity = {f"choices of the {head} head": choices for head, choices in known.space._asdict().items()}
     with pytest.raises(ValueError, match="the policy has no blueprint 'nrm'; did you mean 'norm'"):
         TrainingSpaces.from_identity(identity | {"observed features": known.feature_names}, {"nrm": "depthwise"})
+    for key in ("observed features", "choices of the tempo head"):
+        with pytest.raises(ValueError, match=r"spaces of its policy are damaged: \[\['x"):
+            TrainingSpaces.from_identity(
+                identity | {"observed features": ["a"]} | {key: [["x" * 500_000] * 20_000]}, {}
+            )
     with pytest.raises(ValueError, match="does not contain the spaces of its policy"):
         TrainingSpaces.from_identity(identity, {})
 

@@ -67,14 +67,16 @@ def test_hosts_larger_than_the_memory_are_refused_before_it_is_taken(make_pool: 
     def huge(input_shape: Sequence[int], outputs: int) -> nn.Module:
         return CNN(input_shape, outputs, base=100_000)
 
-    with pytest.raises(ValueError, match=r"^1 hosts of \d+ parameters need at least \d+\.\d GiB to train, and cpu has"):
+    with pytest.raises(
+        ValueError, match=r"^training 1 hosts of \d+ parameters needs at least \d+\.\d GiB, and cpu has"
+    ):
         make_pool(1, host=huge)
 
     small = CNN((1, 8, 8), 10)
     size = 8 * sum(parameter.numel() for parameter in small.parameters())
-    with patch("esper_lightning.envs.memory.total_memory", lambda device: 12 * size):
+    with patch("esper_lightning.machine.total_memory", lambda device: 12 * size):
         check_host_memory(small, 12, torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"^13 hosts of"):
+        with pytest.raises(ValueError, match=r"^training 13 hosts of"):
             check_host_memory(small, 13, torch.device("cpu"))
 
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import struct
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -127,6 +128,44 @@ def test_an_archive_that_can_be_read_in_two_ways_is_refused(added: bytes, tmp_pa
     assert_refused(path, "truncated, damaged")
 
 
+def legacy() -> bytes:
+    """Return an object in torch's old format, which torch reads whatever follows."""
+    torch.save({"a": 1}, whole := io.BytesIO(), _use_new_zipfile_serialization=False)
+    return whole.getvalue()
+
+
+def two_directories(whole: bytes) -> bytes:
+    """Return an archive of torch with a copy of its directory, which zipfile reads; torch reads the first one."""
+    records = len(whole) - 98
+    directory = int.from_bytes(whole[-6:-2], "little")
+    return whole[:records] + whole[directory:records] + whole[records:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: legacy() + whole,
+        lambda whole: whole[:4] + whole,
+        two_directories,
+        lambda whole: whole[:-98] + b"PK" + whole[-98:],
+        lambda whole: whole[:-10] + bytes(4) + whole[-6:],
+    ],
+    ids=["old format in front", "bytes in front", "two directories", "bytes between", "another size of the directory"],
+)
+def test_an_archive_of_another_layout_is_refused(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    torch.save(GOOD, whole := io.BytesIO())
+    (tmp_path / "a.pt").write_bytes(change(whole.getvalue()))
+
+    assert_refused(tmp_path / "a.pt", "does not begin with an archive|two directories")
+
+
+def test_an_archive_without_large_numbers_that_begins_later_is_refused(tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.pt")
+    path.write_bytes(b"PK\3\4" + path.read_bytes())
+
+    assert_refused(path, "two directories, or there is data before it")
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("name", ["archive/data.pkl", "archive/DATA.PKL", "other/data.pkl"])
 def test_two_entries_of_one_name_are_refused(name: str, tmp_path: Path) -> None:
@@ -161,13 +200,61 @@ def test_lists_that_hold_each_other_are_refused(tmp_path: Path) -> None:
     round_: list[Any] = []
     round_.append(round_)
     for content, why in (
-        (doubled, "more values than"),
+        (doubled, "more values, or"),
         (deep, "too deeply"),
         (round_, "too deeply"),
         (2**70, "whole number"),
     ):
         torch.save({"a": content}, tmp_path / "a.pt")
         assert_refused(tmp_path / "a.pt", why)
+
+
+def test_a_text_that_is_referred_to_many_times_is_counted_each_time(tmp_path: Path) -> None:
+    torch.save({"a": ["x" * 10_000] * 5_000}, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_size < 25_000
+
+    assert_refused(tmp_path / "a.pt", "longer texts")
+    torch.save({"a": ["a name"] * 5_000}, tmp_path / "a.pt")
+    assert read_tensors(tmp_path / "a.pt") == {"a": ["a name"] * 5_000}
+
+
+MODULUS = 2**61 - 1
+"""Python's hash of an integer is its remainder by this number."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {MODULUS * k: 0 for k in range(1, 20_000)},
+        {-MODULUS * k: 0 for k in range(1, 20_000)},
+        {tuple(-1 - (k >> bit) % 2 for bit in range(15)): 0 for k in range(20_000)},  # -1 and -2 have the same hash
+        {MODULUS * k for k in range(1, 20_000)},
+        OrderedDict((MODULUS * k, 0) for k in range(1, 20_000)),
+        {"a": [{"b": {MODULUS: 0}}]},
+        {(): 0},
+    ],
+    ids=["integers", "negative", "tuples", "set", "ordered", "nested", "one empty tuple"],
+)
+def test_keys_that_may_share_a_hash_are_refused_before_they_are_read(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    started = time.process_time()
+
+    assert_refused(tmp_path / "a.pt", "other keys than texts and small numbers|would make a __builtin__.set")
+    assert time.process_time() - started < 5.0
+
+
+def test_a_mapping_that_is_made_from_arguments_is_refused(tmp_path: Path) -> None:
+    pairs = b"]" + b"".join(b"K\x01K\x02\x86a" for _ in range(3))  # [(1, 2), (1, 2), (1, 2)]
+    assert_refused(
+        pickled(tmp_path / "a.pt", b"\x80\x02ccollections\nOrderedDict\n" + pairs + b"\x85R."), "made from arguments"
+    )
+
+
+def test_keys_of_a_checkpoint_are_read(tmp_path: Path) -> None:
+    content = {0: {"a": -1}, -2: 1.5, 2.5: True, None: {2**53: MODULUS * 3}, True: OrderedDict(a=[3, "b"])}
+    torch.save(content, tmp_path / "a.pt")
+
+    assert read_tensors(tmp_path / "a.pt") == content
 
 
 @pytest.fixture(scope="module")

@@ -130,3 +130,9 @@ def test_what_cannot_be_stacked_is_refused_with_the_way_out() -> None:
 def test_what_cannot_be_made_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attached(**settings)
+
+
+def test_a_network_larger_than_the_memory_is_refused_before_it_is_taken() -> None:
+    settings = {"in_features": 10**6}
+    with pytest.raises(ValueError, match=r"host Attached: torch\.nn\.Linear needs at least \d+\.\d GiB"):
+        Attached((10**6,), 10**6, network="torch.nn.Linear", slots=[""], settings=settings, classes_as="out_features")

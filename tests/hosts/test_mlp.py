@@ -104,6 +104,8 @@ def test_leaving_out_one_seed_at_a_time_equals_plain_passes() -> None:
     [
         ({"width": 0}, "width and layers must be positive, got 0, 3"),
         ({"layers": 0}, "width and layers must be positive, got 16, 0"),
+        ({"layers": 10**9}, "layers must be at most 1000, got 1000000000"),
+        ({"width": 10**30}, "width must be at most 1048576, got 10000"),
         ({"slots": ["layer4"]}, "unknown slot 'layer4'; did you mean 'layer"),
         ({"slots": ["layer1", "layer1"]}, "slot 'layer1' is named twice"),
     ],

@@ -172,6 +172,8 @@ def test_leaving_out_one_seed_at_a_time_equals_plain_passes() -> None:
         ((1, 8, 8), {}, r"needs sequences of tokens of shape \(T,\), the task gives \(1, 8, 8\)"),
         ((8,), {"width": 0}, "width, blocks and heads must be positive, got 0, 6, 6"),
         ((8,), {"blocks": 0}, "width, blocks and heads must be positive, got 384, 0, 6"),
+        ((8,), {"blocks": 10**9}, "blocks must be at most 1000, got 1000000000"),
+        ((8,), {"context": 10**18}, "context must be at most 1048576, got 1"),
         ((8,), {"heads": 0}, "width, blocks and heads must be positive, got 384, 6, 0"),
         ((8,), {"heads": 5}, "heads must divide width = 384, got 5"),
         ((257,), {}, "context must be at least 257, the task's length, got 256"),

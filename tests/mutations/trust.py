@@ -188,7 +188,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "Hosts larger than the memory are built",
-        "esper_lightning/envs/memory.py",
+        "esper_lightning/machine.py",
         "if needed > memory:",
         "if needed > 2 * memory:",
         "tests/envs/test_host_pool_input.py::test_hosts_larger_than_the_memory_are_refused_before_it_is_taken",
@@ -206,5 +206,78 @@ DEFECTS: tuple[Defect, ...] = (
         "if hosts > MAX_HOSTS:",
         "if False:",
         "tests/envs/test_host_pool_input.py::test_a_number_of_hosts_that_is_not_possible_is_refused",
+    ),
+    Defect(
+        "A key may be a tuple, and tuples may share a hash",
+        "esper_lightning/serialization/safe_load.py",
+        "if not PLAIN_KEYS.issuperset(keys):",
+        "if not PLAIN_KEYS.issuperset(keys) and 'TUPLE' not in keys:",
+        "tests/faults/test_untrusted.py::test_keys_that_may_share_a_hash_are_refused_before_they_are_read",
+    ),
+    Defect(
+        "A key may be an integer of any size",
+        "esper_lightning/serialization/safe_load.py",
+        'name = "a large integer"',
+        "pass",
+        "tests/faults/test_untrusted.py::test_keys_that_may_share_a_hash_are_refused_before_they_are_read",
+    ),
+    Defect(
+        "A text that is referred to many times is counted once",
+        "esper_lightning/serialization/safe_load.py",
+        "text += len(value)",
+        "text += 1",
+        "tests/faults/test_untrusted.py::test_a_text_that_is_referred_to_many_times_is_counted_each_time",
+    ),
+    Defect(
+        "A value is formatted before it is cut",
+        "esper_lightning/serialization/excerpt.py",
+        "_Excerpt().repr(value)",
+        "repr(value[:1000] if isinstance(value, list) else value)",
+        "tests/serialization/test_excerpt.py::test_a_value_whose_text_is_gigabytes_long_is_cut_before_it_is_formatted",
+    ),
+    Defect(
+        "Arrays are unpacked before their sizes are known",
+        "esper_lightning/tasks/arrays.py",
+        """            check_memory(needed, f"Tabular: the arrays in {str(path)!r} need", "name a smaller file")
+""",
+        "",
+        "tests/tasks/test_tabular.py::test_a_small_file_that_unpacks_to_more_than_the_memory_is_refused_before_it_is_taken",
+    ),
+    Defect(
+        "Every cell of a column of words has the size of the longest",
+        "esper_lightning/tasks/tabular.py",
+        "np.array(cells, dtype=object)",
+        "np.array(cells)",
+        "tests/tasks/test_tabular.py::test_one_long_word_does_not_lengthen_the_others",
+    ),
+    Defect(
+        "A file is read whatever its size",
+        "esper_lightning/tasks/text.py",
+        """        check_file(path, "Text", bytes_per_byte=BYTES_PER_BYTE)
+""",
+        "",
+        "tests/tasks/test_text.py::test_a_text_larger_than_the_memory_is_not_read",
+    ),
+    Defect(
+        "A network larger than the memory is built before its size is known",
+        "esper_lightning/hosts/attached.py",
+        """        check_network_size(network, json.loads(settings))
+""",
+        "",
+        "tests/hosts/test_attached.py::test_a_network_larger_than_the_memory_is_refused_before_it_is_taken",
+    ),
+    Defect(
+        "The number of contexts of a family has no bound",
+        "esper_lightning/envs/context/distribution.py",
+        "if contexts > MAX_CONTEXTS:",
+        "if contexts > MAX_CONTEXTS and len(groups) > 1:",
+        "tests/envs/context/test_distribution.py::test_more_contexts_than_can_be_listed_are_refused",
+    ),
+    Defect(
+        "A checkpoint may have something in front of its archive",
+        "esper_lightning/serialization/safe_load.py",
+        "if directory_start + directory_size != end:",
+        "if directory_start + directory_size > end:",
+        "tests/faults/test_untrusted.py::test_an_archive_without_large_numbers_that_begins_later_is_refused",
     ),
 )

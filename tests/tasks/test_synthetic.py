@@ -27,7 +27,13 @@ def test_sizes_are_as_asked_for() -> None:
     assert torch.cat([split.targets for split in data[:3]]).unique().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("settings", [{"classes": 1}, {"train": 0}, {"shape": ()}, {"noise": -1.0}, {"centres": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"classes": 1}, {"train": 0}, {"shape": ()}, {"noise": -1.0}, {"centres": 0}, {"seed": 10**20}),
+        *({"train": 10**12}, {"shape": (10**6, 10**6)}, {"shape": (10**200, 10**200)}, {"centres": 10**12}),
+    ],
+)
 def test_what_makes_no_sense_is_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="Synthetic"):
         Synthetic(**settings)

@@ -77,6 +77,7 @@ def test_fewer_sequences_to_learn_from_leave_the_others_alone(tmp_path: Path) ->
     ("content", "settings", "message"),
     [
         (None, {}, "there is no file '.*missing.txt'; name a UTF-8 file by --data.task.init_args.source, or python"),
+        (b"", {}, "is empty; name another file"),
         (b"\xff\xfe", {}, "is not UTF-8"),
         (b"short", {}, "is too short: a part of it has"),
         (b"x" * 1000, {"length": 0}, "length and train must be at least 1"),
@@ -98,3 +99,16 @@ def test_what_cannot_be_read_is_refused_in_a_line(
 def test_a_device_is_no_text() -> None:
     with pytest.raises(ValueError, match="there is no file '/dev/null'"):
         Text("/dev/null").load()
+
+
+def test_a_text_larger_than_the_memory_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "some.txt").open("wb") as file:
+        file.truncate(10**12)
+
+    with pytest.raises(ValueError, match=r"^Text: reading the 1000000000000 bytes of .* needs at least \d+\.\d GiB"):
+        Text(str(tmp_path / "some.txt")).load()
+
+
+def test_a_file_of_proc_whose_size_is_unknown_is_no_text() -> None:
+    with pytest.raises(ValueError, match="'/proc/self/pagemap' is empty"):
+        Text("/proc/self/pagemap").load()

@@ -25,6 +25,10 @@ TRAINING_VARIABLES = ("lr", "seed_lr_factor", "weight_decay")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
 
+MAX_CONTEXTS = 2_000
+"""Maximum number of contexts of training, and of held-out ones; each of one kind is compared with all of the other."""
+
+
 class Context(NamedTuple):
     """Context of an episode: pairs of variable name and value, in a fixed order."""
 
@@ -82,7 +86,11 @@ class FamilyConfig:
 
     def __post_init__(self) -> None:
         for name in ("train", "held_out"):
-            _check_variables(f"family.{name}", getattr(self, name))
+            groups = getattr(self, name)
+            _check_variables(f"family.{name}", groups)
+            contexts = sum(math.prod(map(len, values_by_name.values())) for values_by_name in groups)
+            if contexts > MAX_CONTEXTS:
+                raise ValueError(f"family.{name} has {contexts} contexts, more than {MAX_CONTEXTS}; leave out values")
         if self.held_out and not self.train:
             raise ValueError("family.held_out has contexts and family.train has none; name those of training")
         train_contexts = self.contexts()

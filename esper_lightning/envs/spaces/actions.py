@@ -1,5 +1,6 @@
 """Actions on a host: operations, heads and the choices of each head. N environments, K slots."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -130,9 +131,9 @@ class ActionConfig:
                 continue
             if not choices:
                 raise ValueError(f"actions.{name} is empty; name at least one, or leave it out for the default")
-            for choice in choices:
-                if choices.count(choice) > 1:
-                    raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
+            choice, occurrences = Counter(choices).most_common(1)[0]
+            if occurrences > 1:
+                raise ValueError(f"actions.{name}: {choice!r} is named twice; name each once")
         if not self.tempos or min(self.tempos.values()) < 1:
             raise ValueError(f"actions.tempos needs at least one tempo of at least 1 host epoch, got {self.tempos}")
         if not all(0.0 < target <= 1.0 for target in self.targets):

@@ -15,7 +15,7 @@ from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.schedule import Schedule, read_schedule
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
-from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.play import paired_difference, play_episode
 from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
@@ -29,6 +29,10 @@ FINAL_EPISODES = 2
 
 WINNERS_PER_RACE = 3
 """Number of candidates of each race that enter the last one."""
+
+
+MAX_STEPS = 100_000_000
+"""Largest budget of a search. Its first candidates, a share of the budget, are in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +69,9 @@ class SearchConfig:
     """Best candidates of a race that enter the next one, together with their crossovers."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"search.steps must be at least 1, got {self.steps}")
-        if self.seed < 0:
-            raise ValueError(f"search.seed must not be negative, got {self.seed}")
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ValueError(f"search.steps must lie in 1 … {MAX_STEPS}, got {self.steps}")
+        check_rng_seed("search.seed", self.seed)
         if self.max_seeds is not None and self.max_seeds < 1:
             raise ValueError(f"search.max_seeds must be at least 1, got {self.max_seeds}")
         if not 0.0 < self.explore <= 1.0:

@@ -13,7 +13,9 @@ import numpy as np
 
 from esper_lightning.controllers.schedule import Schedule
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.config import MAX_HOSTS
 from esper_lightning.envs.context.distribution import Context, distinct_values
+from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import play_cells, sample_host_seeds
 from esper_lightning.evaluation.statistics import Interval, stratified_interval
@@ -43,9 +45,10 @@ class InformationConfig:
     """RNG seed of plans and hosts."""
 
     def __post_init__(self) -> None:
-        for name, least in (("plans", 1), ("finalists", 2), ("hosts", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"information.{name} must be at least {least}, got {getattr(self, name)}")
+        for name, least in (("plans", 1), ("finalists", 2), ("hosts", 2)):
+            if not least <= getattr(self, name) <= MAX_HOSTS:
+                raise ValueError(f"information.{name} must lie in {least} … {MAX_HOSTS}, got {getattr(self, name)}")
+        check_rng_seed("information.seed", self.seed)
 
 
 class BestPlan(NamedTuple):

@@ -332,3 +332,11 @@ def test_without_variables_there_is_one_context(make_pool: MakePool) -> None:
     pool = make_pool(1)
     assert pool.env_factory.context_distribution.contexts == [Context()]
     assert pool.data.train.variants == 1 and isinstance(pool.data.train, Split)
+
+
+@pytest.mark.parametrize(
+    "grid", [{f"host.size{i}": list(range(100)) for i in range(10)}, {"training.lr": [i / 1e4 for i in range(1, 2002)]}]
+)
+def test_more_contexts_than_can_be_listed_are_refused(grid: dict[str, list[Any]]) -> None:
+    with pytest.raises(ValueError, match=r"family\.train has \d+ contexts, more than 2000; leave out values"):
+        FamilyConfig(train=[grid])

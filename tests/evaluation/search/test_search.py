@@ -304,3 +304,9 @@ def test_a_budget_too_small_for_all_contexts_is_refused(make_pool: MakePool) -> 
 def test_settings_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"search\.{next(iter(bad))} must"):
         replace(SearchConfig(), **bad)
+
+
+@pytest.mark.parametrize("setting", [{"steps": 0}, {"steps": 10**18}, {"seed": 10**20}])
+def test_a_budget_that_no_search_can_have_is_refused(setting: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"search.{next(iter(setting))} must"):
+        SearchConfig(**setting)

@@ -145,7 +145,7 @@ def test_one_kind_of_host_has_nothing_to_know(make_pool: MakePool) -> None:
         value_of_information(make_pool(1))
 
 
-@pytest.mark.parametrize("setting", [{"plans": 0}, {"finalists": 1}, {"hosts": 1}, {"seed": -1}])
+@pytest.mark.parametrize("setting", [{"plans": 0}, {"finalists": 1}, {"hosts": 1}, {"plans": 10**9}, {"seed": -1}])
 def test_settings_that_make_no_sense_are_refused(setting: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"information.{next(iter(setting))} must be at least"):
+    with pytest.raises(ValueError, match=f"information.{next(iter(setting))} must"):
         InformationConfig(**setting)

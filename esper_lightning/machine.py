@@ -1,0 +1,29 @@
+"""Memory of the machine, and refusals of what is larger before any of it is taken."""
+
+import torch
+
+from esper_lightning.process import main_memory
+
+CPU = torch.device("cpu")
+
+
+def total_memory(device: torch.device = CPU) -> int:
+    """Return the memory of a device in bytes; for the CPU that of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return main_memory()
+
+
+def check_memory(needed: int, what: str, advice: str, device: torch.device = CPU) -> None:
+    """Raise ValueError if something needs more than the device's memory.
+
+    Args:
+        needed: Least number of bytes that it needs.
+        what: Beginning of the error message, with the verb, as in "12 hosts need".
+        advice: End of the error message.
+        device: Device whose memory is taken.
+    """
+    memory = total_memory(device)
+    if needed > memory:
+        gibibytes = min(needed, 2**100) / 2**30  # a float holds no number of 400 digits
+        raise ValueError(f"{what} at least {gibibytes:.1f} GiB, and {device} has {memory / 2**30:.1f} GiB; {advice}")
