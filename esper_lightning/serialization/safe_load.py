@@ -61,6 +61,9 @@ size."""
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 """Range of integers that torch can represent."""
 
+PROTOCOL = 2
+"""Protocol of pickles that `torch.save` writes unless it is told otherwise."""
+
 PLAIN_KEYS = frozenset(
     {
         "BINUNICODE",
@@ -165,6 +168,8 @@ def check_pickle(pickled: bytes) -> None:
             case "BINPUT" | "LONG_BINPUT":
                 memo[argument] = stack[-1]
                 continue
+            case "PROTO" if argument != PROTOCOL:
+                raise ValueError(f"its pickle has protocol {argument}, torch writes {PROTOCOL}")
             case "MARK":
                 marks.append(len(stack))
                 continue

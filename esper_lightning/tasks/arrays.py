@@ -3,6 +3,7 @@
 import math
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
@@ -52,7 +53,7 @@ def _check_array(archive: ZipFile, name: str, path: Path) -> int:
         with archive.open(entry) as file:
             version = npy.read_magic(file)
             shape, _, dtype = HEADER_READERS[version](file)
-    except (ValueError, SyntaxError, KeyError, RecursionError, MemoryError) as error:
+    except (ValueError, SyntaxError, TokenError, KeyError, RecursionError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"Tabular: {str(path)!r}: {name} is no array of numpy: {reason}; save it by numpy.savez"

@@ -80,7 +80,7 @@ def test_what_allocates_as_much_as_a_file_asks_for_is_not_made(maker: str, tmp_p
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize(
     ("protocol", "why"),
-    [(2, r"would make a (posix|nt)\.mkdir"), (4, "UnpicklingError")],  # these name the called function in two ways
+    [(2, r"would make a (posix|nt)\.mkdir"), (4, "protocol 4")],  # these name the called function in two ways
 )
 def test_no_code_is_run(protocol: int, why: str, tmp_path: Path) -> None:
     class Trap:
@@ -96,7 +96,7 @@ def test_no_code_is_run(protocol: int, why: str, tmp_path: Path) -> None:
 def test_torchs_old_format_is_refused(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
 
-    assert_refused(tmp_path / "a.pt", "BadZipFile")
+    assert_refused(tmp_path / "a.pt", "does not begin with an archive")
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
