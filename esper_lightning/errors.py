@@ -16,13 +16,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from esper_lightning.console import escaped, printable
 from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
-CPU_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Text in the RuntimeError that torch raises if the CPU is out of memory."""
+OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "Storage size calculation overflowed",
+    "numel: integer multiplication overflow",
+    "Overflow when unpacking long",
+)
+"""Texts in the RuntimeErrors that torch raises if the CPU is out of memory, or if a tensor would be larger than any."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if a GPU, torch on the CPU or Python itself ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_OUT_OF_MEMORY in str(error)
+    has_text = any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
 
 
 EXIT_DISK_FAILED, EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
