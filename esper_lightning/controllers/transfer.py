@@ -205,8 +205,8 @@ def check_blueprints(host_names: Sequence[str], growable: Sequence[str], spaces:
             raise ValueError(f"stand_ins: {name!r} would be two of the policy's blueprints; name each once")
     if not set(host_names) & set(growable):
         raise ValueError(
-            f"no blueprint of the policy ({excerpt(', '.join(spaces.space.blueprint))}) grows here; name stand_ins among "
-            f"{', '.join(growable)}"
+            f"no blueprint of the policy ({excerpt(', '.join(spaces.space.blueprint))}) grows here; name stand_ins "
+            f"among {', '.join(growable)}"
         )
 
 

@@ -130,7 +130,9 @@ def check_archive(file: BinaryIO, size: int) -> None:
 def check_layout(file: BinaryIO, size: int) -> None:
     """Raise ValueError unless the file begins with an entry and ends with the only directory and its records."""
     file.seek(0)
-    if file.read(len(ENTRY)) != ENTRY:  # torch takes any other beginning for its old format, which is read without these checks
+    if (
+        file.read(len(ENTRY)) != ENTRY
+    ):  # torch takes any other beginning for its old format, which is read without these checks
         raise ValueError("it does not begin with an archive")
     end = size - END_RECORD.size
     file.seek(end)
@@ -145,7 +147,8 @@ def check_layout(file: BinaryIO, size: int) -> None:
         file.seek(max(0, end))
         kind, *_, directory_size, directory_start = END_RECORD_64.unpack(file.read(END_RECORD_64.size))
         if (kind, record) != (END_64, end) or any(
-            small not in (large, 2**32 - 1) for small, large in zip(directory, (directory_size, directory_start), strict=True)
+            small not in (large, 2**32 - 1)
+            for small, large in zip(directory, (directory_size, directory_start), strict=True)
         ):
             raise ValueError("the archive has two directories")
     if directory_start + directory_size != end:

@@ -121,9 +121,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         write_tiny_config(tiny := Path(temporary, "tiny.yaml"))
         since = time.monotonic()
-        for case, outcome in attempt_settings(
-            tiny, Path(temporary), chosen.settings, chosen.values, more=chosen.more
-        ):
+        for case, outcome in attempt_settings(tiny, Path(temporary), chosen.settings, chosen.values, more=chosen.more):
             is_known = outcome.what in ENDINGS.values()
             counts[outcome.what if is_known else "FAILED"] += 1
             if not is_known:

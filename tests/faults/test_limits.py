@@ -12,7 +12,10 @@ from tests.faults.limits import ENDINGS, EXTREMES, attempt, attempt_settings, wr
     ("prefix", "values"),
     [
         ("data.env.training.batches", ("1000000000000000000",)),
-        *(pytest.param(prefix, EXTREMES, marks=pytest.mark.slow) for prefix in ("data", "model", "evaluation", "governor")),
+        *(
+            pytest.param(prefix, EXTREMES, marks=pytest.mark.slow)
+            for prefix in ("data", "model", "evaluation", "governor")
+        ),
     ],
 )
 def test_an_extreme_number_works_or_ends_in_one_line(prefix: str, values: tuple[str, ...], tmp_path: Path) -> None:

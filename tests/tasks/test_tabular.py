@@ -198,7 +198,10 @@ CLASSES = ("<i8", (ROWS,), (np.arange(ROWS) % 3).astype("<i8").tobytes())
         ({"y": ("|O", (ROWS,), b"")}, "y holds object; save numbers or texts"),
         ({"x": ("<f8", (ROWS, 0), b"")}, r"they need \[rows, columns\] and \[rows\]"),
         ({"y": ("<f8", (ROWS,), np.full(ROWS, np.nan).tobytes())}, "60 rows have no label in y"),
-        ({"x": ("<f8", (ROWS, 2), np.full((ROWS, 2), np.inf).tobytes())}, "column '0' holds inf in row 1, and numbers up to"),
+        (
+            {"x": ("<f8", (ROWS, 2), np.full((ROWS, 2), np.inf).tobytes())},
+            "column '0' holds inf in row 1, and numbers up to",
+        ),
     ],
 )
 def test_arrays_of_another_kind_are_refused_by_their_headers(
