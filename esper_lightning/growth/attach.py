@@ -176,7 +176,8 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
         del container.sites[name], container[_container_key(name)]
     if not container.sites:
         delattr(network, CONTAINER_NAME)
-        stop_checking(network)
+        if not slots_of(network):
+            stop_checking(network)
 
 
 def _container_key(name: str) -> str:

@@ -243,8 +243,6 @@ class SeedSlot(Recorded):
     def build_content(self, entry: Any) -> SlotContent:
         """Check an entry and build what it describes, with random weights, without installing it."""
         ramp = check_entry(entry, slot=self.name, layout=self.layout, width=self.width)
-        if self._consists_of(entry):
-            return SlotContent(entry, ramp, self.seed, self.folded)
         seed: nn.Module = nn.Identity()
         if entry["blueprint"] is not None:
             # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
@@ -284,7 +282,7 @@ class SeedSlot(Recorded):
         self.alpha.fill_(self.alpha_now)
 
     def _consists_of(self, entry: dict[str, Any]) -> bool:
-        """Return True if the slot has the modules that an entry describes; an optimizer may hold their parameters."""
+        """Return True if the slot has the modules that an entry describes."""
         present = self.entry()
         return all(present[name] == entry[name] for name in ("blueprint", "style", "folded"))
 
@@ -302,7 +300,10 @@ class SeedSlot(Recorded):
             )
 
     def restore_record(self, record: Any) -> None:
-        self.install(self.build_content(record))
+        # Modules that fit are kept, because an optimizer may hold their parameters.
+        fits = self._consists_of(record)
+        kept = SlotContent(record, Ramp(*record["ramp"]), self.seed, self.folded)
+        self.install(kept if fits else self.build_content(record))
 
     def forget(self) -> None:
         self.empty()

@@ -1,6 +1,5 @@
 """A state dict tells the whole network: loaded into any state of it, it gives the outputs that it was saved with."""
 
-import copy
 import io
 import json
 import pickle
@@ -90,7 +89,7 @@ def saved(network: nn.Module) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(("source", "target"), product(STATES, STATES))
+@pytest.mark.parametrize(("source", "target"), [*product(STATES, STATES)])
 def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_was_saved_with(
     source: Callable[[dict[str, SeedSlot]], None], target: Callable[[dict[str, SeedSlot]], None]
 ) -> None:
@@ -181,7 +180,6 @@ def test_a_copy_of_a_network_restores_itself_and_not_the_original() -> None:
         detach_slots(each)
         each.load_state_dict(small_network().state_dict())
     assert manifest(network) == manifest(network_in(kept, 1))
-    assert copy.copy(network).state_dict().keys() == network.state_dict().keys()
 
 
 def edited(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -150,8 +150,9 @@ def test_a_scheduler_may_be_made_when_a_seed_is_there_already(make: Make) -> Non
 
 def test_a_seed_learns_at_the_rate_of_the_step_and_not_of_the_one_before() -> None:
     growing = two_groups()
-    scheduler = follow(lr_scheduler.ExponentialLR(growing.optimizer, 0.0), growing)
+    scheduler = follow(lr_scheduler.LambdaLR(growing.optimizer, lambda step: float(step < 3)), growing)
     take_steps(growing, scheduler, range(3))  # a seed germinates at step 2
+    assert find_group(growing.optimizer, "seed.second")["lr"] == 0.1
     before = [p.clone() for p in growing.slots["second"].seed.parameters()]
     learn(growing.module, growing.optimizer, 3, "vector")
     assert find_group(growing.optimizer, "seed.second")["lr"] == 0.0
