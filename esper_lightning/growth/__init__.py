@@ -9,6 +9,7 @@ from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.schedules import follow
 from esper_lightning.growth.shapley import credit, interactions
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -26,6 +27,7 @@ __all__ = [
     "credit",
     "detach_slots",
     "fold",
+    "follow",
     "forward_variants",
     "interactions",
     "load",
