@@ -23,7 +23,7 @@ class Recorded(nn.Module):
     """Module with a record in its state dict, next to its weights, as long as it has something to record."""
 
     def record(self) -> Any | None:
-        """Return what the module consists of, in plain JSON types; None if it is as it was made."""
+        """Return what grew in the module, in plain JSON types; None if nothing did."""
         raise NotImplementedError
 
     def check_record(self, record: Any, saved: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def prepare_load(network: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
     prefixes = tuple(module_prefix for module_prefix, _ in modules)
     if all(prefix + name in state for name in network.state_dict() if not name.startswith(prefixes)):
         for module_prefix, module in modules:
-            if not any(name.startswith(prefix + module_prefix) for name in state):
+            if module.record() is not None and not any(name.startswith(prefix + module_prefix) for name in state):
                 module.forget()
 
 

@@ -287,7 +287,7 @@ class SeedSlot(Recorded):
         return all(present[name] == entry[name] for name in ("blueprint", "style", "folded"))
 
     def record(self) -> dict[str, Any] | None:
-        return None if self.stage is Stage.DORMANT and self.folded is None else self.entry()
+        return self.entry() if self.occupied or self.folded is not None else None
 
     def check_record(self, record: Any, saved: dict[str, Any]) -> None:
         expected = self.expected_state(record)

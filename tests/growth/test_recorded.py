@@ -28,7 +28,7 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from tests.growth.attached import images, small_network
 from tests.growth.by_hand import EAGER
-from tests.growth.grown import add_noise, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.growth.grown import SLOTS, add_noise, generator_of, grow, slot_named, small_batch, small_cnn
 from tests.growth.rebuilt import grown_cnn, outputs_in_both_modes, same
 
 HALF = Ramp(0.0, 0.5, 4, "cosine")
@@ -102,9 +102,6 @@ def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_
     assert all(
         torch.equal(a, b) for a, b in zip(outputs_in_both_modes(deepcopy(other), images()), expected, strict=True)
     )
-    assert [entry | {"ticks_in_stage": 0} for entry in manifest(other)] == [
-        entry | {"ticks_in_stage": 0} for entry in manifest(network)
-    ]
 
 
 def test_a_state_dict_has_its_original_names_until_something_grows_and_again_when_it_is_gone() -> None:
@@ -129,9 +126,14 @@ def test_safetensors_hold_the_whole_state(tmp_path: Path) -> None:
 
 
 def test_slots_that_a_network_has_built_in_are_restored_too() -> None:
-    network, fresh = grown_cnn(), small_cnn(["block1", "block1.pool", "block2", "block2.pool", "block3", "block3.pool"])
+    network, fresh = grown_cnn(), small_cnn(SLOTS, seed=9)
+    slot_named(network, "block3.pool").empty()  # a state dict does not tell for how long a slot is closed after a cull
     fresh.load_state_dict(saved(network))
-    assert same(network, fresh, small_batch()[0])
+    assert [entry | {"ticks_in_stage": 0} for entry in manifest(fresh)] == [
+        entry | {"ticks_in_stage": 0} for entry in manifest(network)
+    ]
+    pairs = zip(*(outputs_in_both_modes(one, small_batch()[0]) for one in (network, fresh)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_network_that_was_folded_is_restored() -> None:

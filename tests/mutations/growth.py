@@ -317,7 +317,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An empty slot has a name in the state dict",
         f"{G}/slot.py",
-        "None if self.stage is Stage.DORMANT and self.folded is None else self.entry()",
+        "self.entry() if self.occupied or self.folded is not None else None",
         "self.entry()",
         f"{T}/test_recorded.py::test_a_state_dict_has_its_original_names_until_something_grows_and_again_when_it_is_gone",
     ),
