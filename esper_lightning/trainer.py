@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jsonargparse.typing import NonNegativeInt
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -131,7 +130,7 @@ class EsperTrainer(Trainer):
         weights_only: bool | None = None,
         transfer: bool = False,
         stand_ins: dict[str, str] | None = None,
-        save_networks: NonNegativeInt = 0,
+        save_networks: int = 0,
     ) -> None:
         """Compare a trained policy with rivals, baselines, fixed schedules and static networks on fresh hosts.
 
@@ -161,6 +160,8 @@ class EsperTrainer(Trainer):
         self._set_up_overseer(model, "evaluate")
         if stand_ins and not transfer:
             exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
+        if save_networks < 0:
+            exit_with_error(f"save_networks must be at least 0, got {save_networks}")
         try:
             with one_line_errors():
                 checkpoints = self._read(paths)

@@ -18,6 +18,9 @@ RECORD = "record"
 
 MAX_RECORD_BYTES = 2**20
 
+HANDLE = "_record_check"
+"""Attribute of a network for the handle of its hook `prepare_load`."""
+
 
 class Recorded(nn.Module):
     """Module with a record in its state dict, next to its weights, as long as it has something to record."""
@@ -140,11 +143,10 @@ def prepare_load(network: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
 
 def check_before_loading(network: nn.Module) -> None:
     """Make `network.load_state_dict` check all records first, so that it is refused as a whole; see `prepare_load`."""
-    if not hasattr(network, "_record_check"):
-        network._record_check = network.register_load_state_dict_pre_hook(prepare_load)
+    if HANDLE not in vars(network):
+        vars(network)[HANDLE] = network.register_load_state_dict_pre_hook(prepare_load)
 
 
 def stop_checking(network: nn.Module) -> None:
     """Undo `check_before_loading`."""
-    network._record_check.remove()
-    del network._record_check
+    vars(network).pop(HANDLE).remove()

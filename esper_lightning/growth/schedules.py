@@ -38,7 +38,7 @@ class HostGroups:
         return host_groups(self.whole)
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self.whole)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +88,7 @@ def follow(scheduler: Scheduler, growing: GrowingNetwork) -> Scheduler:
     cycles_momentum = any(getattr(each, "cycle_momentum", False) for each in schedulers)
 
     def set_rates_of_seeds(optimizer: Optimizer, *_: Any) -> None:
-        host, *_ = host_groups(optimizer)
+        host = host_groups(optimizer)[0]
         nominal = max(float(host["initial_lr"]), float(host.get("max_lr", 0.0)), *peaks)
         own = growing.seed_options.get("lr")
         for group in seed_groups(optimizer):
