@@ -118,7 +118,7 @@ def all_settings() -> str:
     by_place = sorted(groups, key=lambda group: (order.index(group.split(".")[0]), group))
     parts = [f"## {group}\n\n{table(groups[group])}" for group in by_place]
     known = {name for name, *_ in fit}
-    for command in ("evaluate", "information"):
+    for command in ("evaluate", "information", "grow"):
         rows = [row for row in settings(command) if row[0] not in known]
         parts.append(f"## Only in {command}\n\n{table(rows)}")
     return "\n\n".join(parts)

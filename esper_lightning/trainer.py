@@ -3,6 +3,7 @@
 Refused starts, interrupts and disk failures end the program with one line instead of a traceback.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.errors import (
     EXIT_BAD_INPUT,
     EXIT_DISK_FAILED,
@@ -40,12 +42,14 @@ from esper_lightning.evaluation.checkpoints import (
     setting_differences,
 )
 from esper_lightning.evaluation.comparison import SEARCH_ENVS, Comparison
+from esper_lightning.evaluation.growing import find_controller, grow_host
 from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.search.report import print_information, write_information
 from esper_lightning.evaluation.search.value_of_information import InformationConfig, value_of_information
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import BEFORE_TRAINING, silent_threads
 from esper_lightning.provenance import RunRecord, provenance
+from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.serialization.safe_load import READ_ERRORS
 from esper_lightning.user_code import find_user_part
 
@@ -59,13 +63,15 @@ CHECKPOINTS_FOLDER = "checkpoints"
 EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 """Subfolders of a run folder for the results of `evaluate`, without and with transfer to other hosts."""
 
+GROWN_FOLDER = "grown"
+"""Subfolder for the network of `grow`."""
+
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """What the line about an interrupt says once training has begun."""
 
-
 class EsperTrainer(Trainer):
-    """Trainer with the commands `fit`, `evaluate` and `information`.
+    """Trainer with the commands `fit`, `evaluate`, `information` and `grow`.
 
     Errors before training starts are attributed to the checkpoint and reported in one line; later ones keep their
     traceback.
@@ -123,6 +129,7 @@ class EsperTrainer(Trainer):
         weights_only: bool | None = None,
         transfer: bool = False,
         stand_ins: dict[str, str] | None = None,
+        save_networks: int = 0,
     ) -> None:
         """Compare a trained policy with rivals, baselines, fixed schedules and static networks on fresh hosts.
 
@@ -141,6 +148,8 @@ class EsperTrainer(Trainer):
                 in order with those of the training hosts, and there may be fewer of them.
             stand_ins: Blueprints of the new hosts that replace blueprints of the training hosts, by the name of the
                 replaced one; for transfer.
+            save_networks: Number of hosts to save as grown networks, in `networks` in the folder: those of the policy,
+                or without one of the first controller compared, that have the best objective.
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [] if ckpt_path is None else [str(ckpt_path), *path_list(more)]
@@ -150,6 +159,8 @@ class EsperTrainer(Trainer):
         self._set_up_overseer(model, "evaluate")
         if stand_ins and not transfer:
             exit_with_error("stand_ins apply only to transfer to other hosts; set --transfer true")
+        if save_networks < 0:
+            exit_with_error(f"save_networks must be at least 0, got {save_networks}")
         try:
             with one_line_errors():
                 checkpoints = self._read(paths)
@@ -161,7 +172,15 @@ class EsperTrainer(Trainer):
                 loaded_rivals = load_rivals(rival_checkpoints, paths, datamodule)
                 print_status(*setting_differences(checkpoints | rival_checkpoints))
                 folder.mkdir(parents=True, exist_ok=True)
-            run_comparison(comparison, datamodule, policies, rivals=loaded_rivals, folder=folder, record=self.record())
+            run_comparison(
+                comparison,
+                datamodule,
+                policies,
+                rivals=loaded_rivals,
+                folder=folder,
+                record=self.record(),
+                save_networks=save_networks,
+            )
         except KeyboardInterrupt:
             exit_with_error("interrupted before the comparison was over", EXIT_INTERRUPTED)
         except OSError as error:
@@ -196,6 +215,42 @@ class EsperTrainer(Trainer):
         print_information(result)
         if folder is not None:
             write_information(result, folder, self.record())
+
+    def grow(
+        self, model: TamiyoModule, datamodule: HostPoolData, *, controller: str, out: str | Path | None = None
+    ) -> None:
+        """Train one host while a controller grows it, and save the network for use in other programs.
+
+        Args:
+            controller: A rule (`periodic`, `climbing`, `heuristic` …), the file of a schedule (.json), or the
+                checkpoint of a trained policy (.ckpt).
+            out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
+                None: `grown` in trainer.default_root_dir.
+        """
+        comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
+        folder = Path(out) if out is not None else Path(self.default_root_dir) / GROWN_FOLDER
+        self.datamodule = datamodule
+        self._set_up_overseer(model, "grow")
+        try:
+            with one_line_errors():
+                pool = datamodule.make_pool(1)
+                chosen = find_controller(controller, comparison.make_controllers(), pool.device)
+                chosen.reset(pool)  # raises ValueError now if the hosts do not fit
+                folder.mkdir(parents=True, exist_ok=True)
+            (rng_seed,) = episode_rng_seeds(datamodule.seed, EVALUATION, 0, n_envs=1)
+            grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=folder)
+            text = json.dumps(self.record(), indent=1) + "\n"
+            replace_durably(folder / "run.json", lambda file: file.write(text.encode()))
+        except KeyboardInterrupt:
+            exit_with_error("interrupted before the network was grown", EXIT_INTERRUPTED)
+        except OSError as error:
+            if (failure := find_disk_error(error)) is None:
+                raise
+            exit_with_error(
+                f"{describe_disk_error(failure)}; free some space and start again, or name another folder by --out",
+                EXIT_DISK_FAILED,
+            )
+        print_status(f"written to {folder}")
 
     def _read(self, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the content of checkpoints by path, without reading again those that are open."""

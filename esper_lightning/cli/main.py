@@ -19,6 +19,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
+from esper_lightning.cli.export import COMMAND as EXPORT
+from esper_lightning.cli.export import run_export
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
@@ -98,7 +100,7 @@ by --config may run any code."""
 
 
 class EsperCLI(LightningCLI):
-    """`fit`, `evaluate` and `information`, with the callbacks, the run folder and the checks of this project."""
+    """`fit`, `evaluate`, `information` and `grow`, with the callbacks, the run folder and checks of this project."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         with exits_on_signals(self._what_a_signal_stops), user_code_told_apart(self._settings):
@@ -123,6 +125,7 @@ class EsperCLI(LightningCLI):
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "evaluate": {"model", "datamodule"},
             "information": {"model", "datamodule"},
+            "grow": {"model", "datamodule"},
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -299,6 +302,11 @@ class EsperCLI(LightningCLI):
         with one_line_errors():
             self._build()
 
+    def before_grow(self) -> None:
+        """Build the hosts before the host of the command is grown."""
+        with one_line_errors():
+            self._build()
+
 
 def check_host_arguments(host: Any) -> None:
     """Raise ValueError if an argument of the host's class is null although its default is another value.
@@ -442,6 +450,10 @@ def run(args: list[str] | None) -> None:
     # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
     # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    given = sys.argv[1:] if args is None else args
+    if list(given[:1]) == [EXPORT]:  # it has no settings in common with the other commands
+        run_export(given[1:])
+        return
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     refuse_duplicate_keys()
     EsperCLI(
@@ -451,7 +463,8 @@ def run(args: list[str] | None) -> None:
         parser_class=Parser,
         parser_kwargs={
             "prog": PROGRAM,
-            "description": "Grows neural networks while they train, under a learned policy.",
+            "description": "Grows neural networks while they train, under a learned policy. "
+            f"A grown network is exported by: {PROGRAM} {EXPORT} --help",
             **{command: {"usage": USAGE} for command in EsperCLI.subcommands()},
         },
         seed_everything_default=0,

@@ -98,6 +98,16 @@ def settings_beside_checkpoint(config: Path, groups: Mapping[str, type], trusted
     return yaml.safe_dump(taken, default_style='"', sort_keys=False)
 
 
+def check_object(file: Path, value: Any, trusted: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of an object in a file that the user has not named: the import path of its class, arguments.
+
+    Raises ValueError, in one line, unless the class, and all that the arguments name, is known or trusted.
+    """
+    if not isinstance(value, dict) or "class_path" not in value:
+        raise ValueError(f"{file}: it does not name a class")
+    return _Reader(file, tuple(trusted), is_config=False)._object(value, "host")
+
+
 def is_plain(value: object) -> bool:
     """Return True for a text, a number, a truth value and None."""
     return isinstance(value, str | int | float | None)
@@ -123,6 +133,8 @@ class _Reader:
 
     file: Path
     trusted: tuple[str, ...]
+    is_config: bool = True
+    """True if the user may name the file itself as a config."""
 
     def group(self, value: Any, hints: Mapping[str, Any], where: str) -> dict[Any, Any]:
         """Return a group of settings whose types are `hints`, by name."""
@@ -221,11 +233,11 @@ class _Reader:
     def _refuse(self, path: object, where: str, reason: str) -> NoReturn:
         package = str(path).partition(".")[0]
         could_be_trusted = IMPORT_PATH.fullmatch(str(path)) and package not in sys.stdlib_module_names
-        trust = f"{TRUST_OPTION} {package}, or " if could_be_trusted else ""
-        raise ValueError(
-            f"{self.file}: {where} names {str(path)[:200]!r}, {reason}; if you trust it, give {trust}{CONFIG_OPTION} "
-            f"{self.file}"
-        )
+        ways = [f"{TRUST_OPTION} {package}"] * bool(could_be_trusted) + [
+            f"{CONFIG_OPTION} {self.file}"
+        ] * self.is_config
+        way_out = f"; if you trust it, give {', or '.join(ways)}" if ways else ""
+        raise ValueError(f"{self.file}: {where} names {str(path)[:200]!r}, {reason}{way_out}")
 
 
 def _is_known(module: str, name: str, found: Any) -> bool:

@@ -35,6 +35,7 @@ from esper_lightning.evaluation.baselines import (
 )
 from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
+from esper_lightning.evaluation.networks import GrownHost, best_hosts
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.evaluation.search.search import (
     BestSchedules,
@@ -104,6 +105,8 @@ class ComparisonResult(NamedTuple):
     They are the most frequent schedule of each policy and the best ones of the search."""
     notes: list[str]
     credits: list[SeedCredit]
+    networks: list[GrownHost]
+    """The best hosts of the reference, the best first, if they are to be saved."""
 
     @property
     def reference(self) -> Entry:
@@ -132,6 +135,8 @@ class LearnedEntries(NamedTuple):
     """Most frequent schedule of each policy, by file name without suffix."""
     notes: list[str]
     credits: list[SeedCredit]
+    networks: list[GrownHost]
+    """Best hosts of the first policy."""
 
 
 class Comparison:
@@ -257,6 +262,7 @@ class Comparison:
         rivals: Mapping[str, TrainedPolicy],
         *,
         task: str | None = None,
+        save_networks: int = 0,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task. It creates its own pools.
 
@@ -265,11 +271,14 @@ class Comparison:
             policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
             rivals: Further trained policies, by the names of their rows.
             task: Name of the task, where there are several. None: the first.
+            save_networks: Number of hosts to keep: the best of the first policy, or without one of the reference.
         """
         make_pool = partial(data.make_pool, task=task)
         pool = make_pool(self.hosts, held_out=self.held_out)
         rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
-        learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool)
+        learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool, save_networks=save_networks)
+        reference = TAMIYO if policies else (self.against or [UNGROWN_HOST])[0]
+        networks = learned.networks
         rival_entries = [
             self._play_rival(pool, rng_seeds, name, rival=rival, make_pool=make_pool) for name, rival in rivals.items()
         ]
@@ -279,15 +288,16 @@ class Comparison:
             controllers[BEST_FIXED] = FixedSchedule(best.fixed)
         if best.per_price and self.includes(BEST_PER_PRICE):
             controllers[BEST_PER_PRICE] = SchedulePerPrice(best.per_price)
-        rules = {
-            name: Entry(name, [play_episode(pool, name, controller, rng_seeds=rng_seeds)], [None])
-            for name, controller in controllers.items()
-        }
+        rules: dict[str, Entry] = {}
+        for name, controller in controllers.items():
+            outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds)
+            rules[name] = Entry(name, [outcome], [None])
+            if name == reference:
+                networks = best_hosts(pool, outcome, save_networks)
         policy, sampled, replayed, yoked = learned.entries.values()
         twinned = [policy, best_hand_written(rules)] if self.controls else []
         twins = [twin for entry in twinned for twin in play_static_twins(pool, rng_seeds, entry)]
         entries = [policy, sampled, *rival_entries, *rules.values(), replayed, yoked, *twins]
-        reference = TAMIYO if policies else (self.against or [UNGROWN_HOST])[0]
         return ComparisonResult(
             list(policies),
             dict(rivals),
@@ -296,6 +306,7 @@ class Comparison:
             learned.schedules | best.by_file(),
             learned.notes,
             learned.credits,
+            networks,
         )
 
     def _find_best_schedules(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
@@ -316,14 +327,17 @@ class Comparison:
         policies: Sequence[TrainedPolicy],
         *,
         make_pool: Callable[..., HostPool],
+        save_networks: int,
     ) -> LearnedEntries:
         """Play the policies, and the sampled, replayed and yoked controls derived from them."""
         training_seeds = [policy.training_seed for policy in policies]
         entries = {name: Entry(name, [], training_seeds) for name in (TAMIYO, *DERIVED)}
-        learned = LearnedEntries(entries, {}, [], [])
+        learned = LearnedEntries(entries, {}, [], [], [])
         for number, policy in enumerate(policies):
             recording = RecordingController(policy.greedy())
             outcome = play_episode(pool, TAMIYO, recording, rng_seeds=rng_seeds)
+            if number == 0:
+                learned.networks.extend(best_hosts(pool, outcome, save_networks))
             if number == 0 and self.credit.hosts:
                 fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
                 learned.credits.extend(measure_credit(pool, fork_pool, self.credit))

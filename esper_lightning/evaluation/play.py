@@ -1,13 +1,13 @@
 """Evaluation of one controller on a fixed set of hosts. H hosts, T ticks, K slots."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
 from esper_lightning.controllers.learned import Controller
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.evaluation.flops_meter import FlopsMeter
 from esper_lightning.evaluation.statistics import Interval, mean_interval
@@ -64,6 +64,7 @@ def play_episode(
     *,
     rng_seeds: Sequence[int],
     tick_limits: Sequence[int] | None = None,
+    on_step: Callable[[StepResult], None] = lambda step: None,
 ) -> Outcome:
     """Play one episode of `controller`. The hosts depend on `rng_seeds` alone. The state of the pool is overwritten.
 
@@ -74,12 +75,13 @@ def play_episode(
         rng_seeds: RNG seeds, one per host. The order of a host's data follows from its RNG seed and the tick alone.
         tick_limits: Host epochs after which each host stops training, possibly beyond the horizon. No actions are taken
             after the horizon. None: the horizon for all hosts.
+        on_step: Called with the result of every step.
     """
     started = perf_counter()
     pool.reset(rng_seeds)
     with FlopsMeter(pool) as meter:
         controller.reset(pool)
-        trace, rollbacks = _run_episode(pool, controller, tick_limits)
+        trace, rollbacks = _run_episode(pool, controller, tick_limits, on_step=on_step)
     seconds = perf_counter() - started
     loss, accuracy = pool.test_scores()
     topologies = [
@@ -109,7 +111,11 @@ def play_episode(
 
 
 def _run_episode(
-    pool: HostPool, controller: Controller, tick_limits: Sequence[int] | None
+    pool: HostPool,
+    controller: Controller,
+    tick_limits: Sequence[int] | None,
+    *,
+    on_step: Callable[[StepResult], None],
 ) -> tuple[PoolTrace, np.ndarray]:  # rollbacks [H]
     horizon = pool.config.horizon
     accuracy, ops, stages = [], [], []
@@ -122,6 +128,7 @@ def _run_episode(
             pool.train_without_actions(1)
             continue
         step = pool.step(controller.act(pool))
+        on_step(step)
         for host_verdict in step.verdicts:
             rollbacks[host_verdict.host] += host_verdict.verdict.diverged
         accuracy.append(step.metrics.accuracy.double().numpy())

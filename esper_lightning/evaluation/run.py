@@ -9,7 +9,11 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.figures import write_figures
+from esper_lightning.evaluation.networks import save_best
 from esper_lightning.evaluation.report import credit_table, make_tables, write_credits, write_report
+
+NETWORKS_FOLDER = "networks"
+"""Subfolder with the grown hosts of a comparison, numbered from the best."""
 
 
 def run_comparison(
@@ -20,6 +24,7 @@ def run_comparison(
     rivals: Mapping[str, TrainedPolicy],
     folder: Path,
     record: Mapping[str, Any],
+    save_networks: int = 0,
 ) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
 
@@ -32,13 +37,14 @@ def run_comparison(
         rivals: Further trained policies, by the names of their rows.
         folder: Output folder.
         record: Description of this process, saved in `evaluation.json`.
+        save_networks: Number of grown hosts to save.
     """
     results = {}
     for task, pool in data.pools.items():
         several = len(data.pools) > 1
         if several:
             print_status(f"hosts of {task}")
-        results[task] = result = comparison.run(data, policies, rivals, task=task)
+        results[task] = result = comparison.run(data, policies, rivals, task=task, save_networks=save_networks)
         publish(comparison, result, pool.space.slot, folder=folder / task if several else folder, record=record)
     return results
 
@@ -66,5 +72,8 @@ def publish(
         write_credits(result.credits, folder)
         no_seeds = "tamiyo fossilized no seed on the analysed hosts"
         console.print(credit_table(result.credits, comparison.credit) if result.credits else no_seeds)
+    networks = save_best(result.networks, folder / NETWORKS_FOLDER)
     names = ", ".join(["evaluation.csv", "test_metrics.csv", "evaluation.json", *(path.name for path in figures)])
+    if networks:
+        names += f"; the best grown hosts: {NETWORKS_FOLDER}/1" + (f" to {len(networks)}" if networks[1:] else "")
     console.print(f"written to {folder}: {names}", soft_wrap=True)

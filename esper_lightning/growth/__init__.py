@@ -1,7 +1,7 @@
 """Networks that grow seeds in slots, usable alone with any training loop. See docs/guides/growing.md."""
 
 from esper_lightning.growth.alpha import Ramp
-from esper_lightning.growth.attach import attach_slots, detach_slots
+from esper_lightning.growth.attach import attach_from_state_dict, attach_slots, detach_slots
 from esper_lightning.growth.counterfactual import contributions, forward_variants, measure_variants, potentials
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.gates import LifecycleConfig
@@ -9,6 +9,7 @@ from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.schedules import follow
 from esper_lightning.growth.shapley import credit, interactions
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -20,11 +21,13 @@ __all__ = [
     "SeedEvent",
     "SeedSlot",
     "Stage",
+    "attach_from_state_dict",
     "attach_slots",
     "contributions",
     "credit",
     "detach_slots",
     "fold",
+    "follow",
     "forward_variants",
     "interactions",
     "load",

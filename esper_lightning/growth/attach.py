@@ -21,6 +21,7 @@ from esper_lightning.growth.attach_checks import (
 )
 from esper_lightning.growth.lifecycle import check_slot_names, slots_of
 from esper_lightning.growth.nested import ExampleInput, call_network, evaluation_mode, get_at, iter_tensors, replace_at
+from esper_lightning.growth.recorded import RECORD, Recorded, check_before_loading, decode_record, stop_checking
 from esper_lightning.growth.slot import SeedSlot
 
 CONTAINER_NAME = "grown_slots"
@@ -30,8 +31,11 @@ MAX_WIDTH, MAX_PATH_LENGTH = 2**20, 16
 """Largest number of channels, and largest number of keys into a module's output, of a slot that is loaded."""
 
 
-class AttachedSlots(nn.ModuleDict):
-    """Container of the attached slots. As a layer it is the identity, because the network may be an nn.Sequential."""
+class AttachedSlots(Recorded, nn.ModuleDict):
+    """Container of the attached slots. As a layer it is the identity, because the network may be an nn.Sequential.
+
+    Once something grew, its record in the state dict tells where and how the slots are attached.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +44,51 @@ class AttachedSlots(nn.ModuleDict):
 
     def forward(self, x: Any) -> Any:
         return x
+
+    def slots(self) -> dict[str, SeedSlot]:
+        """Return the attached slots by name."""
+        return {slot.name: slot for slot in self.values() if isinstance(slot, SeedSlot)}
+
+    def record(self) -> list[dict[str, Any]] | None:
+        return self.attachments() if any(slot.record() is not None for slot in self.slots().values()) else None
+
+    def attachments(self) -> list[dict[str, Any]]:
+        """Return where and how each slot was attached, in plain JSON types."""
+        slots = self.slots()
+        return [
+            {
+                "slot": name,
+                "module": site.module,
+                "path": list(site.path),
+                "channels_last": site.channels_last,
+                "layout": slots[name].layout,
+                "width": slots[name].width,
+                "isolate": slots[name].detach_input,
+                "trunk": slots[name].on_single_path,
+            }
+            for name, site in self.sites.items()
+        ]
+
+    def check_record(self, record: Any, saved: dict[str, Any]) -> None:
+        present = {entry["slot"]: entry for entry in self.attachments()}
+        for entry in _check_records(record):
+            name = entry["slot"]
+            if name not in present:
+                if any(key.startswith(f"{_container_key(name)}.") for key in saved):
+                    raise ValueError(
+                        f"a seed grew in slot {name!r}, which the network lacks; attach it before the weights are "
+                        f"loaded, by attach_slots or attach_from_state_dict"
+                    )
+            elif any(entry[key] != present[name][key] for key in ("module", "path", "channels_last")):
+                raise ValueError(
+                    f"slot {name!r} was attached elsewhere: {reprlib.repr(entry)}, not {reprlib.repr(present[name])}"
+                )
+
+    def restore_record(self, record: Any) -> None:
+        """Do nothing: slots are attached before weights are loaded; see `attach_from_state_dict`."""
+
+    def forget(self) -> None:
+        """Do nothing: slots in which nothing grew are not recorded, and stay."""
 
 
 class _SlotHook:
@@ -127,6 +176,8 @@ def detach_slots(network: nn.Module, names: Iterable[str] | None = None) -> None
         del container.sites[name], container[_container_key(name)]
     if not container.sites:
         delattr(network, CONTAINER_NAME)
+        if not slots_of(network):
+            stop_checking(network)
 
 
 def _container_key(name: str) -> str:
@@ -137,22 +188,7 @@ def _container_key(name: str) -> str:
 def attachment_records(network: nn.Module) -> list[dict[str, Any]]:
     """Return where and how each slot was attached, in plain JSON types."""
     container = _container(network)
-    if container is None:
-        return []
-    slots = slots_of(network)
-    return [
-        {
-            "slot": name,
-            "module": site.module,
-            "path": list(site.path),
-            "channels_last": site.channels_last,
-            "layout": slots[name].layout,
-            "width": slots[name].width,
-            "isolate": slots[name].detach_input,
-            "trunk": slots[name].on_single_path,
-        }
-        for name, site in container.sites.items()
-    ]
+    return [] if container is None else container.attachments()
 
 
 def parts_without_slots(network: nn.Module) -> list[nn.Module]:
@@ -181,8 +217,7 @@ def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]
     reference = next(network.parameters(), torch.zeros(()))
     modules = [name for name, _ in network.named_modules() if name]
     existing = list(slots_of(network))
-    for record in records:
-        _check_record(record)
+    for record in _check_records(records):
         check_module_name(record["module"], modules)
     names = [*existing, *(record["slot"] for record in records)]
     check_slot_names(names, names)
@@ -198,6 +233,32 @@ def attach_from_records(network: nn.Module, records: Sequence[Mapping[str, Any]]
         )
         site = SlotSite(record["module"], tuple(record["path"]), record["channels_last"])
         _attach(network, site, slot.to(reference.device, reference.dtype))
+
+
+def attach_from_state_dict(network: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Attach the slots that a state dict tells of and that the network lacks, so that it can be loaded.
+
+    Args:
+        network: Network as it was before slots were attached, or with some of them.
+        state: State dict of the grown network, or of a module that contains it.
+        prefix: What the names of the network's weights begin with, such as `model.` in a LightningModule.
+
+    Raises ValueError, and attaches nothing, if the state dict is damaged or of another network. Does nothing if it
+    tells of no attached slots.
+    """
+    name = f"{prefix}{CONTAINER_NAME}.{RECORD}"
+    if name in state:
+        existing = slots_of(network)
+        records = _check_records(decode_record(state[name]))
+        attach_from_records(network, [record for record in records if record["slot"] not in existing])
+
+
+def _check_records(records: Any) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(records, list):
+        raise ValueError(f"the list of attached slots is damaged: it is {reprlib.repr(records)}")
+    for record in records:
+        _check_record(record)
+    return records
 
 
 def _check_record(record: Any) -> None:
@@ -232,6 +293,7 @@ def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:
     if container is None:
         container = AttachedSlots()
         network.add_module(CONTAINER_NAME, container)
+        check_before_loading(network)
     container[_container_key(slot.name)] = slot.train(network.training)
     container.sites[slot.name] = site
     hook = _SlotHook(slot, site)

@@ -4,6 +4,7 @@ Manual growth, rules and learned controllers use the same operations. Each raise
 it is not allowed, updates the optimizer's parameter groups, and returns a SeedEvent.
 """
 
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -28,11 +29,13 @@ from esper_lightning.growth.param_groups import (
     add_group,
     group_names,
     has_group,
+    match_groups,
     remove_group,
     remove_module,
     reset_optimizer_state,
     seed_group_name,
 )
+from esper_lightning.growth.recorded import check_before_loading, weights_of, with_records_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.growth.trial import LossFunction, backward_with_trials
@@ -67,6 +70,23 @@ class RefusalReasons(NamedTuple):
     advancing: list[str]
     fossilizing: list[str]
     culling: list[str]
+
+
+class _GroupMatcher:
+    """Hook that matches the parameter groups of a loaded optimizer state with an optimizer's own, by name.
+
+    The optimizer holds it, so that it must not hold the network in turn: memory would be released late.
+    """
+
+    def __init__(self, growing: "GrowingNetwork") -> None:
+        self.growing = weakref.ref(growing)
+
+    def __call__(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        growing = self.growing()
+        if growing is None or growing.optimizer is not optimizer:
+            return None
+        growing.sync_seed_groups()  # the network may have been loaded before its optimizer
+        return {**state, "param_groups": match_groups(optimizer, state["param_groups"])}
 
 
 class GrowingNetwork:
@@ -113,10 +133,15 @@ class GrowingNetwork:
         device = next(iter(self.slots.values())).alpha.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed() ^ RNG_SEED_MASK)
         self.measurements = {name: SeedMeasurements() for name in self.slots}
-        self._sync_seed_groups()
+        self.sync_seed_groups()
+        check_before_loading(module)
+        optimizer.register_load_state_dict_pre_hook(_GroupMatcher(self))
 
-    def _sync_seed_groups(self) -> None:
-        """Give each seed its own group and drop other seed groups: network or optimizer may have been loaded."""
+    def sync_seed_groups(self) -> None:
+        """Give each seed its own parameter group and drop the groups of seeds that are gone.
+
+        Call it after `module.load_state_dict` if no state is loaded into the optimizer, which would do the same.
+        """
         seeds = {seed_group_name(name): slot.seed for name, slot in self.slots.items() if slot.occupied}
         for name in group_names(self.optimizer):
             if name.startswith(SEED_GROUP_PREFIX) and not (
@@ -165,7 +190,7 @@ class GrowingNetwork:
         )
         with ExitStack() as undo:
             undo.callback(seed_slot.empty)
-            self._sync_seed_groups()
+            self.sync_seed_groups()
             undo.pop_all()
         self.measurements[slot] = SeedMeasurements()
         if stage == "BLENDING":
@@ -355,7 +380,7 @@ class GrowingNetwork:
         """Return the full state of growth, including the network, in types that `weights_only=True` loads."""
         return {
             "manifest": manifest(self.module),
-            "network": self.module.state_dict(),
+            "network": weights_of(self.module),
             "groups": group_names(self.optimizer),
             "optimizer": self.optimizer.state_dict(),
             "records": [
@@ -374,7 +399,7 @@ class GrowingNetwork:
             "the network's growth", state, ("manifest", "network", "groups", "optimizer", "records", "generator")
         )
         rebuild(self.module, state["manifest"])
-        load_module(self.module, state["network"])
+        load_module(self.module, with_records_of(self.module, state["network"]))
         for name in group_names(self.optimizer):
             if name.startswith(SEED_GROUP_PREFIX):
                 remove_group(self.optimizer, name)

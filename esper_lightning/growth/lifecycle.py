@@ -11,9 +11,9 @@ from typing import get_args
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import Birth, build_on, build_seed, get_blueprint, suggest_name
+from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth.alpha import Curve, Ramp, check_ramp
-from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate
+from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.gates import (
     Evidence,
     LifecycleConfig,
@@ -23,7 +23,7 @@ from esper_lightning.growth.gates import (
     reasons_it_is_stuck,
     reasons_to_cull,
 )
-from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.slot import SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage, check_transition
 
 
@@ -73,28 +73,6 @@ def check_slot_names(wanted: Sequence[str], available: Iterable[str]) -> None:
             raise ValueError(f"unknown slot {name!r}; {suggest_name(name, available)}")
         if counts[name] > 1:
             raise ValueError(f"slot {name!r} is named twice; name each slot once")
-
-
-def new_seed(
-    slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
-) -> nn.Module:
-    """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
-    device = slot.alpha.device
-    seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
-    if style == "gate":
-        seed = GatedSeed(seed, build_on(device, lambda: _new_gate(slot), generator))
-    return seed.to(slot.alpha.dtype).train(slot.training)
-
-
-def seed_skeleton(slot: SeedSlot, blueprint: str, style: BlendStyle) -> nn.Module:
-    """Build the seed that `new_seed` would build on the meta device, where its tensors have shapes but no memory."""
-    with torch.device("meta"):
-        seed = get_blueprint(blueprint, slot.layout).build(slot.width)
-        return GatedSeed(seed, _new_gate(slot)) if style == "gate" else seed
-
-
-def _new_gate(slot: SeedSlot) -> SampleGate:
-    return SampleGate(slot.width, -1 if slot.layout == "sequence" else 1)
 
 
 def germinate(

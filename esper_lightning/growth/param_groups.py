@@ -1,5 +1,6 @@
 """Parameter groups of one optimizer for a host and its seeds, added and removed without affecting other groups."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,21 @@ def group_names(optimizer: Optimizer) -> list[str]:
     The name is empty for a group that was created elsewhere without one.
     """
     return [group.get("name", "") for group in optimizer.param_groups]
+
+
+def match_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return saved parameter groups in the order of the optimizer's groups of the same names.
+
+    Groups of equal name, such as those without one, keep their order. Raises ValueError if the names differ.
+    """
+    names, saved_names = group_names(optimizer), [group.get("name", "") for group in saved]
+    if sorted(names) != sorted(saved_names):
+        raise ValueError(
+            f"the saved optimizer has the groups {saved_names}, this one has {names}; load the state of the network "
+            f"first, and that of the optimizer into one that is made alike"
+        )
+    waiting = {name: [group for group in saved if group.get("name", "") == name] for name in set(names)}
+    return [waiting[name].pop(0) for name in names]
 
 
 @torch.no_grad()

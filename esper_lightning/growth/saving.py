@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.manifest import (
-    build_slot_records,
-    current_slot_records,
-    install_slot_records,
+    build_contents,
+    current_contents,
+    install_contents,
     manifest,
     shapes_of,
     slot_shapes,
 )
+from esper_lightning.growth.recorded import weights_of, with_records_of
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.serialization.replace import replace_durably
 
@@ -37,7 +38,7 @@ def save(network: nn.Module, path: str | Path) -> None:
 
     Raises ValueError if `path` is a folder, or if a module has extra state, which is no tensor.
     """
-    path, state = Path(path), network.state_dict()
+    path, state = Path(path), weights_of(network)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, such as {path / 'grown.safetensors'}")
     for name, value in state.items():
@@ -73,13 +74,13 @@ def load(network: nn.Module, path: str | Path) -> None:
             names = list(file.keys())
             _check_shapes(expected, {name: torch.Size(file.get_slice(name).get_shape()) for name in names}, path)
             weights = {name: file.get_tensor(name) for name in names}
-            records = build_slot_records(network, growth["slots"])
-            earlier_records, earlier_state = current_slot_records(network), deepcopy(network.state_dict())
+            contents = build_contents(network, growth["slots"])
+            earlier_contents, earlier_state = current_contents(network), deepcopy(network.state_dict())
             undo.callback(lambda: network.load_state_dict(earlier_state))
-            undo.callback(install_slot_records, earlier_records)  # called first
-            install_slot_records(records)
+            undo.callback(install_contents, earlier_contents)  # called first
+            install_contents(contents)
             _check_types(network, weights, path)
-            network.load_state_dict(weights)
+            network.load_state_dict(with_records_of(network, weights))
             undo.pop_all()
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
@@ -118,7 +119,7 @@ def _expected_shapes(network: nn.Module, structure: list[Any]) -> dict[str, torc
         if isinstance(module, SeedSlot)
     ]
     prefixes = tuple(prefix for prefix, _ in slots)
-    shapes = shapes_of(network.state_dict())
+    shapes = shapes_of(weights_of(network))
     expected = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
     for prefix, content in slots:
         expected |= {f"{prefix}{name}": shape for name, shape in content.items()}
@@ -134,6 +135,6 @@ def _check_shapes(expected: dict[str, torch.Size | None], found: dict[str, torch
 
 def _check_types(network: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Raise ValueError if loading would drop a part of the saved numbers: fractions, or imaginary parts."""
-    for name, value in network.state_dict().items():
+    for name, value in weights_of(network).items():
         if not torch.can_cast(weights[name].dtype, value.dtype):
             raise ValueError(f"{path} is of another network: {name} is {weights[name].dtype}, not {value.dtype}")

@@ -1,13 +1,25 @@
 """SeedSlot: a module of the host in which a seed can grow."""
 
+import reprlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.blueprints import Birth, build_on, build_seed, get_blueprint
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
-from esper_lightning.growth.blend import BlendStyle, Isolation, mix, proximal, straight_through
+from esper_lightning.growth.blend import (
+    BlendStyle,
+    GatedSeed,
+    Isolation,
+    SampleGate,
+    mix,
+    proximal,
+    straight_through,
+)
+from esper_lightning.growth.recorded import Recorded
+from esper_lightning.growth.slot_entry import check_entry, damaged_entry
 from esper_lightning.growth.stages import BLENDED, ISOLATED, LIVE, OCCUPIED, Stage, check_transition
 
 Layout = Literal["image", "sequence", "vector"]
@@ -18,8 +30,20 @@ ABSENT: Absent = "absent"
 """Layout of a padded slot, which only exists to equalise the number of slots: no seed can grow in it."""
 
 
-class SeedSlot(nn.Module):
+class SlotContent(NamedTuple):
+    """State and modules to be installed in a slot."""
+
+    entry: dict[str, Any]
+    ramp: Ramp
+    seed: nn.Module
+    folded: nn.Conv2d | None
+
+
+class SeedSlot(Recorded):
     """Module of a host in which one seed can grow. An empty slot is the identity.
+
+    Its state dict tells what grew in it, so that it is loaded into a slot in any state. The weights of a slot in which
+    nothing grew are none.
 
     Args:
         name: Location of the slot as shown to users, for example `block1.pool`.
@@ -64,7 +88,7 @@ class SeedSlot(nn.Module):
         self.isolation: Isolation = "straight_through"
         self.folded: nn.Conv2d | None = None
         self.override: Callable[[SeedSlot, Tensor], Tensor] | None = None  # set during counterfactual passes and trials
-        # Not persistent, because the manifest determines it: empty slots then add no keys to the state dict.
+        # Not persistent, because the record determines it: empty slots then add no keys to the state dict.
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
         self.empty()
 
@@ -195,3 +219,124 @@ class SeedSlot(nn.Module):
         if alpha is None and self.style == "add":
             return self.seed(seed_input).to(x.dtype)
         return mix(self.style, x, self.seed, seed_input=seed_input, alpha=x.new_ones(()) if alpha is None else alpha)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the slot's content in plain JSON types."""
+        return {
+            "slot": self.name,
+            "layout": self.layout,
+            "width": self.width,
+            "stage": self.stage.name,
+            "blueprint": self.blueprint,
+            "style": self.style,
+            "ramp": list(self.ramp),
+            "ramp_ticks": self.ramp_ticks,
+            "age": self.age,
+            "ticks_in_stage": self.ticks_in_stage,
+            "folded": None if self.folded is None else self.folded.kernel_size[0],
+        }
+
+    def content(self) -> SlotContent:
+        """Return what installs the present content again."""
+        return SlotContent(self.entry(), self.ramp, self.seed, self.folded)
+
+    def build_content(self, entry: Any) -> SlotContent:
+        """Check an entry and build what it describes, with random weights, without installing it."""
+        ramp = check_entry(entry, slot=self.name, layout=self.layout, width=self.width)
+        seed: nn.Module = nn.Identity()
+        if entry["blueprint"] is not None:
+            # The drawn weights are overwritten by load_state_dict. Any blueprint supports birth "random".
+            generator = torch.Generator(self.alpha.device)
+            try:
+                seed = new_seed(self, entry["blueprint"], entry["style"], generator=generator, birth="random")
+            except ValueError as error:
+                raise damaged_entry(self.name, error) from None
+        return SlotContent(entry, ramp, seed, None if entry["folded"] is None else self.layer_for(entry["folded"]))
+
+    def expected_state(self, entry: Any) -> dict[str, Any]:
+        """Return the state dict of the content that an entry describes, without memory for the weights.
+
+        Raises ValueError if `build_content` would refuse the entry.
+        """
+        check_entry(entry, slot=self.name, layout=self.layout, width=self.width)
+        parts = nn.ModuleDict()
+        try:
+            if entry["blueprint"] is not None:
+                parts["seed"] = seed_skeleton(self, entry["blueprint"], entry["style"])
+            if entry["folded"] is not None:
+                with torch.device("meta"):
+                    parts["folded"] = nn.Conv2d(self.width, self.width, entry["folded"])
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # a width that the blueprint cannot have
+            raise ValueError(f"slot {self.name!r}: no {entry['blueprint']} of width {self.width}: {error}") from None
+        return parts.state_dict()
+
+    def install(self, content: SlotContent) -> None:
+        """Replace the slot's content."""
+        entry = content.entry
+        self.empty()
+        self.stage = Stage[entry["stage"]]
+        self.blueprint, self.style = entry["blueprint"], entry["style"]
+        self.ramp, self.ramp_ticks = content.ramp, entry["ramp_ticks"]
+        self.age, self.ticks_in_stage = entry["age"], entry["ticks_in_stage"]
+        self.seed, self.folded = content.seed, content.folded
+        self.alpha.fill_(self.alpha_now)
+
+    def _consists_of(self, entry: dict[str, Any]) -> bool:
+        """Return True if the slot has the modules that an entry describes."""
+        present = self.entry()
+        return all(present[name] == entry[name] for name in ("blueprint", "style", "folded"))
+
+    def record(self) -> dict[str, Any] | None:
+        return self.entry() if self.occupied or self.folded is not None else None
+
+    def check_record(self, record: Any, saved: dict[str, Any]) -> None:
+        expected = self.expected_state(record)
+        wrong = [name for name in sorted(expected.keys() | saved.keys()) if not _fits(saved, expected, name)]
+        if wrong:
+            blueprint = reprlib.repr(record["blueprint"])
+            raise ValueError(
+                f"slot {self.name!r}: the state dict does not fit its own record of {blueprint}: "
+                f"{reprlib.repr(wrong[0])} and {len(wrong) - 1} more do not"
+            )
+
+    def restore_record(self, record: Any) -> None:
+        # Modules that fit are kept, because an optimizer may hold their parameters.
+        fits = self._consists_of(record)
+        kept = SlotContent(record, Ramp(*record["ramp"]), self.seed, self.folded)
+        self.install(kept if fits else self.build_content(record))
+
+    def forget(self) -> None:
+        self.empty()
+        self.folded = None
+
+
+def _fits(saved: dict[str, Any], expected: dict[str, Any], name: str) -> bool:
+    """Return True if a value is saved where one is expected, of its shape and of a type that it can take."""
+    if name not in saved or name not in expected:
+        return False
+    value, place = saved[name], expected[name]
+    if not isinstance(value, Tensor) or not isinstance(place, Tensor):
+        return not isinstance(value, Tensor) and not isinstance(place, Tensor)
+    return value.shape == place.shape and torch.can_cast(value.dtype, place.dtype)
+
+
+def new_seed(
+    slot: SeedSlot, blueprint: str, style: BlendStyle, *, generator: torch.Generator, birth: Birth = "identity"
+) -> nn.Module:
+    """Build a seed for `slot`, with its device, dtype and mode; `generator`, on the same device, draws the weights."""
+    device = slot.alpha.device
+    seed = build_seed(blueprint, slot.layout, slot.width, device=device, generator=generator, birth=birth)
+    if style == "gate":
+        seed = GatedSeed(seed, build_on(device, lambda: _new_gate(slot), generator))
+    return seed.to(slot.alpha.dtype).train(slot.training)
+
+
+def seed_skeleton(slot: SeedSlot, blueprint: str, style: BlendStyle) -> nn.Module:
+    """Build the seed that `new_seed` would build on the meta device, where its tensors have shapes but no memory."""
+    with torch.device("meta"):
+        seed = get_blueprint(blueprint, slot.layout).build(slot.width)
+        return GatedSeed(seed, _new_gate(slot)) if style == "gate" else seed
+
+
+def _new_gate(slot: SeedSlot) -> SampleGate:
+    return SampleGate(slot.width, -1 if slot.layout == "sequence" else 1)

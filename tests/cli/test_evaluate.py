@@ -21,6 +21,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.baselines import HAND_WRITTEN
 from esper_lightning.evaluation.checkpoints import rival_names
+from esper_lightning.evaluation.networks import load_host, read_description
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.statistics import mean_interval
@@ -144,6 +145,22 @@ def test_the_governor_watches_the_hosts_that_are_evaluated(trained: list[Run], t
     evaluate("--ckpt_path", str(trained[0].latest), *alone, *everything_diverges)
 
     assert {int(row["rollbacks"]) for row in rows_of(tmp_path)} == {1}, "the cooldown lasts as long as the episode"
+
+
+def test_the_best_hosts_of_the_policy_are_saved_as_they_were_tested(trained: list[Run], tmp_path: Path) -> None:
+    alone = (*FEW, "--evaluation.against=[]", "--evaluation.controls=false", f"--out={tmp_path}")
+    evaluate("--ckpt_path", str(trained[0].latest), *alone, "--save_networks=2")
+
+    rows = sorted(rows_of(tmp_path), key=lambda row: -float(row["objective"]))
+    folders = [tmp_path / "networks" / rank for rank in ("1", "2")]
+    test = Digits().load().test
+    for folder, row in zip(folders, rows, strict=True):
+        description = read_description(folder)
+        network = load_host(folder, description)
+        with torch.no_grad():
+            right = (network(test.inputs).argmax(1) == test.targets).double().mean().item()
+        assert right == pytest.approx(float(row["accuracy"]), abs=1e-6)
+        assert (description["controller"], str(description["rng_seed"])) == ("tamiyo", row["host_seed"])
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.param_groups import group_names
+from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import objective
 from tests.decisions import WAIT, act, fossilize, germinate
@@ -35,14 +36,14 @@ def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_
     rarely_snapshotting_pool.step(act(germinate(0, 1), WAIT))
     for _ in range(2):
         rarely_snapshotting_pool.step(act(WAIT, WAIT))
-    before = deepcopy(rarely_snapshotting_pool.envs[0].network.state_dict())
+    before = deepcopy(weights_of(rarely_snapshotting_pool.envs[0].network))
     assert rarely_snapshotting_pool.envs[0].slots[0].stage is Stage.PROBATIONARY
     step = fossilize_in_broken_epoch(rarely_snapshotting_pool)
 
     env = rarely_snapshotting_pool.envs[0]
     assert [word.verdict.outcome for word in step.verdicts] == [Verdict.ROLL_BACK]
     assert env.slots[0].stage is Stage.FOSSILIZED
-    assert differences(dict(before), dict(env.network.state_dict())) == []
+    assert differences(before, weights_of(env.network)) == []
     assert step.metrics.parameters[0] == 390 + sum(p.numel() for p in env.slots[0].seed.parameters())
     assert group_names(env.optimizer) == ["host", "seed.block1.pool"]
     for _ in range(5):
@@ -50,7 +51,7 @@ def test_what_is_kept_for_good_survives_a_rollback_in_the_very_same_tick(rarely_
     with breaking_epoch(rarely_snapshotting_pool, [0]):
         rarely_snapshotting_pool.step(act(WAIT, WAIT))
     assert env.slots[0].stage is Stage.FOSSILIZED
-    assert differences(dict(before), dict(env.network.state_dict())) == [], "the same snapshot serves again"
+    assert differences(before, weights_of(env.network)) == [], "the same snapshot serves again"
 
 
 def test_what_was_alive_is_culled_and_its_slot_opens_again(rarely_snapshotting_pool: HostPool) -> None:

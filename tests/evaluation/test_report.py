@@ -64,6 +64,7 @@ def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
         credits=[],
+        networks=[],
     )
 
 

@@ -232,7 +232,7 @@ def test_a_host_whose_seed_does_not_fit_into_memory_ends_its_episode(
     pool.reset([1, 2, 3])
     pool.step(act(WAIT, WAIT, WAIT))
     with monkeypatch.context() as patch:
-        patch.setattr("esper_lightning.growth.lifecycle.build_seed", lambda *_, **__: fail())
+        patch.setattr("esper_lightning.growth.slot.build_seed", lambda *_, **__: fail())
         step = pool.step(act(WAIT, germinate(0, 2), WAIT))
 
     assert [str(word).split(":")[1] for word in step.verdicts] == [" out of memory"]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.blend import BlendStyle, GatedSeed, SampleGate, add, multiply, straight_through
-from esper_lightning.growth.lifecycle import count_parameters, cull, new_seed
-from esper_lightning.growth.slot import Layout, SeedSlot
+from esper_lightning.growth.lifecycle import count_parameters, cull
+from esper_lightning.growth.slot import Layout, SeedSlot, new_seed
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import LAYOUTS, STYLES, add_noise, generator_of, grow
 

@@ -1,20 +1,29 @@
 """Export of grown networks by torch.export, for batches of any size."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torchvision import models
 
 from esper_lightning.blueprints import blueprint_names
+from esper_lightning.growth import export as export_module
 from esper_lightning.growth.alpha import DEFAULT_RAMP, Ramp
 from esper_lightning.growth.attach import attach_slots
 from esper_lightning.growth.blend import BlendStyle
+from esper_lightning.growth.export import ONNX_PACKAGES, export
 from esper_lightning.growth.fold import fold
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import CPU, STYLES, generator_of, grow, slot_named, small_batch, small_cnn
@@ -95,7 +104,7 @@ def test_an_exported_network_says_the_same_on_batches_of_any_size(
 def test_what_is_exported_is_the_grown_network_and_no_more() -> None:
     network = grown(cnn())
     program = exported(network, digits(2))
-    assert set(program.state_dict) == set(network.state_dict())
+    assert set(program.state_dict) == set(weights_of(network))
     assert not torch.allclose(program.module()(digits(4)), cnn().eval()(digits(4)))
 
 
@@ -153,3 +162,87 @@ def test_a_folded_network_is_exported() -> None:
     program = exported(network, digits(2))
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(program.module()(digits(5)), before, rtol=1e-4, atol=1e-5)
+
+
+ALONE = """
+import sys
+sys.modules["esper_lightning"] = None  # as if it were not installed
+import safetensors.torch, torch
+torch.set_num_threads(1)
+tensors = safetensors.torch.load_file("samples.safetensors")
+outputs = torch.export.load("grown.pt2").module()(tensors["inputs"])
+assert torch.equal(outputs, tensors["outputs"])
+"""
+
+
+def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_path: Path) -> None:
+    network = grown(cnn())
+    export(network, digits(3), tmp_path / "grown.pt2", "pt2")
+    outputs = torch.export.load(tmp_path / "grown.pt2").module()(digits(5))
+    torch.testing.assert_close(outputs, network(digits(5)), rtol=1e-5, atol=1e-6)
+    tensors = {"inputs": digits(5), "outputs": outputs.detach()}
+    safetensors.torch.save_file(tensors, tmp_path / "samples.safetensors")
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-P", "-c", ALONE], cwd=tmp_path, env=alone, check=True, timeout=240)
+
+
+def test_exported_weights_are_loaded_into_a_network_with_the_same_slots(tmp_path: Path) -> None:
+    network, fresh = grown(cnn()), cnn().eval()
+    assert export(network, digits(3), tmp_path / "new" / "grown.pt", "state_dict") == 0.0
+    fresh.load_state_dict(torch.load(tmp_path / "new" / "grown.pt", weights_only=True))
+    assert torch.equal(fresh(digits(5)), network(digits(5)))
+
+
+@pytest.mark.skipif(any(find_spec(name) is None for name in ONNX_PACKAGES), reason="the extra onnx is not installed")
+def test_an_onnx_model_gives_the_same_outputs_on_batches_of_any_size(tmp_path: Path) -> None:
+    network = grown(cnn())
+    export(network, digits(3), tmp_path / "grown.onnx", "onnx")
+    session = __import__("onnxruntime").InferenceSession(tmp_path / "grown.onnx")
+    for samples in (1, 5):
+        (outputs,) = session.run(None, {session.get_inputs()[0].name: digits(samples).numpy()})
+        torch.testing.assert_close(torch.from_numpy(outputs), network(digits(samples)).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
+    with pytest.raises(ValueError, match=r"^to onnx: onnxscript cannot be imported; install the extra: pip install"):
+        export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
+
+
+class Chooses(nn.Module):
+    """Network whose path depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda path: export(cnn(), digits(2), path, "onxn"), "unknown format 'onxn'; did you mean 'onnx'"),
+        (lambda path: export(cnn(), digits(1), path, "pt2"), "on at least 2 inputs, got 1"),
+        (lambda path: export(Chooses(), digits(2), path, "pt2"), "the network cannot be exported: "),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    attempt: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        attempt(tmp_path / "grown")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_gives_other_outputs_is_refused_and_the_earlier_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_wrongly(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
+        path.write_text("wrong")
+        return lambda x: network(x) + 0.01
+
+    (tmp_path / "grown.pt2").write_text("earlier")
+    monkeypatch.setitem(export_module.WRITERS, "pt2", write_wrongly)
+    with pytest.raises(ValueError, match=r"gives other outputs: 0\.01 off"):
+        export(cnn(), digits(2), tmp_path / "grown.pt2", "pt2")
+    assert (tmp_path / "grown.pt2").read_text() == "earlier"
+    assert len([*tmp_path.iterdir()]) == 1

@@ -349,7 +349,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A load that is interrupted leaves half of a network",
         "esper_lightning/growth/saving.py",
-        "undo.callback(install_slot_records, earlier_records)",
+        "undo.callback(install_contents, earlier_contents)",
         "undo.callback(print)",
         "tests/growth/test_saving.py::test_a_load_that_is_interrupted_leaves_the_network_as_it_was",
     ),

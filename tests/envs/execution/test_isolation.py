@@ -18,6 +18,7 @@ from esper_lightning.envs.spaces.observation import compute_features
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, germinate
@@ -35,7 +36,7 @@ TICKS = 3
 
 def host_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return the host's weights and statistics, without those of its seeds."""
-    return {name: value.clone() for name, value in network.state_dict().items() if ".seed." not in name}
+    return {name: value.clone() for name, value in weights_of(network).items() if ".seed." not in name}
 
 
 def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:

@@ -1,0 +1,189 @@
+"""Grown hosts that leave the program: a folder with the weights, what host it is, and real samples with its outputs.
+
+A folder holds `network.safetensors`, which `growth.load` reads into a host as it was before growth; `host.json`, which
+tells how that host is made; and `samples.safetensors`, on which an export is checked.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.action_discovery import pad_slots
+from esper_lightning.evaluation.play import Outcome
+from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.saving import load, save
+from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.replace import replace_durably
+from esper_lightning.tasks import Split
+
+NETWORK_FILE, HOST_FILE, SAMPLES_FILE = "network.safetensors", "host.json", "samples.safetensors"
+
+FORMAT_VERSION = 1
+"""Version of host.json; folders of another version are refused."""
+
+NUM_SAMPLES = 8
+"""Test samples that are saved beside a network."""
+
+
+class GrownHost(NamedTuple):
+    """A host at the end of an episode, with its fossilized seeds only."""
+
+    network: nn.Module
+    """In evaluation mode, on the CPU."""
+    description: dict[str, Any]
+    """How the host is made, and its results, in plain JSON types."""
+    samples: Tensor
+    """The first inputs of the test split, [samples, …]."""
+
+
+def best_hosts(pool: HostPool, outcome: Outcome, number: int) -> list[GrownHost]:
+    """Return the hosts with the best objective of an episode that has just ended, the best first.
+
+    Args:
+        pool: Hosts as the episode left them.
+        outcome: Results of the episode.
+        number: Number of hosts; there may be fewer in the pool.
+    """
+    best = np.argsort(-outcome.objective, kind="stable")[:number]
+    return [grown_host(pool, int(host), outcome) for host in best]
+
+
+def grown_host(pool: HostPool, host: int, outcome: Outcome) -> GrownHost:
+    """Return a copy of one host of an episode that has just ended."""
+    env = pool.envs[host]
+    description = {
+        "format": FORMAT_VERSION,
+        "host": describe_factory(pool.env_factory.host, env.context.context.architecture),
+        "input_shape": list(pool.env_factory.input_shape),
+        "outputs": pool.env_factory.num_classes,
+        "slots": None if pool.env_factory.shared_space is None else list(pool.env_factory.shared_space.slots),
+        "controller": outcome.controller,
+        "rng_seed": env.rng_seed,
+        "context": outcome.contexts[host],
+        "test_accuracy": float(outcome.accuracy[host]),
+        "objective": float(outcome.objective[host]),
+        "parameters": int(outcome.parameters[host]),
+        "seeds": [seed._asdict() for seed in outcome.topologies[host]],
+    }
+    return GrownHost(fossilized_copy(env), description, test_data_of(pool, env).inputs[:NUM_SAMPLES])
+
+
+def fossilized_copy(env: HostEnv) -> nn.Module:
+    """Return a copy of a host's network with its fossilized seeds only, in evaluation mode, on the CPU."""
+    network = deepcopy(env.network).cpu().eval()
+    for slot in slots_of(network).values():
+        if slot.stage is not Stage.FOSSILIZED:
+            slot.empty()
+    return network
+
+
+def test_data_of(pool: HostPool, env: HostEnv) -> Split:
+    """Return the test split as the host sees it, on the CPU."""
+    return pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu"))
+
+
+def describe_factory(factory: Any, architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class of a host and its arguments, as in a config; both are plain text and numbers.
+
+    Args:
+        factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
+        architecture: Arguments by which hosts of a family differ.
+    """
+    arguments: dict[str, Any] = {}
+    while isinstance(factory, partial):
+        arguments = {**factory.keywords, **arguments}
+        # A config gives partial(make, …, class), where `make` calls the class.
+        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
+    module, name = factory.__module__, factory.__qualname__
+    package = module.rpartition(".")[0]
+    if getattr(import_module(package) if package else None, name, None) is factory:
+        module = package  # the public name, such as esper_lightning.hosts.CNN
+    return {"class_path": f"{module}.{name}", "init_args": arguments | dict(architecture)}
+
+
+def save_host(grown: GrownHost, folder: Path) -> None:
+    """Write a grown host into a folder; files of an earlier one are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        outputs = grown.network(grown.samples)
+    samples = {"inputs": grown.samples.contiguous(), "outputs": outputs.contiguous()}
+    save(grown.network, folder / NETWORK_FILE)
+    replace_durably(folder / SAMPLES_FILE, lambda file: file.write(safetensors.torch.save(samples)))
+    text = json.dumps(grown.description, indent=1) + "\n"
+    replace_durably(folder / HOST_FILE, lambda file: file.write(text.encode()))
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's host.json. Raises ValueError if it is missing, damaged or of another version."""
+    path = folder / HOST_FILE
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} holds no {HOST_FILE}; name a folder of a grown network")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(description, dict) or description.get("format") != FORMAT_VERSION:
+        raise ValueError(f"{path} is not of format {FORMAT_VERSION}; save the network again with this version")
+    host, shape, slots = (description.get(name) for name in ("host", "input_shape", "slots"))
+    if (
+        not isinstance(host, dict)
+        or not isinstance(host.get("init_args"), dict)
+        or not isinstance(shape, list)
+        or not all(type(size) is int and size > 0 for size in shape)
+        or type(description.get("outputs")) is not int
+        or not (slots is None or (isinstance(slots, list) and all(isinstance(name, str) for name in slots)))
+    ):
+        raise ValueError(f"{path} is damaged: it does not tell how the host is made")
+    return description
+
+
+def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
+    """Return the network in a folder, in evaluation mode.
+
+    Its class is imported and called: check the description first if the folder is from elsewhere.
+
+    Raises ValueError if the files do not belong together.
+    """
+    module, _, name = description["host"]["class_path"].rpartition(".")
+    make = getattr(import_module(module), name)
+    try:
+        network = make(tuple(description["input_shape"]), description["outputs"], **description["host"]["init_args"])
+    except TypeError as error:
+        raise ValueError(f"{folder / HOST_FILE}: the host cannot be made: {error}") from error
+    if description["slots"] is not None:
+        network = pad_slots(network, description["slots"], torch.device("cpu"))
+    load(network, folder / NETWORK_FILE)
+    return network.eval()
+
+
+def read_samples(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of samples; `inputs` is among them. Raises ValueError if it is damaged."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} with inputs; an export is checked on real inputs")
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    if "inputs" not in tensors:
+        raise ValueError(f"{path} holds {sorted(tensors)!s:.100}, and no tensor 'inputs'")
+    return tensors
+
+
+def save_best(hosts: Sequence[GrownHost], folder: Path) -> list[Path]:
+    """Write grown hosts into numbered folders, the best into `1`, and return them."""
+    folders = [folder / str(rank) for rank in range(1, len(hosts) + 1)]
+    for grown, path in zip(hosts, folders, strict=True):
+        save_host(grown, path)
+    return folders

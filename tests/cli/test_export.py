@@ -1,0 +1,143 @@
+"""`grow`, and `export` of what it has left."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import safetensors.torch
+import torch
+
+from esper_lightning.__main__ import main
+from esper_lightning.evaluation.networks import HOST_FILE, NETWORK_FILE, SAMPLES_FILE, load_host, read_description
+from esper_lightning.growth.attach import attach_slots
+from esper_lightning.growth.saving import save
+from esper_lightning.growth.stages import Stage
+from tests.growth.attached import images, small_network
+from tests.growth.grown import grow
+from tests.runs import TINY
+
+
+def run(*args: str) -> None:
+    """Run a command in this process."""
+    with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+        main([*args])
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a network that was grown by `grow`."""
+    folder = tmp_path_factory.mktemp("grow") / "new" / "grown"
+    run("grow", *TINY, "--data.env.horizon=8", "--controller=periodic", f"--out={folder}")
+    return folder
+
+
+def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_worth(grown: Path) -> None:
+    files = ["accuracy.csv", "folded", HOST_FILE, NETWORK_FILE, "network.pt2", "run.json", SAMPLES_FILE, "timeline.png"]
+    assert sorted(path.name for path in grown.iterdir()) == sorted(files)
+    with (grown / "accuracy.csv").open(newline="") as file:
+        rows = {row["step"]: {name: float(row[name]) for name in row if name != "step"} for row in csv.DictReader(file)}
+    names = ["before training", "grown", f"loaded from {NETWORK_FILE}", "program network.pt2", "folded"]
+    assert list(rows) == names
+    first, result, loaded, program, folded = rows.values()
+    assert loaded == result | {"max_difference": 0.0}
+    assert first["parameters"] == 390 < result["parameters"] == program["parameters"]
+    assert first["test_accuracy"] < result["test_accuracy"]
+    for each in (program, folded):
+        assert each["test_accuracy"] == pytest.approx(result["test_accuracy"], abs=0.005)
+        assert each["max_difference"] < 1e-3
+    description = read_description(grown)
+    assert description["test_accuracy"] == pytest.approx(result["test_accuracy"], abs=1e-6)
+    assert description["controller"] == "periodic"
+    assert json.loads((grown / "run.json").read_text())["settings"]["data.env.horizon"] == "8"
+
+
+def test_a_folder_is_exported_without_its_config_or_data(grown: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    run("export", str(grown / "folded"), "--to", "pt2")
+    run("export", str(grown), "--to=state_dict", f"--out={grown / 'weights.pt'}")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(
+        f"written to {grown / 'folded' / 'network.pt2'}: on 8 inputs its outputs differ by at most"
+    )
+    assert said[1] == f"written to {grown / 'weights.pt'}: on 8 inputs its outputs differ by at most 0"
+    samples = safetensors.torch.load_file(grown / SAMPLES_FILE)
+    program = torch.export.load(grown / "folded" / "network.pt2").module()
+    torch.testing.assert_close(program(samples["inputs"]), samples["outputs"], rtol=1e-3, atol=1e-4)
+    network = load_host(grown, read_description(grown))
+    network.load_state_dict(torch.load(grown / "weights.pt", weights_only=True))
+    assert torch.equal(network(samples["inputs"]), samples["outputs"])
+    (grown / "weights.pt").unlink()
+    (grown / "folded" / "network.pt2").unlink()
+
+
+def test_a_file_is_exported_with_the_network_that_is_named(tmp_path: Path) -> None:
+    network = small_network()
+    grow(attach_slots(network, ["2"], images())["2"], Stage.FOSSILIZED)
+    save(network, tmp_path / "mine.safetensors")
+    safetensors.torch.save_file({"inputs": images()}, tmp_path / "inputs.safetensors")
+    named = ("--network=tests.growth.attached.small_network", f"--inputs={tmp_path / 'inputs.safetensors'}")
+    run("export", str(tmp_path / "mine.safetensors"), "--to=pt2", *named)
+    outputs = torch.export.load(tmp_path / "mine.pt2").module()(images(3))
+    torch.testing.assert_close(outputs, network.eval()(images(3)), rtol=1e-5, atol=1e-6)
+
+
+def edited(folder: Path, to: Path, **host: Any) -> Path:
+    """Return a copy of a folder with changes of the description's host."""
+    to.mkdir()
+    for name in (NETWORK_FILE, SAMPLES_FILE):
+        (to / name).write_bytes((folder / name).read_bytes())
+    description = json.loads((folder / HOST_FILE).read_text())
+    description["host"] |= host
+    (to / HOST_FILE).write_text(json.dumps(description))
+    return to
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(*args)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_folder_from_elsewhere_runs_no_code(grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    system = edited(grown, tmp_path / "a", class_path="os.system")
+    assert "host.class_path names 'os.system'" in refused(capsys, "export", str(system), "--to=pt2")
+    attached = {"network": "tests.growth.attached.small_network", "slots": ["2"]}
+    own = edited(grown, tmp_path / "b", class_path="esper_lightning.hosts.Attached", init_args=attached)
+    assert "--trust tests" in refused(capsys, "export", str(own), "--to=pt2")
+
+
+def wrong_outputs(folder: Path, to: Path) -> Path:
+    copy = edited(folder, to)
+    samples = safetensors.torch.load_file(copy / SAMPLES_FILE)
+    safetensors.torch.save_file(samples | {"outputs": samples["outputs"] + 1.0}, copy / SAMPLES_FILE)
+    return copy
+
+
+def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, nosuch = str(grown / NETWORK_FILE), str(tmp_path / "nosuch")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    answers = {
+        (nosuch, "--to=pt2"): "there is no folder or file",
+        (str(empty), "--to=pt2"): "holds no host.json",
+        (file, "--to=pt2"): "does not tell what network it is of; give --network and --inputs",
+        (str(grown), "--to=pt3"): "pt3",
+        (str(grown), "--to=pt2", "--network=a.b"): "--network is for a file",
+        (file, "--to=pt2", "--trust=a"): "--trust is for a folder",
+        (file, "--to=pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "no network can be made by it",
+        (file, "--to=pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
+        (str(wrong_outputs(grown, tmp_path / "c")), "--to=pt2"): "gives other outputs than when it was saved",
+    }
+    for args, answer in answers.items():
+        assert answer in refused(capsys, "export", *args)
+    for controller, answer in {"periodc": "did you mean 'periodic'", "nosuch.json": "nosuch.json"}.items():
+        line = refused(capsys, "grow", *TINY, f"--controller={controller}", f"--out={tmp_path / 'out'}")
+        assert answer in line
+    assert not (tmp_path / "out").exists()
