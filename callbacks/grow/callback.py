@@ -1,0 +1,597 @@
+"""Callback that grows the network of a LightningModule while its Trainer trains it."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
+from callbacks.grow.refusals import check_network, check_trainer, check_wrapper, find_network, find_optimizer
+from callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
+from esper_lightning.console import print_status
+from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig, HostEvent
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, EpochResult, Score, TrainingStats, Validation
+from esper_lightning.envs.single_pool import SinglePool
+from esper_lightning.envs.spaces.action_discovery import probe_action_space
+from esper_lightning.envs.subject import Subject
+from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
+from esper_lightning.growth.attach import attach_from_records, attachment_records
+from esper_lightning.growth.counterfactual import ScoreFunction
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.growth.gradient_stats import GradientStats
+from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors
+from esper_lightning.growth.param_groups import SEED_GROUP_PREFIX
+from esper_lightning.growth.schedules import follow
+from esper_lightning.growth.stages import Stage
+from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
+from esper_lightning.telemetry.observer import seed_changes
+
+STATE_FORMAT = 1
+"""Version of the callback's state in a checkpoint."""
+
+EVENTS_FILE, LOG_LEVEL = "events.jsonl", "normal"
+
+PROBE_ROWS = 4
+"""Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
+
+NO_GRADIENT_SEEN = GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
+"""Statistics of parameters that no gradient has reached since the last tick."""
+
+MIN_ACCURACY = 1e-6
+"""Least share of which a logarithm is taken."""
+
+
+def count_ticks(trainer: Trainer, every: int) -> int:
+    """Return the number of ticks of a training. Raises ValueError if the trainer's settings do not tell."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return 1
+    epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
+    if epochs is None or epochs < 1 or trainer.max_steps != -1 or interval is None:
+        raise ValueError(
+            "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
+            "clock; give Grow(horizon=…), in validations"
+        )
+    if trainer.check_val_every_n_epoch is None:
+        validations = epochs * batches // interval
+    else:
+        per_epoch = 1 if math.isinf(interval) else batches // interval
+        validations = epochs // trainer.check_val_every_n_epoch * per_epoch
+    if not math.isfinite(validations) or validations < every:
+        raise ValueError(
+            f"Grow: {epochs} epochs have {validations:g} validations, and a tick takes {every}; train for longer, or "
+            f"give Grow(horizon=…)"
+        )
+    return int(validations) // every
+
+
+def separate_clipping(clip: Callable[..., None]) -> Callable[..., None]:
+    """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
+
+    def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
+        groups = list(raw.param_groups)
+        seeds = [group for group in groups if group.get("name", "").startswith(SEED_GROUP_PREFIX)]
+        host = [group for group in groups if not any(group is seed for seed in seeds)]
+        try:
+            for part in (host, *([seed] for seed in seeds)):
+                raw.param_groups[:] = part
+                clip(raw, *args, **kwargs)
+        finally:
+            raw.param_groups[:] = groups
+
+    return clip_gradients
+
+
+class Measured(NamedTuple):
+    """What a validation measured, until the next training batch begins."""
+
+    metric: float
+    loss: float | None
+    contributions: dict[str, float]
+    potentials: dict[str, float]
+
+
+class Grow(Callback):
+    """Grows one network of a LightningModule while its own training goes on.
+
+    After each validation a decider chooses one action: put a seed into a slot, make one permanent, remove one, or
+    wait. The action is carried out before the next training batch, so that a checkpoint holds the network as it was
+    validated. Until something grows the training is bit for bit what it is without this callback. The guide is
+    docs/guides/grow.md.
+
+    Args:
+        slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
+        network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
+        blueprints: Kinds of seeds on offer. None: all that fit the network's features.
+        decider: `climbing`, `heuristic` or `periodic`; a schedule (`x.json`); a checkpoint of a trained policy
+            (`x.ckpt`); or any object with `reset(pool)` and `act(pool)`.
+        monitor: Name of the logged validation metric by which seeds are judged.
+        mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
+        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.
+            All combinations of seeds are then measured in one pass of the network; batches must be pairs.
+        loss: Name of the logged validation loss that deciders see. None: the monitored loss in mode `min`, otherwise
+            -ln of the metric.
+        batches: Validation batches, kept in memory, on which each seed is compared with its absence.
+        every: Validations per tick; a decision follows each tick.
+        horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
+        price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
+        lifecycle: Conditions under which seeds change their stage.
+        seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
+        rng_seed: RNG seed of the seeds' weights.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[str] = (),
+        *,
+        network: str | None = None,
+        blueprints: list[str] | None = None,
+        decider: str | Decider = "climbing",
+        monitor: str = "val_acc",
+        mode: str = "max",
+        score: ScoreFunction | None = None,
+        loss: str | None = None,
+        batches: int = 8,
+        every: int = 1,
+        horizon: int | None = None,
+        price: float = ObjectiveConfig.price,
+        lifecycle: LifecycleConfig = LifecycleConfig(),
+        seed_options: dict[str, float] | None = None,
+        rng_seed: int = 0,
+    ) -> None:
+        for name, number in (("batches", batches), ("every", every), ("horizon", horizon)):
+            if number is not None and number < 1:
+                raise ValueError(f"Grow: {name} must be at least 1, got {number}")
+        if mode not in ("max", "min"):
+            raise ValueError(f"Grow: mode must be 'max' or 'min', got {mode!r}")
+        if score is not None and mode == "min":
+            raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
+        if lifecycle.isolation == "trial":
+            raise ValueError(
+                "Grow: lifecycle.isolation trial needs a backward pass of its own, which a Trainer does not make; use "
+                "proximal or straight_through"
+            )
+        self.slot_names = [slots] if isinstance(slots, str) else list(slots)
+        self.network_name = network
+        is_automatic = lifecycle.auto_blend and lifecycle.auto_probation
+        self.actions = ActionConfig(blueprints=blueprints, advance=not is_automatic)
+        self.decider = make_decider(decider)
+        self.meter = Meter(monitor, score)
+        self.mode = mode
+        self.loss = loss
+        self.num_batches = batches
+        self.every = every
+        self.horizon = horizon
+        self.objective = ObjectiveConfig(price=price)
+        self.lifecycle = lifecycle
+        self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
+        self.rng_seed = rng_seed
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without anything from an earlier training."""
+        self.pool: SinglePool | None = None
+        """The network as deciders see it; None before training."""
+        self.validations = 0
+        self._growing: GrowingNetwork | None = None
+        self._restored: dict[str, Any] = {}
+        self._contributions: dict[str, float] = {}
+        self._potentials: dict[str, float] = {}
+        self._pending: Measured | None = None
+        self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
+        self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
+        self._train_batches = 0
+        self._plateau_due = False
+        self._log: EventLog | None = None
+        self._variant_meter: VariantMeter | None = None
+
+    @property
+    def growing(self) -> GrowingNetwork:
+        """The network with its optimizer and measurements, once training has begun."""
+        return self._pool.subject.growing
+
+    @property
+    def _meter(self) -> VariantMeter:
+        assert self._variant_meter is not None, "training has begun, and has not ended"
+        return self._variant_meter
+
+    @property
+    def _pool(self) -> SinglePool:
+        assert self.pool is not None, "training has begun"
+        return self.pool
+
+    # The network is found, and takes the slots of a checkpoint before its weights are loaded.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.network_name, self.network = find_network(pl_module, self.network_name, self.slot_names)
+        load = pl_module.on_load_checkpoint
+
+        def attach_first(checkpoint: dict[str, Any]) -> None:
+            # Callbacks are restored after the module, whose weights are loaded strictly.
+            self._attach_saved(checkpoint)
+            load(checkpoint)
+
+        vars(pl_module)["on_load_checkpoint"] = attach_first
+        if stage == "fit":
+            self._forget()
+            check_trainer(trainer, pl_module)
+            check_network(self.network, self.network_name)
+            vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for name in ("on_load_checkpoint", "clip_gradients"):
+            vars(pl_module).pop(name, None)
+        if self._log is not None:
+            self._log.close()
+        if stage == "fit":
+            self._variant_meter = None  # releases its batches
+
+    def _attach_saved(self, checkpoint: Mapping[str, Any]) -> None:
+        """Attach the slots that a checkpoint tells of and that the network lacks."""
+        existing = slots_of(self.network)
+        records = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("attached", [])
+        attach_from_records(self.network, [record for record in records if record["slot"] not in existing])
+        attach_from_state_dict(self.network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
+
+    # Training begins.
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_wrapper(trainer)
+        self.optimizer = find_optimizer(trainer, self.network, str(self.network_name))
+        if slots_of(self.network):
+            # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
+            self._hold_seeds(trainer)
+
+    def _hold_seeds(self, trainer: Trainer) -> None:
+        device = next(iter(slots_of(self.network).values())).alpha.device
+        self._growing = GrowingNetwork(
+            self.network,
+            self.optimizer,
+            horizon=1,  # until the number of batches is known, when training begins
+            lifecycle=self.lifecycle,
+            seed_options=self.seed_options,
+            generator=torch.Generator(device).manual_seed(self.rng_seed),
+        )
+        for config in trainer.lr_scheduler_configs:
+            if getattr(config.scheduler, "optimizer", None) is self.optimizer:
+                follow(config.scheduler, self._growing)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        horizon = self.horizon or count_ticks(trainer, self.every)
+        batches = load_batches(trainer, self.num_batches)
+        self._variant_meter = VariantMeter(trainer, pl_module, self.network, meter=self.meter, batches=batches)
+        state, self._restored = self._restored, {}
+        if state:
+            self._check_state(state)
+            space = self.actions.make_space(state["slots"], state["blueprints"])
+            growable = torch.tensor(state["growable"])
+        else:
+            example = self._meter.example_input(str(self.network_name))
+            missing = [name for name in self.slot_names if name not in slots_of(self.network)]
+            with isolate_rng():
+                if missing:
+                    attach_slots(self.network, missing, example)
+                space, growable = self._find_space(example)
+            growable = trainer.strategy.broadcast(growable)
+        if self._growing is None:
+            self._hold_seeds(trainer)
+        assert self._growing is not None, "the network has slots"
+        self._growing.horizon = horizon
+        config = EnvConfig(horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective)
+        subject = Subject(self._growing, space, actions=self.actions, objective=self.objective)
+        self.pool = SinglePool(subject, growable, config)
+        self._open_log(trainer, state)
+        if state:
+            self._continue(trainer, state)
+        else:
+            self._begin(trainer)
+
+    def _find_space(self, example: ExampleInput) -> tuple[ActionSpace, Tensor]:
+        """Return the choices of each head, and which blueprint can grow in which slot, by a trial on a few samples."""
+        rows = first_rows(example, PROBE_ROWS)
+        trial = copy.deepcopy(self.network)
+        for slot in slots_of(trial).values():
+            slot.empty()
+
+        def loss_of(network: nn.Module) -> Tensor:
+            outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
+            return torch.stack([(x.float() - 1.0).square().mean() for x in outputs]).sum()
+
+        return probe_action_space(trial, loss_of, actions=self.actions, birth=self.lifecycle.birth)
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Measure the network before its first epoch, and let the decider choose its first action."""
+        pool, meter = self._pool, self._meter
+        blended = frozenset(slot.name for slot in pool.subject.slots if slot.blended)
+        (metric,) = meter.measure([blended])
+        loss = None if self.loss is None else meter.measure_logged([blended], self.loss)[0]
+        pool.begin(self._validation(Measured(metric, loss, {}, {})))
+        self.decider.reset(pool)
+        self._report(trainer, self._decide(trainer), {})
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
+        if state["format"] != STATE_FORMAT:
+            raise ValueError(f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}")
+        if state["slots"] != list(slots_of(self.network)):
+            raise ValueError(
+                f"Grow: the checkpoint is of slots {state['slots']}, the network has {list(slots_of(self.network))}; "
+                f"name the same"
+            )
+        if self.actions.blueprints not in (None, state["blueprints"]):
+            raise ValueError(
+                f"Grow: the checkpoint is of blueprints {state['blueprints']}, these are {self.actions.blueprints}; "
+                f"name the same, or leave them out"
+            )
+
+    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Continue a training from the state of a checkpoint."""
+        pool = self._pool
+        pool.subject.load_record_state(state["record"])
+        pool.subject.growing.load_measurement_state(state)
+        pool.update()
+        resume_decider(self.decider, pool, state["decider"])
+        self.validations = state["validations"]
+        self._pending = None if state["pending"] is None else Measured(*state["pending"])
+        self._gradients = state["gradients"]
+        self._train_loss, self._train_batches = state["train_loss"], state["train_batches"]
+        # Lightning steps these schedulers after the hooks that save checkpoints, and not again in a resumed run.
+        for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
+            if value is not None:
+                config.scheduler.step(value)
+
+    # One tick: a validation is measured, and followed by a decision before the next training batch.
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_validation_of_fit(trainer):
+            return
+        self.validations += 1
+        self._contributions, self._potentials = {}, {}
+        if self.validations % self.every != 0:
+            return
+        slots = self._pool.subject.slots
+        blended = [slot.name for slot in slots if slot.blended]
+        isolated = [slot.name for slot in slots if slot.isolated and self.lifecycle.min_potential is not None]
+        if trainer.world_size > 1:
+            self._share_buffers()
+        if blended or isolated:
+            seeds = frozenset(blended)
+            variants = [seeds, *(seeds - {name} for name in blended), *(seeds | {name} for name in isolated)]
+            whole, *others = self._meter.measure(variants)
+            without, trials = others[: len(blended)], others[len(blended) :]
+            self._contributions = {
+                name: self._points(whole, other) for name, other in zip(blended, without, strict=True)
+            }
+            self._potentials = {name: self._points(trial, whole) for name, trial in zip(isolated, trials, strict=True)}
+
+    def _points(self, better: float, worse: float) -> float:
+        """Return by how much one metric is better than another: in points of 100, or for a loss in percent."""
+        if self.mode == "max":
+            return POINTS_PER_UNIT * (better - worse)
+        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), torch.finfo(torch.float32).tiny)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_validation_of_fit(trainer):
+            return
+        slots = self._pool.subject.slots
+        metrics = {
+            "growth/parameters": count_parameters(self.network),
+            "growth/seeds": sum(slot.occupied for slot in slots),
+            "growth/fossilized": sum(slot.stage is Stage.FOSSILIZED for slot in slots),
+        }
+        metrics |= {f"growth/alpha.{slot.name}": slot.alpha_now for slot in slots if slot.blended}
+        metrics |= {f"growth/contribution.{name}": points for name, points in self._contributions.items()}
+        pl_module.log_dict(
+            {name: float(value) for name, value in metrics.items()}, sync_dist=trainer.world_size > 1, batch_size=1
+        )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_validation_of_fit(trainer):
+            return
+        self._plateau_due = trainer.is_last_batch
+        if self.validations % self.every == 0:
+            if self.meter.score is None:
+                metric = self._logged(trainer, self.meter.monitor)
+            else:
+                blended = frozenset(slot.name for slot in self._pool.subject.slots if slot.blended)
+                (metric,) = self._meter.measure([blended])
+            loss = None if self.loss is None else self._logged(trainer, self.loss)
+            self._pending = Measured(metric, loss, self._contributions, self._potentials)
+
+    def _logged(self, trainer: Trainer, name: str) -> float:
+        """Return a metric of the validation that has just ended, averaged over processes."""
+        if name not in trainer.callback_metrics:
+            logged = ", ".join(sorted(trainer.callback_metrics))
+            raise ValueError(f"Grow: no {name!r} was logged; log it in validation, or name one of: {logged}")
+        value = trainer.callback_metrics[name].detach().to(trainer.strategy.root_device, torch.float32)
+        return float(trainer.strategy.reduce(value, reduce_op="mean"))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._plateau_due = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pool = self._pool
+        events = pool.record(EpochResult(self._training_stats(pending), self._validation(pending)))
+        if pool.subject.tick < pool.subject.horizon:
+            events += self._decide(trainer)
+        self._report(trainer, events, pending.contributions)
+        self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
+
+    def _decide(self, trainer: Trainer) -> list[SeedEvent]:
+        """Carry out the decision of the first process in all of them."""
+        action = self._pool.choose(self.decider) if trainer.is_global_zero else None
+        return self._pool.apply(trainer.strategy.broadcast(action))
+
+    def _validation(self, measured: Measured) -> Validation:
+        """Return a validation in the form in which deciders see those of a pool."""
+        accuracy = self._accuracy(measured.metric)
+        loss = measured.loss
+        if loss is None:
+            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
+        score = Score(loss, accuracy)
+
+        def changed(points: float) -> Score:
+            return Score(loss, accuracy + points / POINTS_PER_UNIT)
+
+        names = self._pool.subject.growing.slots
+        return Validation(
+            all_seeds=score,
+            without=[changed(-measured.contributions.get(name, 0.0)) for name in names],
+            fossilized=score,
+            trials=[changed(measured.potentials.get(name, 0.0)) for name in names],
+        )
+
+    def _accuracy(self, metric: float) -> float:
+        """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite."""
+        if not math.isfinite(metric):
+            return 0.0
+        if self.mode == "min":
+            return math.exp(-max(metric, 0.0))
+        if not 0.0 <= metric <= 1.0:
+            raise ValueError(
+                f"Grow: {self.meter.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale "
+                f"it, or monitor a loss with mode 'min'"
+            )
+        return metric
+
+    def _training_stats(self, measured: Measured) -> TrainingStats:
+        """Return the statistics of the training since the last tick; the training accuracy is not measured."""
+        num_groups = 1 + len(self._pool.subject.slots)
+        rows = [NO_GRADIENT_SEEN] * num_groups if self._gradients is None else self._gradients.tolist()
+        host, *seeds = (GradientStats(*row) for row in rows)
+        loss = float(self._train_loss) / self._train_batches if self._train_batches else math.nan
+        return TrainingStats(loss, self._accuracy(measured.metric), 0, host, seeds)
+
+    def _is_validation_of_fit(self, trainer: Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+
+    # What happens in a training step.
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average the gradients of seeds over processes: DDP knows the parameters of its beginning only."""
+        if trainer.world_size == 1 or self.pool is None:
+            return
+        seeds = [slot.seed for slot in self._pool.subject.slots if slot.occupied]
+        parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
+        if parameters:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            mean = trainer.strategy.reduce(torch.cat([g.flatten() for g in gradients]), reduce_op="mean")
+            for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
+                parameter.grad = part.view_as(parameter).clone()
+
+    def _share_buffers(self) -> None:
+        """Give the buffers of seeds (running statistics) the values of the first process, as DDP does for others."""
+        for slot in self._pool.subject.slots:
+            for buffer in slot.seed.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measure gradients, unscaled and before clipping: Lightning releases them before it validates."""
+        is_due = trainer.is_last_batch or any(slot.live for slot in self._pool.subject.slots)
+        if not is_due or optimizer is not self.optimizer:
+            return
+        measured, precision = self._pool.subject.growing.gradient_stats_tensor(), trainer.precision_plugin
+        if self._gradients is not None and isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            # The scaler skips a step whose gradients overflowed fp16.
+            measured = torch.where(measured.isfinite().all(), measured, self._gradients.to(measured))
+        self._gradients = measured
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            # In automatic optimization the loss is divided by the number of accumulated batches.
+            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._train_loss = self._train_loss + times * loss.detach().float().mean()
+            self._train_batches += 1
+
+    # What is saved and shown.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the network, the optimizer and the schedulers do not hold."""
+        if self.pool is None:
+            return {}
+        pool = self.pool
+        return {
+            "format": STATE_FORMAT,
+            "slots": pool.space.slot,
+            "attached": attachment_records(self.network),
+            "blueprints": pool.space.blueprint,
+            "growable": pool.growable.tolist(),
+            "record": pool.subject.record_state(),
+            **pool.subject.growing.measurement_state(),
+            "decider": decider_state(self.decider),
+            "validations": self.validations,
+            "pending": None if self._pending is None else list(self._pending),
+            "gradients": None if self._gradients is None else self._gradients.cpu(),
+            "train_loss": float(self._train_loss),
+            "train_batches": self._train_batches,
+        }
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add to the callback's state the values with which schedulers on a plateau are still to be stepped."""
+        if self.state_key in checkpoint["callbacks"]:
+            metrics = trainer.callback_metrics
+            checkpoint["callbacks"][self.state_key]["plateaus"] = [
+                float(metrics[config.monitor])
+                if self._plateau_due and config.reduce_on_plateau and config.monitor in metrics
+                else None
+                for config in trainer.lr_scheduler_configs
+            ]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def _open_log(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Open the file of events in the folder of the first logger, if that has one."""
+        folder = getattr(trainer.logger, "log_dir", None)
+        if folder is None or not trainer.is_global_zero:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._log = EventLog(Path(folder) / EVENTS_FILE)
+        pool, tick = self._pool, state["record"]["tick"] if state else 0
+        if state:
+            self._log.discard_after(tick)
+        self._log.write(
+            [Started(tick, SCHEMA, 1, pool.config.horizon, pool.space.slot, pool.space.blueprint, LOG_LEVEL)]
+        )
+
+    def _report(self, trainer: Trainer, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
+        """Print a line for each change of a seed, and write it to the file of events."""
+        if not trainer.is_global_zero:
+            return
+        tick = self._pool.subject.tick
+        for change in changes:
+            worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
+            print_status(f"Grow, tick {tick}: {change}{worth}")
+        if self._log is not None:
+            events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick)
+            if contributions:
+                hosts = [0] * len(contributions)
+                events.append(Contributed(tick, hosts, list(contributions), list(contributions.values())))
+            self._log.write(events)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            slots = self._pool.subject.slots
+            kept = sum(slot.stage is Stage.FOSSILIZED for slot in slots)
+            live = sum(slot.live for slot in slots)
+            print_status(
+                f"Grow: {self.network_name} has {count_parameters(self.network):,} parameters, "
+                f"{self._pool.subject.host_parameters:,} of them without seeds; {kept} seeds kept, {live} not decided"
+            )
