@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -15,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
+from callbacks.grow.fitting import average_gradients, count_ticks, separate_clipping, share_buffers
 from callbacks.grow.refusals import check_network, check_trainer, check_wrapper, find_network, find_optimizer
+from callbacks.grow.report import GrowthReport, growth_metrics
+from callbacks.grow.scale import Measured, Scale
 from callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
-from esper_lightning.console import print_status
-from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig, HostEvent
-from esper_lightning.envs.measurements import POINTS_PER_UNIT, EpochResult, Score, TrainingStats, Validation
+from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig
+from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
 from esper_lightning.envs.subject import Subject
@@ -28,78 +29,18 @@ from esper_lightning.growth.attach import attach_from_records, attachment_record
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors
-from esper_lightning.growth.param_groups import SEED_GROUP_PREFIX
 from esper_lightning.growth.schedules import follow
-from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
-from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
-from esper_lightning.telemetry.observer import seed_changes
 
 STATE_FORMAT = 1
 """Version of the callback's state in a checkpoint."""
-
-EVENTS_FILE, LOG_LEVEL = "events.jsonl", "normal"
 
 PROBE_ROWS = 4
 """Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
 
 NO_GRADIENT_SEEN = GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
 """Statistics of parameters that no gradient has reached since the last tick."""
-
-MIN_ACCURACY = 1e-6
-"""Least share of which a logarithm is taken."""
-
-
-def count_ticks(trainer: Trainer, every: int) -> int:
-    """Return the number of ticks of a training. Raises ValueError if the trainer's settings do not tell."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return 1
-    epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
-    if epochs is None or epochs < 1 or trainer.max_steps != -1 or interval is None:
-        raise ValueError(
-            "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
-            "clock; give Grow(horizon=…), in validations"
-        )
-    if trainer.check_val_every_n_epoch is None:
-        validations = epochs * batches // interval
-    else:
-        per_epoch = 1 if math.isinf(interval) else batches // interval
-        validations = epochs // trainer.check_val_every_n_epoch * per_epoch
-    if not math.isfinite(validations) or validations < every:
-        raise ValueError(
-            f"Grow: {epochs} epochs have {validations:g} validations, and a tick takes {every}; train for longer, or "
-            f"give Grow(horizon=…)"
-        )
-    return int(validations) // every
-
-
-def separate_clipping(clip: Callable[..., None]) -> Callable[..., None]:
-    """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
-
-    def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
-        groups = list(raw.param_groups)
-        seeds = [group for group in groups if group.get("name", "").startswith(SEED_GROUP_PREFIX)]
-        host = [group for group in groups if not any(group is seed for seed in seeds)]
-        try:
-            for part in (host, *([seed] for seed in seeds)):
-                raw.param_groups[:] = part
-                clip(raw, *args, **kwargs)
-        finally:
-            raw.param_groups[:] = groups
-
-    return clip_gradients
-
-
-class Measured(NamedTuple):
-    """What a validation measured, until the next training batch begins."""
-
-    metric: float
-    loss: float | None
-    contributions: dict[str, float]
-    potentials: dict[str, float]
 
 
 class Grow(Callback):
@@ -139,7 +80,7 @@ class Grow(Callback):
         blueprints: list[str] | None = None,
         decider: str | Decider = "climbing",
         monitor: str = "val_acc",
-        mode: str = "max",
+        mode: Literal["max", "min"] = "max",
         score: ScoreFunction | None = None,
         loss: str | None = None,
         batches: int = 8,
@@ -168,7 +109,7 @@ class Grow(Callback):
         self.actions = ActionConfig(blueprints=blueprints, advance=not is_automatic)
         self.decider = make_decider(decider)
         self.meter = Meter(monitor, score)
-        self.mode = mode
+        self.scale = Scale(monitor, mode)
         self.loss = loss
         self.num_batches = batches
         self.every = every
@@ -193,7 +134,7 @@ class Grow(Callback):
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
         self._plateau_due = False
-        self._log: EventLog | None = None
+        self._report: GrowthReport | None = None
         self._variant_meter: VariantMeter | None = None
 
     @property
@@ -207,6 +148,11 @@ class Grow(Callback):
         return self._variant_meter
 
     @property
+    def _told(self) -> GrowthReport:
+        assert self._report is not None, "training has begun"
+        return self._report
+
+    @property
     def _pool(self) -> SinglePool:
         assert self.pool is not None, "training has begun"
         return self.pool
@@ -214,6 +160,7 @@ class Grow(Callback):
     # The network is found, and takes the slots of a checkpoint before its weights are loaded.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._unwrap(pl_module)  # an earlier run may have failed
         self.network_name, self.network = find_network(pl_module, self.network_name, self.slot_names)
         load = pl_module.on_load_checkpoint
 
@@ -230,12 +177,14 @@ class Grow(Callback):
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._unwrap(pl_module)
+        self._variant_meter = None  # releases its batches
+        if self._report is not None:
+            self._report.close()
+
+    def _unwrap(self, module: LightningModule) -> None:
         for name in ("on_load_checkpoint", "clip_gradients"):
-            vars(pl_module).pop(name, None)
-        if self._log is not None:
-            self._log.close()
-        if stage == "fit":
-            self._variant_meter = None  # releases its batches
+            vars(module).pop(name, None)
 
     def _attach_saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Attach the slots that a checkpoint tells of and that the network lacks."""
@@ -264,7 +213,7 @@ class Grow(Callback):
             generator=torch.Generator(device).manual_seed(self.rng_seed),
         )
         for config in trainer.lr_scheduler_configs:
-            if getattr(config.scheduler, "optimizer", None) is self.optimizer:
+            if config.scheduler.optimizer == self.optimizer:
                 follow(config.scheduler, self._growing)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -291,10 +240,10 @@ class Grow(Callback):
         config = EnvConfig(horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective)
         subject = Subject(self._growing, space, actions=self.actions, objective=self.objective)
         self.pool = SinglePool(subject, growable, config)
-        self._open_log(trainer, state)
         if state:
             self._continue(trainer, state)
-        else:
+        self._report = GrowthReport(trainer, self.pool, is_resumed=bool(state))
+        if not state:
             self._begin(trainer)
 
     def _find_space(self, example: ExampleInput) -> tuple[ActionSpace, Tensor]:
@@ -316,9 +265,9 @@ class Grow(Callback):
         blended = frozenset(slot.name for slot in pool.subject.slots if slot.blended)
         (metric,) = meter.measure([blended])
         loss = None if self.loss is None else meter.measure_logged([blended], self.loss)[0]
-        pool.begin(self._validation(Measured(metric, loss, {}, {})))
+        pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), pool.space.slot))
         self.decider.reset(pool)
-        self._report(trainer, self._decide(trainer), {})
+        self._told.tell(self._decide(trainer), {})
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
@@ -364,37 +313,21 @@ class Grow(Callback):
         blended = [slot.name for slot in slots if slot.blended]
         isolated = [slot.name for slot in slots if slot.isolated and self.lifecycle.min_potential is not None]
         if trainer.world_size > 1:
-            self._share_buffers()
+            share_buffers(slot.seed for slot in slots)
         if blended or isolated:
             seeds = frozenset(blended)
             variants = [seeds, *(seeds - {name} for name in blended), *(seeds | {name} for name in isolated)]
             whole, *others = self._meter.measure(variants)
             without, trials = others[: len(blended)], others[len(blended) :]
-            self._contributions = {
-                name: self._points(whole, other) for name, other in zip(blended, without, strict=True)
-            }
-            self._potentials = {name: self._points(trial, whole) for name, trial in zip(isolated, trials, strict=True)}
-
-    def _points(self, better: float, worse: float) -> float:
-        """Return by how much one metric is better than another: in points of 100, or for a loss in percent."""
-        if self.mode == "max":
-            return POINTS_PER_UNIT * (better - worse)
-        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), torch.finfo(torch.float32).tiny)
+            points = self.scale.points
+            self._contributions = {name: points(whole, other) for name, other in zip(blended, without, strict=True)}
+            self._potentials = {name: points(trial, whole) for name, trial in zip(isolated, trials, strict=True)}
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_validation_of_fit(trainer):
             return
-        slots = self._pool.subject.slots
-        metrics = {
-            "growth/parameters": count_parameters(self.network),
-            "growth/seeds": sum(slot.occupied for slot in slots),
-            "growth/fossilized": sum(slot.stage is Stage.FOSSILIZED for slot in slots),
-        }
-        metrics |= {f"growth/alpha.{slot.name}": slot.alpha_now for slot in slots if slot.blended}
-        metrics |= {f"growth/contribution.{name}": points for name, points in self._contributions.items()}
-        pl_module.log_dict(
-            {name: float(value) for name, value in metrics.items()}, sync_dist=trainer.world_size > 1, batch_size=1
-        )
+        metrics = growth_metrics(self._pool, self._contributions)
+        pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_validation_of_fit(trainer):
@@ -425,10 +358,12 @@ class Grow(Callback):
             return
         pending, self._pending = self._pending, None
         pool = self._pool
-        events = pool.record(EpochResult(self._training_stats(pending), self._validation(pending)))
+        events = pool.record(
+            EpochResult(self._training_stats(pending), self.scale.validation(pending, pool.space.slot))
+        )
         if pool.subject.tick < pool.subject.horizon:
             events += self._decide(trainer)
-        self._report(trainer, events, pending.contributions)
+        self._told.tell(events, pending.contributions)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
@@ -436,45 +371,13 @@ class Grow(Callback):
         action = self._pool.choose(self.decider) if trainer.is_global_zero else None
         return self._pool.apply(trainer.strategy.broadcast(action))
 
-    def _validation(self, measured: Measured) -> Validation:
-        """Return a validation in the form in which deciders see those of a pool."""
-        accuracy = self._accuracy(measured.metric)
-        loss = measured.loss
-        if loss is None:
-            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
-        score = Score(loss, accuracy)
-
-        def changed(points: float) -> Score:
-            return Score(loss, accuracy + points / POINTS_PER_UNIT)
-
-        names = self._pool.subject.growing.slots
-        return Validation(
-            all_seeds=score,
-            without=[changed(-measured.contributions.get(name, 0.0)) for name in names],
-            fossilized=score,
-            trials=[changed(measured.potentials.get(name, 0.0)) for name in names],
-        )
-
-    def _accuracy(self, metric: float) -> float:
-        """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite."""
-        if not math.isfinite(metric):
-            return 0.0
-        if self.mode == "min":
-            return math.exp(-max(metric, 0.0))
-        if not 0.0 <= metric <= 1.0:
-            raise ValueError(
-                f"Grow: {self.meter.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale "
-                f"it, or monitor a loss with mode 'min'"
-            )
-        return metric
-
     def _training_stats(self, measured: Measured) -> TrainingStats:
         """Return the statistics of the training since the last tick; the training accuracy is not measured."""
         num_groups = 1 + len(self._pool.subject.slots)
         rows = [NO_GRADIENT_SEEN] * num_groups if self._gradients is None else self._gradients.tolist()
         host, *seeds = (GradientStats(*row) for row in rows)
         loss = float(self._train_loss) / self._train_batches if self._train_batches else math.nan
-        return TrainingStats(loss, self._accuracy(measured.metric), 0, host, seeds)
+        return TrainingStats(loss, self.scale.accuracy(measured.metric), 0, host, seeds)
 
     def _is_validation_of_fit(self, trainer: Trainer) -> bool:
         return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -482,22 +385,8 @@ class Grow(Callback):
     # What happens in a training step.
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average the gradients of seeds over processes: DDP knows the parameters of its beginning only."""
-        if trainer.world_size == 1 or self.pool is None:
-            return
-        seeds = [slot.seed for slot in self._pool.subject.slots if slot.occupied]
-        parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
-        if parameters:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            mean = trainer.strategy.reduce(torch.cat([g.flatten() for g in gradients]), reduce_op="mean")
-            for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
-                parameter.grad = part.view_as(parameter).clone()
-
-    def _share_buffers(self) -> None:
-        """Give the buffers of seeds (running statistics) the values of the first process, as DDP does for others."""
-        for slot in self._pool.subject.slots:
-            for buffer in slot.seed.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        if trainer.world_size > 1:
+            average_gradients(trainer, (slot.seed for slot in self._pool.subject.slots if slot.occupied))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients, unscaled and before clipping: Lightning releases them before it validates."""
@@ -557,41 +446,5 @@ class Grow(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
-    def _open_log(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        """Open the file of events in the folder of the first logger, if that has one."""
-        folder = getattr(trainer.logger, "log_dir", None)
-        if folder is None or not trainer.is_global_zero:
-            return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._log = EventLog(Path(folder) / EVENTS_FILE)
-        pool, tick = self._pool, state["record"]["tick"] if state else 0
-        if state:
-            self._log.discard_after(tick)
-        self._log.write(
-            [Started(tick, SCHEMA, 1, pool.config.horizon, pool.space.slot, pool.space.blueprint, LOG_LEVEL)]
-        )
-
-    def _report(self, trainer: Trainer, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
-        """Print a line for each change of a seed, and write it to the file of events."""
-        if not trainer.is_global_zero:
-            return
-        tick = self._pool.subject.tick
-        for change in changes:
-            worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
-            print_status(f"Grow, tick {tick}: {change}{worth}")
-        if self._log is not None:
-            events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick)
-            if contributions:
-                hosts = [0] * len(contributions)
-                events.append(Contributed(tick, hosts, list(contributions), list(contributions.values())))
-            self._log.write(events)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            slots = self._pool.subject.slots
-            kept = sum(slot.stage is Stage.FOSSILIZED for slot in slots)
-            live = sum(slot.live for slot in slots)
-            print_status(
-                f"Grow: {self.network_name} has {count_parameters(self.network):,} parameters, "
-                f"{self._pool.subject.host_parameters:,} of them without seeds; {kept} seeds kept, {live} not decided"
-            )
+        self._told.tell_end(str(self.network_name))
