@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,8 @@ class Grow(Callback):
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
         lifecycle: Conditions under which seeds change their stage.
+        actions: Further choices of the decider, such as the speeds of blending. A trained policy needs those of its
+            training.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
     """
@@ -88,6 +91,7 @@ class Grow(Callback):
         horizon: int | None = None,
         price: float = ObjectiveConfig.price,
         lifecycle: LifecycleConfig = LifecycleConfig(),
+        actions: ActionConfig = ActionConfig(),
         seed_options: dict[str, float] | None = None,
         rng_seed: int = 0,
     ) -> None:
@@ -105,8 +109,9 @@ class Grow(Callback):
             )
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
         self.network_name = network
-        is_automatic = lifecycle.auto_blend and lifecycle.auto_probation
-        self.actions = ActionConfig(blueprints=blueprints, advance=not is_automatic)
+        if blueprints is not None and actions.blueprints is not None:
+            raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
+        self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
         self.decider = make_decider(decider)
         self.meter = Meter(monitor, score)
         self.scale = Scale(monitor, mode)
@@ -116,6 +121,7 @@ class Grow(Callback):
         self.horizon = horizon
         self.objective = ObjectiveConfig(price=price)
         self.lifecycle = lifecycle
+        self._config(1)  # raises ValueError now if settings contradict each other
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
         self._forget()
@@ -136,6 +142,10 @@ class Grow(Callback):
         self._plateau_due = False
         self._report: GrowthReport | None = None
         self._variant_meter: VariantMeter | None = None
+
+    def _config(self, horizon: int) -> EnvConfig:
+        """Return the settings that deciders see."""
+        return EnvConfig(horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective)
 
     @property
     def growing(self) -> GrowingNetwork:
@@ -237,9 +247,8 @@ class Grow(Callback):
             self._hold_seeds(trainer)
         assert self._growing is not None, "the network has slots"
         self._growing.horizon = horizon
-        config = EnvConfig(horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective)
         subject = Subject(self._growing, space, actions=self.actions, objective=self.objective)
-        self.pool = SinglePool(subject, growable, config)
+        self.pool = SinglePool(subject, growable, self._config(horizon))
         if state:
             self._continue(trainer, state)
         self._report = GrowthReport(trainer, self.pool, is_resumed=bool(state))

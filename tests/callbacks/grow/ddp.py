@@ -10,8 +10,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from esper_lightning.envs import Op
-from tests.callbacks.grow.modules import Classifier
-from tests.callbacks.grow.trainings import grow, train
+from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import decide, germinate
 
 PLAN = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0)}
@@ -31,7 +30,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     callback = grow(PLAN)
     train(
-        Classifier("lambda"),
+        classifier("lambda"),
         callback,
         Write(folder),
         epochs=8,

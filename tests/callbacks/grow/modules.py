@@ -57,7 +57,7 @@ SCHEDULERS: dict[str, Any] = {
 class Classifier(L.LightningModule):
     """CNN for digits with automatic optimization, a torchmetric and a scheduler."""
 
-    def __init__(self, scheduler: str | None = None, lr: float = 3e-3) -> None:
+    def __init__(self, scheduler: str | None = None, lr: float = 3e-3, dropout: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
@@ -67,7 +67,7 @@ class Classifier(L.LightningModule):
             nn.MaxPool2d(2),
             nn.Conv2d(8, 8, 3, padding=1),
             nn.ReLU(),
-            nn.Dropout(0.1),
+            nn.Dropout(dropout),
             nn.Flatten(),
             nn.Linear(128, 10),
         )

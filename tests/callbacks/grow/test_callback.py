@@ -19,7 +19,7 @@ from esper_lightning.growth import detach_slots, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
 from tests.callbacks.grow.modules import SCHEDULERS, Autoencoder, Classifier, DigitsData, TwoOptimizers
-from tests.callbacks.grow.trainings import grow, train, trainer
+from tests.callbacks.grow.trainings import classifier, grow, train, trainer
 from tests.decisions import cull, decide, germinate
 
 LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0), 7: cull(1)}
@@ -44,7 +44,7 @@ class Losses(Callback):
 
 
 def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback() -> None:
-    plain, watched, losses, watched_losses = Classifier("step"), Classifier("step"), Losses(), Losses()
+    plain, watched, losses, watched_losses = classifier("step"), classifier("step"), Losses(), Losses()
 
     train(plain, losses, epochs=3)
     train(watched, watched_losses, grow(), epochs=3)
@@ -60,7 +60,7 @@ class Run:
     """A run with a checkpoint after each epoch, and what it saw."""
 
     def __init__(self, folder: Path, scheduler: str) -> None:
-        self.module, self.folder = Classifier(scheduler), folder
+        self.module, self.folder = classifier(scheduler, dropout=0.0), folder
         self.grow = grow(LIFE)
         self.checkpoints = ModelCheckpoint(
             folder, "{epoch}", monitor="val_acc", mode="max", save_top_k=-1, auto_insert_metric_name=False
@@ -132,7 +132,7 @@ def test_a_checkpoint_gives_the_numbers_with_which_it_was_saved(run: Run, epoch:
 
 @pytest.mark.parametrize("epoch", [1, 4])
 def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> None:
-    resumed = Classifier("lambda")
+    resumed = Classifier("lambda", dropout=0.0)
 
     train(resumed, grow(LIFE), epochs=EPOCHS, resume_from=run.checkpoint(epoch))
 
@@ -149,7 +149,7 @@ def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when
                 trainer.save_checkpoint(tmp_path / "at.ckpt")
 
     setattr(SaveAt, when, SaveAt.save)
-    whole, resumed = Classifier(scheduler), Classifier(scheduler)
+    whole, resumed = classifier(scheduler, dropout=0.0), Classifier(scheduler, dropout=0.0)
     ran = train(whole, grow(LIFE), SaveAt(), epochs=8)
     again = train(resumed, grow(LIFE), epochs=8, resume_from=tmp_path / "at.ckpt")
 
@@ -177,7 +177,7 @@ def test_a_loss_is_a_metric_too_and_what_an_epoch_collects_stays_clean() -> None
 
 
 def test_contributions_are_those_of_switching_each_seed_off() -> None:
-    module, callback = Classifier(), grow({0: germinate(0), 1: germinate(1, 1)})
+    module, callback = classifier(), grow({0: germinate(0), 1: germinate(1, 1)})
     made = train(module, callback, epochs=5)
     images, labels = made.datamodule.held_out.tensors
     module.eval()
@@ -199,7 +199,7 @@ def test_a_score_per_sample_measures_the_same_in_one_pass() -> None:
 
     measured = []
     for score in (None, correct):
-        module = Classifier()
+        module = classifier()
         made = train(module, grow({0: germinate(0)}, score=score), epochs=4)
         measured.append({k: float(v) for k, v in made.callback_metrics.items() if k.startswith("growth/")})
 
@@ -233,7 +233,7 @@ def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
                 [torch.cat([p.grad.flatten() for p in group["params"]]).norm().item() for group in groups]
             )
 
-    plain, grown, watch = Classifier(), Classifier(), Watch()
+    plain, grown, watch = classifier(), classifier(), Watch()
     train(plain, epochs=2, gradient_clip_val=0.1)
     train(grown, grow({0: germinate(0)}), watch, epochs=2, gradient_clip_val=0.1)
 
@@ -249,7 +249,7 @@ def test_a_seed_grows_in_every_precision(precision: str) -> None:
     if precision == "16-mixed":  # with a loss scale, which Lightning does not use on a CPU
         settings = {"plugins": MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))}
     callback = grow({0: germinate(0)})
-    module = Classifier()
+    module = classifier()
 
     train(module, callback, epochs=4, **settings)
 
@@ -260,14 +260,15 @@ def test_a_seed_grows_in_every_precision(precision: str) -> None:
 
 def test_gradients_of_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
     callback = grow({0: germinate(0)}, every=2)
-    train(Classifier(), callback, epochs=4, accumulate_grad_batches=2, val_check_interval=2)
+    train(classifier(), callback, epochs=4, accumulate_grad_batches=2, val_check_interval=2)
 
     assert callback.validations == 8
     assert callback.pool is not None and callback.pool.subject.tick == callback.pool.config.horizon == 4
     assert callback.growing.slots["3"].blended
 
 
-def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path) -> None:
+def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "grow.yaml").write_text(
         """
 trainer:

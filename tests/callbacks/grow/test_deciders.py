@@ -5,23 +5,25 @@ from pathlib import Path
 import pytest
 
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
-from esper_lightning.envs import Action
+from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.stages import Stage
-from tests.callbacks.grow.modules import Classifier
-from tests.callbacks.grow.trainings import grow, train
+from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import cull
 from tests.runs import fit, only_run
 
 SLOTS = ("3", "5")
+
+FAST = ActionConfig(tempos={"FAST": 2})
+"""Choices of the policies of `configs/smoke.yaml`."""
 
 
 @pytest.mark.parametrize("rule", ["climbing", "periodic"])
 def test_a_rule_grows_the_network(rule: str) -> None:
     callback = grow(decider=rule, batches=1)
 
-    train(Classifier(), callback, epochs=7)
+    train(classifier(), callback, epochs=7)
 
     assert any(slot.occupied for slot in callback.growing.slots.values())
 
@@ -29,7 +31,7 @@ def test_a_rule_grows_the_network(rule: str) -> None:
 def test_the_heuristic_waits_while_the_network_improves() -> None:
     callback = grow(decider="heuristic", batches=1)
 
-    train(Classifier(), callback, epochs=3)
+    train(classifier(), callback, epochs=3)
 
     assert not any(slot.occupied for slot in callback.growing.slots.values())
 
@@ -43,7 +45,7 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
     write_schedule(Schedule(SLOTS, entries), tmp_path / "plan.json")
     callback = grow(decider=str(tmp_path / "plan.json"), batches=1)
 
-    train(Classifier(), callback, epochs=6)
+    train(classifier(), callback, epochs=6)
 
     first, second = callback.growing.slots.values()
     assert (first.blueprint, second.blueprint) == ("conv_light", None)
@@ -52,9 +54,9 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
 
 def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
-    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss")
+    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss", actions=FAST)
 
-    train(Classifier(), callback, epochs=4)
+    train(classifier(), callback, epochs=4)
 
     assert callback.pool is not None
     history = callback.pool.subject.history
@@ -64,7 +66,7 @@ def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_a_decision_that_is_impossible_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Plan chose CULL 3 .*, which is impossible now; choose within pool\.masks"):
-        train(Classifier(), grow({0: cull(0)}), epochs=1)
+        train(classifier(), grow({0: cull(0)}), epochs=1)
 
 
 def test_a_decider_without_a_state_cannot_continue_a_run(tmp_path: Path) -> None:
@@ -75,8 +77,8 @@ def test_a_decider_without_a_state_cannot_continue_a_run(tmp_path: Path) -> None
         def act(self, pool: SinglePool) -> Action:
             return to_action([(0,)], pool.device)
 
-    made = train(Classifier(), grow(decider=Forgetful()), epochs=1)
+    made = train(classifier(), grow(decider=Forgetful()), epochs=1)
     made.save_checkpoint(tmp_path / "saved.ckpt")
 
     with pytest.raises(ValueError, match="Forgetful cannot continue a run; give it state_dict"):
-        train(Classifier(), grow(decider=Forgetful()), epochs=2, resume_from=tmp_path / "saved.ckpt")
+        train(classifier(), grow(decider=Forgetful()), epochs=2, resume_from=tmp_path / "saved.ckpt")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from callbacks import Grow
+from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
@@ -96,6 +97,8 @@ def test_what_cannot_grow_is_refused_in_one_line(
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
+        ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
+        ({"lifecycle": LifecycleConfig(auto_blend=False)}, "switch on actions.advance"),
         ({"lifecycle": LifecycleConfig(isolation="trial")}, "use proximal or straight_through"),
     ],
 )

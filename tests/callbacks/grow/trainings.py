@@ -11,7 +11,7 @@ from esper_lightning.envs import Action
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.gates import LifecycleConfig
-from tests.callbacks.grow.modules import DigitsData
+from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.decisions import WAIT, Row
 
 QUICK = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_gradient_health=0.0)
@@ -54,6 +54,12 @@ def trainer(*callbacks: Callback, epochs: int = 6, **settings: Any) -> Trainer:
         "log_every_n_steps": 5,
     }
     return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+
+
+def classifier(scheduler: str | None = None, **settings: Any) -> Classifier:
+    """Return a classifier with the same weights every time."""
+    L.seed_everything(0, verbose=False)
+    return Classifier(scheduler, **settings)
 
 
 def train(
