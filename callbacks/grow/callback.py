@@ -377,7 +377,7 @@ class Grow(Callback):
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
         """Carry out the decision of the first process in all of them."""
-        action = self._pool.choose(self.decider) if trainer.is_global_zero else None
+        action = self._pool.choose(self.decider) if trainer.is_global_zero else []
         return self._pool.apply(trainer.strategy.broadcast(action))
 
     def _training_stats(self, measured: Measured) -> TrainingStats:
