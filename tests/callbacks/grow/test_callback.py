@@ -267,6 +267,18 @@ def test_gradients_of_accumulated_batches_and_several_validations_per_epoch_are_
     assert callback.growing.slots["3"].blended
 
 
+def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() -> None:
+    module, callback = classifier(), grow(decider="periodic")
+    train(module, callback, epochs=4)
+    assert [slot.occupied for slot in callback.growing.slots.values()] == [True, False]
+
+    made = train(module, callback, epochs=3)
+
+    first, second = callback.growing.slots.values()
+    assert (first.age, second.age) == (5, 2), "the last validation of each training is followed by no batch"
+    assert [group.get("name") for group in made.optimizers[0].param_groups][1:] == ["seed.3", "seed.5"]
+
+
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grow.yaml").write_text(
