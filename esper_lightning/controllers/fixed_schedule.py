@@ -8,7 +8,7 @@ import torch
 
 from esper_lightning.controllers.learned import Controller, Hosts
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, actions_by_tick, make_scheduled_action
-from esper_lightning.envs import HEADS, Action, Op
+from esper_lightning.envs import HEADS, Action, HostPool, Op
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.spaces.actions import to_action
 
@@ -99,12 +99,12 @@ class RecordingController:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
 
-    def reset(self, pool: Hosts) -> None:
+    def reset(self, pool: HostPool) -> None:
         self.controller.reset(pool)
         self.slots = tuple(pool.space.slot)
         self.entries: list[list[ScheduledAction]] = [[] for _ in range(pool.n_envs)]
 
-    def act(self, pool: Hosts) -> Action:
+    def act(self, pool: HostPool) -> Action:
         action = self.controller.act(pool)
         rows = zip(*download(torch.stack(action)).tolist(), strict=True)
         for i, (env, entries, row) in enumerate(zip(pool.envs, self.entries, rows, strict=True)):

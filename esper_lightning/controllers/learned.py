@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, ActionSpace, EnvConfig, Masks
+from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
 from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.subject import Subject
 from esper_lightning.tamiyo.policy import Policy
@@ -71,10 +71,10 @@ class PolicyController(Protocol):
 class Controller(Protocol):
     """Chooses the actions for every host of a pool, one per tick."""
 
-    def reset(self, pool: Hosts) -> None:
+    def reset(self, pool: HostPool) -> None:
         """Reset the controller's own state: an episode has begun in every environment."""
 
-    def act(self, pool: Hosts) -> Action:
+    def act(self, pool: HostPool) -> Action:
         """Return one action per environment that is possible according to `pool.masks`."""
         ...
 
