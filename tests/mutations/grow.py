@@ -61,11 +61,4 @@ DEFECTS: tuple[Defect, ...] = (
         "    return list(islice(loaders, int(limit)))",
         f"{CALLBACK}test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback",
     ),
-    Defect(
-        "A rule that goes on tries the same seeds again",
-        "esper_lightning/controllers/hill_climbing.py",
-        'for tried in state["tried"]]',
-        'for tried in state["tried"][:0]] or [set()]',
-        "tests/controllers/test_continued.py::test_a_rule_continues_an_episode_from_its_saved_state",
-    ),
 )
