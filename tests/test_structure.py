@@ -13,7 +13,7 @@ import pytest
 from tests.runs import ROOT
 
 PACKAGE = sorted((ROOT / "esper_lightning").rglob("*.py"))
-MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").glob("*.py"))]
+MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").rglob("*.py"))]
 
 
 def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:

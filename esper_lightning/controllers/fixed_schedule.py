@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.learned import Controller, Hosts
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, actions_by_tick, make_scheduled_action
 from esper_lightning.envs import HEADS, Action, HostPool, Op
 from esper_lightning.envs.device_transfer import download
@@ -14,7 +15,7 @@ from esper_lightning.envs.spaces.actions import to_action
 WAIT_ACTION = (0,) * len(HEADS)
 
 
-def is_possible(pool: HostPool, host: int, action: Sequence[int]) -> bool:
+def is_possible(pool: Hosts, host: int, action: Sequence[int]) -> bool:
     """Return True if the pool would carry out the action now: the masks and the Governor both allow it."""
     return pool.masks_on_cpu.allows(host, action) and not pool.envs[host].refusal_reasons(action)
 
@@ -32,7 +33,7 @@ class FixedSchedule:
     def __init__(self, schedules: Schedule | Sequence[Schedule]) -> None:
         self.schedules = schedules
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         if isinstance(self.schedules, Schedule):
             self.remaining = [
                 actions_by_tick(self.schedules, pool)
@@ -42,10 +43,18 @@ class FixedSchedule:
             raise ValueError(f"there are {len(self.schedules)} schedules for {pool.n_envs} hosts; give one for each")
         self.remaining = [actions_by_tick(schedule, pool) for schedule in self.schedules]
 
-    def act(self, pool: HostPool) -> Action:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the remaining actions of each host, for an episode that is continued later."""
+        return {"remaining": [[[tick, list(action)] for tick, action in remaining] for remaining in self.remaining]}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.remaining = [[(tick, tuple(action)) for tick, action in remaining] for remaining in state["remaining"]]
+
+    def act(self, pool: Hosts) -> Action:
         return to_action([self._choose_action(pool, host) for host in range(pool.n_envs)], pool.device)
 
-    def _choose_action(self, pool: HostPool, host: int) -> tuple[int, ...]:
+    def _choose_action(self, pool: Hosts, host: int) -> tuple[int, ...]:
         remaining = self.remaining[host]
         for i, (tick, action) in enumerate(remaining):
             if tick > pool.envs[host].tick:
@@ -58,7 +67,7 @@ class FixedSchedule:
         return WAIT_ACTION
 
 
-def parameter_prices(pool: HostPool) -> list[float]:
+def parameter_prices(pool: Hosts) -> list[float]:
     """Return the price of parameters in the current episode of each environment."""
     return [env.prices.parameters for env in pool.envs]
 
@@ -76,7 +85,7 @@ class SchedulePerPrice(FixedSchedule):
         super().__init__(())
         self.schedule_by_price = dict(schedules)
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         self.schedules = [
             self.schedule_by_price[min(self.schedule_by_price, key=lambda known: abs(known - price))]
             for price in parameter_prices(pool)

@@ -1,11 +1,14 @@
 """Hand-written growth rule: wait for a plateau, grow one seed, fossilize it if it helps."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from esper_lightning.envs import Action, HostPool, Op
-from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import Action, Op
 from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 
 
@@ -70,10 +73,18 @@ class Heuristic:
     def __init__(self, config: HeuristicConfig = HeuristicConfig()) -> None:
         self.config = config
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         self.memories = [_Memory() for _ in pool.envs]
 
-    def act(self, pool: HostPool) -> Action:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers of each host, for an episode that is continued later."""
+        return {"memories": [asdict(memory) for memory in self.memories]}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.memories = [_Memory(**memory) for memory in state["memories"]]
+
+    def act(self, pool: Hosts) -> Action:
         masks = pool.masks_on_cpu.slot.tolist()
         growable = pool.masks_on_cpu.blueprint[0].tolist()
         actions = [
@@ -83,7 +94,7 @@ class Heuristic:
         return to_action(actions, pool.device)
 
     def _choose_action(
-        self, env: HostEnv, memory: _Memory, slot_mask: list[list[bool]], *, growable: list[list[bool]]
+        self, env: Subject, memory: _Memory, slot_mask: list[list[bool]], *, growable: list[list[bool]]
     ) -> tuple[int, ...]:
         accuracy = 100.0 * env.history.accuracy[-1]
         memory.penalties = {
@@ -110,19 +121,19 @@ class Heuristic:
                     return Op.GERMINATE, k, blueprint
         return (Op.WAIT,)
 
-    def _is_stable(self, env: HostEnv) -> bool:
+    def _is_stable(self, env: Subject) -> bool:
         recent = env.history.loss[-self.config.stable_ticks - 1 :]
         threshold = 1.0 - self.config.stable_loss
         return len(recent) == self.config.stable_ticks + 1 and all(
             after > threshold * before for before, after in pairwise(recent)
         )
 
-    def _is_on_plateau(self, env: HostEnv) -> bool:
+    def _is_on_plateau(self, env: Subject) -> bool:
         recent = env.history.accuracy[-self.config.plateau_ticks - 1 :]
         rises = [100.0 * (after - before) for before, after in pairwise(recent)]
         return len(rises) == self.config.plateau_ticks and max(rises) < self.config.plateau_points
 
-    def _is_harmful(self, env: HostEnv, k: int, improvement: float) -> bool:
+    def _is_harmful(self, env: Subject, k: int, improvement: float) -> bool:
         contribution = env.records[k].contribution or 0.0
         is_ransom = contribution > self.config.ransom_contribution and improvement < self.config.ransom_loss
         is_old_enough = env.slots[k].ticks_in_stage >= self.config.cull_ticks

@@ -1,16 +1,18 @@
 """Hill climbing with rent: a seed is grown, and fossilized if the objective is higher with it than without."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from esper_lightning.blueprints import get_blueprint, suggest_name
 from esper_lightning.controllers.fixed_schedule import WAIT_ACTION, is_possible
-from esper_lightning.envs import Action, HostPool, Op
-from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import Action, Op
 from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
@@ -66,16 +68,25 @@ class HillClimbing:
     def __init__(self, config: ClimbingConfig = ClimbingConfig()) -> None:
         self.config = config
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         self.candidates = list_candidates(pool, self.config)
         self.tempo, ticks = fastest_tempo(pool)
         self.last_start = pool.config.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
         self.tried: list[set[tuple[int, int]]] = [set() for _ in pool.envs]
 
-    def act(self, pool: HostPool) -> Action:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seeds that have been tried, for an episode that is continued later."""
+        return {"tried": [[list(pair) for pair in sorted(tried)] for tried in self.tried]}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.reset(pool)
+        self.tried = [{(slot, blueprint) for slot, blueprint in tried} for tried in state["tried"]]
+
+    def act(self, pool: Hosts) -> Action:
         return to_action([self._choose_action(pool, host) for host in range(pool.n_envs)], pool.device)
 
-    def _choose_action(self, pool: HostPool, host: int) -> tuple[int, ...]:
+    def _choose_action(self, pool: Hosts, host: int) -> tuple[int, ...]:
         env = pool.envs[host]
         live = [k for k, slot in enumerate(env.slots) if slot.live]
         for k in live:
@@ -87,7 +98,7 @@ class HillClimbing:
             return self._germinate(pool, host)
         return WAIT_ACTION
 
-    def _preferred_ops(self, env: HostEnv, k: int, objective: ObjectiveConfig) -> list[Op]:
+    def _preferred_ops(self, env: Subject, k: int, objective: ObjectiveConfig) -> list[Op]:
         """Return the desired ops for the seed in slot k, in order of preference."""
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and has_no_gradient(record.gradient):
@@ -100,7 +111,7 @@ class HillClimbing:
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
         return [Op.FOSSILIZE] * is_profitable + [Op.CULL] * is_overdue
 
-    def _germinate(self, pool: HostPool, host: int) -> tuple[int, ...]:
+    def _germinate(self, pool: Hosts, host: int) -> tuple[int, ...]:
         tried = self.tried[host]
         actions = {pair: make_action(Op.GERMINATE, *pair, tempo=self.tempo) for pair in self.candidates}
         available = [pair for pair, action in actions.items() if is_possible(pool, host, action)]
@@ -118,7 +129,7 @@ def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tup
     return (op, slot, blueprint, 0, tempo, 0, 0, 0)  # in the order of HEADS
 
 
-def list_candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, int]]:
+def list_candidates(pool: Hosts, config: ClimbingConfig) -> list[tuple[int, int]]:
     """Return slot and blueprint of every seed that can grow in the pool, in the order in which they are tried."""
     blueprints = pool.space.blueprint
     for name in config.blueprints or ():
@@ -142,7 +153,7 @@ def list_candidates(pool: HostPool, config: ClimbingConfig) -> list[tuple[int, i
             return sorted(pairs, key=lambda pair: -parameters(pair))
 
 
-def fastest_tempo(pool: HostPool) -> tuple[int, int]:
+def fastest_tempo(pool: Hosts) -> tuple[int, int]:
     """Return the index of the tempo with the shortest blending, and its host epochs."""
     ticks = [pool.config.actions.tempos[name] for name in pool.space.tempo]
     return ticks.index(min(ticks)), min(ticks)
@@ -158,7 +169,7 @@ def has_no_gradient(gradient: GradientStats) -> bool:
     return gradient.vanished == 1.0
 
 
-def net_gain(env: HostEnv, k: int, config: ObjectiveConfig) -> float:
+def net_gain(env: Subject, k: int, config: ObjectiveConfig) -> float:
     """Return the net gain of the objective from the seed in slot k: its contribution to accuracy minus its rent."""
     slot, contribution = env.slots[k], env.records[k].contribution
     assert contribution is not None, "the caller asks for the gain of measured seeds only"

@@ -1,13 +1,14 @@
 """Interface of all controllers, and the controllers that act by a learned policy: most likely action, or sampled."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from esper_lightning.envs import Action, HostPool, Masks
+from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
 from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.subject import Subject
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -27,6 +28,28 @@ class ObservedHosts(Protocol):
     def episode_starts(self) -> Tensor: ...  # [N] bool
 
 
+class Hosts(ObservedHosts, Protocol):
+    """Attributes of N growing networks that controllers read: those of a pool, or of a training of your own."""
+
+    @property
+    def envs(self) -> Sequence[Subject]: ...
+
+    @property
+    def space(self) -> ActionSpace: ...
+
+    @property
+    def masks_on_cpu(self) -> Masks: ...
+
+    @property
+    def config(self) -> EnvConfig: ...
+
+    @property
+    def feature_names(self) -> list[str]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
 class PolicyController(Protocol):
     """Controller that reads observation and masks only, so it also acts on hosts with another action space."""
 
@@ -36,6 +59,13 @@ class PolicyController(Protocol):
     def act(self, pool: ObservedHosts) -> Action:
         """Return one action per environment that is possible according to `pool.masks`."""
         ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the controller's own state."""
+        ...
+
+    def load_state_dict(self, pool: ObservedHosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
 
 
 class Controller(Protocol):
@@ -72,6 +102,15 @@ class LearnedController:
             observation, self.state, pool.masks, starts=pool.episode_starts
         )
         return distribution.mode()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recurrent state, for an episode that is continued later."""
+        return {"state": tuple(self.state)}
+
+    def load_state_dict(self, pool: ObservedHosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.reset(pool)
+        self.state = type(self.state)(*state["state"])
 
 
 class SampledController(LearnedController):

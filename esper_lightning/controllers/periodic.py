@@ -1,11 +1,14 @@
 """Open-loop controller that grows seeds at fixed intervals: a lower bound for controllers that observe the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.fixed_schedule import WAIT_ACTION, is_possible
 from esper_lightning.controllers.hill_climbing import fastest_tempo, make_action
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import Action, Op
 from esper_lightning.envs.spaces.actions import to_action
 
 
@@ -32,7 +35,7 @@ class Periodic:
     def __init__(self, config: PeriodicConfig = PeriodicConfig()) -> None:
         self.config = config
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         available = pool.space.blueprint
         for name in self.config.blueprints or ():
             if name not in available:
@@ -43,10 +46,24 @@ class Periodic:
         self.next_slot = [0] * pool.n_envs  # slot to try first for it
         self.next_blueprint = [0] * pool.n_envs  # position in the rotation of blueprints
 
-    def act(self, pool: HostPool) -> Action:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tick, slot and blueprint of the next germination, for an episode that is continued later."""
+        return {
+            "next_germination": self.next_germination,
+            "next_slot": self.next_slot,
+            "next_blueprint": self.next_blueprint,
+        }
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.reset(pool)
+        self.next_germination, self.next_slot = list(state["next_germination"]), list(state["next_slot"])
+        self.next_blueprint = list(state["next_blueprint"])
+
+    def act(self, pool: Hosts) -> Action:
         return to_action([self._choose_action(pool, host) for host in range(pool.n_envs)], pool.device)
 
-    def _choose_action(self, pool: HostPool, host: int) -> tuple[int, ...]:
+    def _choose_action(self, pool: Hosts, host: int) -> tuple[int, ...]:
         slots = range(len(pool.space.slot))
         for op in (Op.FOSSILIZE, Op.ADVANCE):
             for k in slots if op < len(pool.space.op) else ():

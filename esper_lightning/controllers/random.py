@@ -2,7 +2,8 @@
 
 import torch
 
-from esper_lightning.envs import Action, HostPool, Op
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import Action, Op
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.tamiyo.heads import HostDistribution, uniform_logits
@@ -11,10 +12,10 @@ from esper_lightning.tamiyo.heads import HostDistribution, uniform_logits
 class WaitOnly:
     """Always waits, so the host never grows."""
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         pass
 
-    def act(self, pool: HostPool) -> Action:
+    def act(self, pool: Hosts) -> Action:
         return to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
 
 
@@ -28,10 +29,10 @@ class RandomValid:
     def __init__(self, rng_seed: int) -> None:
         self.generator = torch.Generator().manual_seed(rng_seed)
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         pass
 
-    def act(self, pool: HostPool) -> Action:
+    def act(self, pool: Hosts) -> Action:
         logits = uniform_logits(pool.space.sizes, pool.n_envs)
         action = HostDistribution(logits, pool.masks_on_cpu).sample(self.generator)
         return Action(*copy_to_device(torch.stack(action), pool.device))

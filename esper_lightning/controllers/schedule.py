@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.envs import HEADS, ActionSpace, HostPool, Op
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.envs import HEADS, ActionSpace, Op
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS
 from esper_lightning.serialization.replace import replace_file
 
@@ -68,7 +69,7 @@ def make_scheduled_action(tick: int, action: Sequence[int], space: ActionSpace) 
     return ScheduledAction(tick, **fields)
 
 
-def actions_by_tick(schedule: Schedule, pool: HostPool) -> list[tuple[int, tuple[int, ...]]]:
+def actions_by_tick(schedule: Schedule, pool: Hosts) -> list[tuple[int, tuple[int, ...]]]:
     """Return tick and action, as one index per head, of every entry, ordered by tick.
 
     Raises ValueError, naming the entry, if the schedule does not fit the pool's hosts.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.controllers.learned import PolicyController
-from esper_lightning.envs import HEADS, Action, HostPool, Masks, Op
+from esper_lightning.controllers.learned import Hosts, PolicyController
+from esper_lightning.envs import HEADS, Action, Masks, Op
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
 from esper_lightning.growth.stages import Stage
@@ -69,8 +69,7 @@ class SpaceAdapter:
     other choices or features differ.
     """
 
-    def __init__(self, spaces: TrainingSpaces, pool: HostPool) -> None:
-        assert all(slot.stage is Stage.DORMANT for env in pool.envs for slot in env.slots), "an episode begins"
+    def __init__(self, spaces: TrainingSpaces, pool: Hosts) -> None:
         check_heads(spaces.space, pool.space)
         self.pool = pool
         self.n_envs = pool.n_envs
@@ -102,7 +101,7 @@ class SpaceAdapter:
         is_dormant_share = torch.tensor([shares.get(name, 0.0) for name in spaces.features], device=pool.device)
         self.padded_share = is_dormant_share * (self.n_policy_slots - self.n_host_slots) / self.n_policy_slots
 
-    def _find_columns(self, spaces: TrainingSpaces, pool: HostPool) -> list[int]:
+    def _find_columns(self, spaces: TrainingSpaces, pool: Hosts) -> list[int]:
         """Return the column of each of the policy's features on these hosts.
 
         Features of slots that the hosts lack get the column of the first slot; its value is replaced later.
@@ -222,10 +221,22 @@ class TransferController:
         self.controller = controller
         self.spaces = spaces
 
-    def reset(self, pool: HostPool) -> None:
+    def reset(self, pool: Hosts) -> None:
         """Start an episode. Raises ValueError if the hosts do not fit the policy's spaces."""
+        if not all(slot.stage is Stage.DORMANT for env in pool.envs for slot in env.slots):
+            raise ValueError("a policy begins with empty slots, and something has grown already; give it a new network")
         self.adapter = SpaceAdapter(self.spaces, pool)
         self.controller.reset(self.adapter)
 
-    def act(self, pool: HostPool) -> Action:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the controller and of the adapter, for an episode that is continued later."""
+        return {"padding": self.adapter.padding_features, "controller": self.controller.state_dict()}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self.adapter = SpaceAdapter(self.spaces, pool)
+        self.adapter.padding_features = state["padding"]
+        self.controller.load_state_dict(self.adapter, state["controller"])
+
+    def act(self, pool: Hosts) -> Action:
         return self.adapter.translate(self.controller.act(self.adapter))

@@ -11,19 +11,19 @@ from esper_lightning.blueprints import get_blueprint, initialise
 from esper_lightning.envs.context.context import HostContext
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.measurements import EpochResult, History, Score, Validation
-from esper_lightning.envs.restore import check_accounts, check_host, check_monitor, check_validation, validation_state
-from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
+from esper_lightning.envs.measurements import EpochResult, Score
+from esper_lightning.envs.restore import check_host, check_monitor
+from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
+from esper_lightning.envs.subject import Subject
 from esper_lightning.governor.judge import EpochStats, Judgement
 from esper_lightning.governor.monitor import HostMonitor
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
-from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.growing_network import GrowingNetwork
+from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.growth.stages import OCCUPIED, Stage
-from esper_lightning.rewards import ObjectiveConfig, Prices, SeedAccount, compute_rent, objective
+from esper_lightning.growth.stages import OCCUPIED
+from esper_lightning.rewards import ObjectiveConfig, Prices, compute_rent, objective
 from esper_lightning.serialization.checks import check_keys
 from esper_lightning.tasks import Batches
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from esper_lightning.profiling import HostTimer
 
 
-class HostEnv:
-    """An environment whose episode is the training of one host network.
+class HostEnv(Subject):
+    """An environment whose episode is the training of one host network: the subject, and what trains and prices it.
 
     An episode depends on the RNG seed of `reset` and on the actions alone. An environment step is one host epoch.
 
@@ -69,22 +69,16 @@ class HostEnv:
         architecture: str = "",
     ) -> None:
         self.network = network
-        self.space = space
-        self.actions = actions
-        self.horizon = horizon
-        self.host_parameters = count_parameters(network)
         self.device = device
         self.timer = timer
         self.monitor: HostMonitor | None = None
         self.measure_host_only = measure_host_only
-        self.flops = flops
         self.architecture = architecture
-        self.objective_config = objective
         self.set_context(context)
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
         self.scaler = self.training.make_scaler(self.device)
-        self.growing = GrowingNetwork(
+        growing = GrowingNetwork(
             network,
             self.optimizer,
             horizon=horizon,
@@ -93,10 +87,10 @@ class HostEnv:
             carry_over=self.training.carry_over,
             generator=self.generator,
         )
+        super().__init__(growing, space, actions=actions, objective=objective, flops=flops)
         self.data_order: Callable[[int, int], int] | None = None
         self.on_batches: Callable[[Batches], None] | None = None
         self.rng_seed = 0
-        self._clear()
 
     def set_context(self, context: HostContext) -> None:
         """Set the context that holds from the next reset on."""
@@ -106,30 +100,10 @@ class HostEnv:
             self.monitor.chance_loss = context.chance_loss
 
     def _clear(self) -> None:
-        self.tick = 0
-        self.last_op = Op.WAIT
-        self.history = History()
+        super()._clear()
         self.objective = 0.0  # J at the last measurement
-        self.accounts = [SeedAccount() for _ in self.growing.slots]
-        self.validated: Validation | None = None  # of the last validation
-        self.host_gradient: GradientStats | None = None
-        self.skipped_steps = 0  # in this episode, because gradients overflowed fp16
-        self.ended = False  # before the horizon: the host is idle until the next reset
         self.failure: str | None = None  # out-of-memory message of the last host epoch
         self.lr_factor = 1.0
-
-    @property
-    def slots(self) -> list[SeedSlot]:
-        return list(self.growing.slots.values())
-
-    @property
-    def records(self) -> list[SeedMeasurements]:
-        """Measurements of the seed in each slot, [K]."""
-        return list(self.growing.measurements.values())
-
-    @property
-    def lifecycle(self) -> LifecycleConfig:
-        return self.growing.lifecycle
 
     def reset(self, rng_seed: int) -> None:
         """Start a new episode in place: fresh weights, empty slots, no optimizer state."""
@@ -150,36 +124,6 @@ class HostEnv:
             group.update(options, lr=options["lr"] * self.lr_factor)
         seed_options = self.training.group_options("seed")
         self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * self.lr_factor}
-
-    def apply(self, action: Sequence[int]) -> list[SeedEvent]:
-        """Execute one action, an index per head. Raises ValueError if the lifecycle forbids it."""
-        chosen, growing = self.space.decode(action), self.growing
-        self.last_op = Op(action[0])
-        match self.last_op:
-            case Op.WAIT:
-                return []
-            case Op.GERMINATE:
-                curve, style = STYLES[chosen.style]
-                ticks = self.actions.tempos[chosen.tempo]
-                event = growing.germinate(chosen.slot, chosen.blueprint, ticks=ticks, style=style, curve=curve)
-                self._update_account(
-                    chosen.slot, SeedAccount(accuracy_at_germination=(self.history.accuracy or [0.0])[-1])
-                )
-                return [event]
-            case Op.CULL:
-                return [growing.cull(chosen.slot, ticks=chosen.speed, curve=chosen.curve)]
-            case Op.FOSSILIZE:
-                event = growing.fossilize(chosen.slot)
-                self._update_account(chosen.slot, ticks_left=self.horizon - self.tick)
-                return [event]
-            case Op.ADVANCE:
-                return [growing.advance(chosen.slot)]
-            case Op.SET_ALPHA:
-                return [growing.set_alpha(chosen.slot, chosen.target, ticks=chosen.speed, curve=chosen.curve)]
-
-    def _update_account(self, slot: str, account: SeedAccount | None = None, **changes: int) -> None:
-        k = list(self.growing.slots).index(slot)
-        self.accounts[k] = (account or self.accounts[k])._replace(**changes)
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
         """Return the overseer's reasons to veto an action; an empty list allows it."""
@@ -233,12 +177,6 @@ class HostEnv:
         return variants_to_validate(
             self.slots, host_only=self.measure_host_only, potential=self.lifecycle.min_potential is not None
         )
-
-    def record_validation(self, validation: Validation) -> None:
-        """Record a validation of the current host."""
-        self.validated = validation
-        self.history.loss.append(validation.all_seeds.loss)
-        self.history.accuracy.append(validation.all_seeds.accuracy)
 
     def update_objective(self) -> Score:
         """Update the objective J from the last validation.
@@ -310,54 +248,16 @@ class HostEnv:
             replace(event, after=slot.stage, cause=cause) for event, slot in pairs if event.before is not slot.stage
         ]
 
-    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
-        """Record the result of a host epoch and advance the lifecycle of the seeds; with `hold`, no stage advances."""
-        training, validation = result
-        self.history.train_loss.append(training.loss)
-        self.history.train_accuracy.append(training.accuracy)
-        self.host_gradient = training.host_gradient
-        self.skipped_steps += training.skipped_steps
-        self.record_validation(validation)
-        self.tick += 1
-        contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
-        gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
-        is_measured = self.lifecycle.min_potential is not None
-        potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
-        return self.growing.end_epoch(contributions, gradients, potentials=potentials, pause_auto_advance=hold_stages)
-
-    def seed_parameters(self, stages: frozenset[Stage]) -> int:
-        """Return the number of parameters of all seeds in one of `stages`."""
-        return sum(count_parameters(slot.seed) for slot in self.slots if slot.stage in stages)
-
-    @property
-    def fossilized_parameters(self) -> int:
-        """Number of parameters of the host and its fossilized seeds."""
-        return self.host_parameters + self.seed_parameters(frozenset({Stage.FOSSILIZED}))
-
-    @property
-    def fossilized_flops(self) -> int:
-        """FLOPs of the forward pass for one sample through the host and its fossilized seeds."""
-        assert self.flops is not None, "they are counted where compute has a price"
-        fossilized = [slot for slot in self.slots if slot.stage is Stage.FOSSILIZED]
-        return self.flops.host + sum(self.flops.seed_flops(slot) for slot in fossilized)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
         monitor = self.monitor.state_dict() if self.monitor is not None else None
         return self._host_state() | {"ended": self.ended, "monitor": monitor}
 
     def _host_state(self) -> dict[str, Any]:
-        return {
+        return self.record_state() | {
             "rng_seed": self.rng_seed,
-            "tick": self.tick,
-            "last_op": int(self.last_op),
             "objective": self.objective,
-            "accounts": [list(account) for account in self.accounts],
-            "history": {name: list(values) for name, values in vars(self.history).items()},
-            "validated": validation_state(self.validated) if self.validated else None,
-            "host_gradient": list(self.host_gradient) if self.host_gradient else None,
             "scaler": self.scaler.state_dict(),
-            "skipped_steps": self.skipped_steps,
             "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
@@ -382,13 +282,9 @@ class HostEnv:
     def _load_host(self, state: Mapping[str, Any]) -> None:
         self._clear()
         self.rng_seed = state["rng_seed"]
-        self.tick, self.last_op, self.objective = state["tick"], Op(state["last_op"]), state["objective"]
-        self.accounts = check_accounts(state.get("accounts"), self.horizon, len(self.slots))
-        self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        self.validated = check_validation(state["validated"], len(self.slots))
-        self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
+        self.load_record_state(state)
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.skipped_steps, self.lr_factor = state["skipped_steps"], state["lr_factor"]
+        self.objective, self.lr_factor = state["objective"], state["lr_factor"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

@@ -109,7 +109,14 @@ class HostPool:
         self._choose_executor(growable)
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
-        self.observation_builder = ObservationBuilder(self.envs, self.env_factory, device)
+        self.observation_builder = ObservationBuilder(
+            self.envs,
+            self.space,
+            growable,
+            config=config,
+            device=device,
+            num_privileged=self.env_factory.num_privileged,
+        )
         self.masks, self.masks_on_cpu = self.observation_builder.masks, self.observation_builder.masks_on_cpu
         self.observation, self.feature_names = self.observation_builder.observation, self.observation_builder.names
         self.privileged = self.observation_builder.privileged
@@ -170,7 +177,7 @@ class HostPool:
             for i, rng_seed in enumerate(rng_seeds):
                 self.envs[i] = self.env_factory.make(i, rng_seed)
                 self.envs[i].reset(rng_seed)
-            self.observation_builder.update_privileged()
+            self._update_privileged()
             self.episode_starts.zero_()
         with self.clock.measure("validate", [env.timer for env in self.envs]):
             validated = self.executor.validate(self.envs, self.data.validation)
@@ -182,6 +189,10 @@ class HostPool:
             self.observation_builder.update()
         self._take_snapshots(self.envs)
         return self.observation
+
+    def _update_privileged(self) -> None:
+        """Update the privileged features of all environments, at the start of their episodes."""
+        self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
 
     def load_host(self, index: int, state: Mapping[str, Any]) -> None:
         """Restore the host of this index from a state of `HostEnv.state_dict`."""
@@ -438,7 +449,7 @@ class HostPool:
             self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
         for i, saved in enumerate(state["envs"]):
             self.load_host(i, saved)
-        self.observation_builder.update_privileged()
+        self._update_privileged()
         self.episode_starts.zero_()
         self.observation_builder.update()
         return note

@@ -145,10 +145,11 @@ def load_module_and_spaces(
     return module, spaces
 
 
-def load_controller(path: str | Path, device: torch.device = CPU) -> Controller:
+def load_controller(path: str | Path, device: torch.device = CPU) -> TransferController:
     """Return a controller that takes the most likely actions of a trained policy.
 
-    It acts on any pool of hosts that fits the policy: of its own task, or of another one with the same blueprints.
+    It acts on any pool that fits the policy: hosts of its own task, of another one with the same blueprints, or a
+    network that the callback `Grow` grows.
 
     Args:
         path: Checkpoint of a run on hosts.

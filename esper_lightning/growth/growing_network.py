@@ -383,6 +383,12 @@ class GrowingNetwork:
             "network": weights_of(self.module),
             "groups": group_names(self.optimizer),
             "optimizer": self.optimizer.state_dict(),
+            **self.measurement_state(),
+        }
+
+    def measurement_state(self) -> dict[str, Any]:
+        """Return the measurements of all seeds and the generator's state: what network and optimizer do not hold."""
+        return {
             "records": [
                 [r.contribution, r.previous_contribution, list(r.gradient) if r.gradient else None, r.potential]
                 for r in self.measurements.values()
@@ -413,6 +419,12 @@ class GrowingNetwork:
             if name in seeds:
                 add_group(self.optimizer, name, seeds[name], **self.seed_options)
         load_optimizer(self.optimizer, deepcopy(state["optimizer"]))  # the optimizer would share its tensors
+        self.load_measurement_state(state)
+
+    def load_measurement_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of `measurement_state`, when network and optimizer are restored. Raises ValueError if it is
+        damaged.
+        """
         for name, record in zip(self.slots, state["records"], strict=True):
             contribution, previous, gradient, potential = record
             measured = [number for number in (contribution, previous, potential) if number is not None]

@@ -19,7 +19,7 @@ from esper_lightning.telemetry.figures import (
 )
 
 if TYPE_CHECKING:
-    from esper_lightning.envs import HostPool, StepResult
+    from esper_lightning.envs import HostEvent, HostPool, StepResult
     from esper_lightning.envs.host_env import HostEnv
     from esper_lightning.growth.growing_network import RefusalReasons
 
@@ -51,7 +51,7 @@ def vetoes(step: "StepResult", tick: int) -> list[Event]:
     return [Vetoed(tick, veto.host, veto.action, veto.reasons) for veto in step.vetoes]
 
 
-def seed_changes(step: "StepResult", tick: int) -> list[Event]:
+def seed_changes(events: "Sequence[HostEvent]", tick: int) -> list[Event]:
     """Return one event for each seed change: a new stage, or a new target of its alpha (its blending weight)."""
     return [
         SeedChanged(
@@ -65,7 +65,7 @@ def seed_changes(step: "StepResult", tick: int) -> list[Event]:
             age=seed.age,
             contribution=seed.contribution,
         )
-        for host, _, seed in step.events
+        for host, _, seed in events
     ]
 
 
@@ -161,7 +161,7 @@ class Observer:
         events = [*rollbacks(step, tick), *vetoes(step, tick)]
         if all_events:
             events = [
-                *seed_changes(step, tick),
+                *seed_changes(step.events, tick),
                 *self.gates.update(step, envs, tick),
                 *contributions(envs, tick),
                 *events,

@@ -180,7 +180,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "Rent is charged for seeds that are not fossilized",
-        "esper_lightning/envs/host_env.py",
+        "esper_lightning/envs/subject.py",
         "self.seed_parameters(frozenset({Stage.FOSSILIZED}))",
         "self.seed_parameters(OCCUPIED)",
         "tests/envs/test_host_pool.py::test_what_is_not_fossilized_at_the_horizon_is_dropped_and_costs_nothing",

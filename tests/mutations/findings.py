@@ -48,7 +48,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "F4: skipped steps are not counted",
-        "esper_lightning/envs/host_env.py",
+        "esper_lightning/envs/subject.py",
         "self.skipped_steps += training.skipped_steps",
         "pass",
         "tests/envs/test_skipped_steps.py::test_host_and_seeds_skip_a_step_together",

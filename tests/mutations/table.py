@@ -1,10 +1,11 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, growth, ppo, trust
+from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, ppo, trust
 
 DEFECTS = (
     *findings.DEFECTS,
     *growth.DEFECTS,
+    *grow.DEFECTS,
     *ppo.DEFECTS,
     *execution.DEFECTS,
     *evaluation.DEFECTS,

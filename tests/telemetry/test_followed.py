@@ -52,7 +52,7 @@ def test_the_told_changes_lead_to_where_every_seed_is(lr: float) -> None:
         rolled_back += sum(word.verdict.diverged for word in step.verdicts)
         if pool.envs[0].tick == 1:
             known = {(host, slot): "DORMANT" for host in range(HOSTS) for slot in pool.space.slot}
-        for change in seed_changes(step, 0):
+        for change in seed_changes(step.events, 0):
             assert known[change.host, change.slot] == change.before, change
             known[change.host, change.slot] = change.after
         assert known == {(i, s.name): s.stage.name for i, env in enumerate(pool.envs) for s in env.slots}

@@ -1,7 +1,7 @@
 """The action space of hosts: discovery on a throw-away host, and the union over the hosts of several tasks."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,16 +79,33 @@ def discover_action_space(
 
     Raises ValueError if the host has no slots, or a slot or a blueprint cannot be used at all.
     """
-    slots = slots_of(host)
-    if not slots:
-        raise ValueError("the host has no slots; name at least one where seeds may grow")
-    layouts = {slot.layout: None for slot in slots.values()}
-    available = dict.fromkeys(name for layout in layouts for name in blueprint_names(layout, batch.inputs.device))
-    blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
 
     def loss_of(network: nn.Module) -> Tensor:
         return task.measure(network(batch.inputs), batch.targets).loss.mean()
 
+    return probe_action_space(host, loss_of, actions=actions, birth=birth, shared_space=shared_space)
+
+
+def probe_action_space(
+    host: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    *,
+    actions: ActionConfig,
+    birth: Birth,
+    shared_space: SharedSpace | None = None,
+) -> tuple[ActionSpace, Tensor]:
+    """Find the action space of a network, and which of P blueprints can grow in which slot, [K, P] bool.
+
+    `loss_of` runs a network on a batch and returns its loss, with a graph. Other arguments and errors: see
+    `discover_action_space`.
+    """
+    slots = slots_of(host)
+    if not slots:
+        raise ValueError("the host has no slots; name at least one where seeds may grow")
+    layouts = {slot.layout: None for slot in slots.values()}
+    device = next(iter(slots.values())).alpha.device
+    available = dict.fromkeys(name for layout in layouts for name in blueprint_names(layout, device))
+    blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
     reasons = probe_seeds(host, blueprints, loss_of, birth=birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])
     if shared_space is not None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
-from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.actions import STYLES
+from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage
@@ -111,7 +111,7 @@ def plateau_length(accuracy: list[float]) -> int:
     return max(since, 0)
 
 
-def compute_features(env: HostEnv) -> dict[str, float]:
+def compute_features(env: Subject) -> dict[str, float]:
     """Return all features of one environment by name."""
     history = env.history
     values = {"progress": env.tick / env.horizon}
@@ -138,7 +138,7 @@ def compute_features(env: HostEnv) -> dict[str, float]:
     return values
 
 
-def log_size(added_parameters: int, env: HostEnv) -> float:
+def log_size(added_parameters: int, env: Subject) -> float:
     """Return log(1 + added / host) for a number of added parameters, scaled and clipped."""
     return clip(math.log1p(added_parameters / env.host_parameters) / LOG_SIZE_SCALE)
 
@@ -148,7 +148,7 @@ def log_norm(gradient: GradientStats | None) -> float:
     return MISSING if gradient is None else symlog(gradient.norm, LOG_NORM_SCALE)
 
 
-def slot_features(env: HostEnv, k: int) -> dict[str, float]:
+def slot_features(env: Subject, k: int) -> dict[str, float]:
     """Return the features of slot `k`, with names that begin with the slot's name."""
     slot, record = env.slots[k], env.records[k]
     gradient, contribution, previous = record.gradient, record.contribution, record.previous_contribution
@@ -184,5 +184,5 @@ def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:
     return 0.0 if ratio is None else clip(math.log(ratio) / LOG_NORM_SCALE)
 
 
-def blueprint_id(env: HostEnv, blueprint: str | None) -> int:
+def blueprint_id(env: Subject, blueprint: str | None) -> int:
     return 0 if blueprint is None else 1 + env.space.blueprint.index(blueprint)

@@ -3,21 +3,26 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from esper_lightning.envs.context.env_factory import EnvFactory
+from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.masks import HostMasks, Masks, compute_masks, make_masks
 from esper_lightning.envs.spaces.observation import BLUEPRINTS, Observation, blueprint_id, compute_features
+from esper_lightning.envs.subject import Subject
 
 
 class ObservationBuilder:
     """Builds observation, masks and privileged features of N environments, in tensors that are updated in place.
 
     Args:
-        envs: Environments; the entries of the list may be replaced.
-        env_factory: Factory of these environments.
+        envs: Environments, or networks in another training; the entries of the list may be replaced.
+        space: Action space of all environments.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
+        config: Settings of actions and observation.
         device: Device of observation and masks.
+        num_privileged: Number of privileged features P of each episode; 0: nothing is hidden.
 
     Attributes:
         names: Names of the D observed features.
@@ -28,17 +33,27 @@ class ObservationBuilder:
         refusals: Reasons of the lifecycle gates against stage changes of each seed, [N][K].
     """
 
-    def __init__(self, envs: Sequence[HostEnv], env_factory: EnvFactory, device: torch.device) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Subject],
+        space: ActionSpace,
+        growable: Tensor,
+        *,
+        config: EnvConfig,
+        device: torch.device,
+        num_privileged: int = 0,
+    ) -> None:
         self.envs = envs
-        self.env_factory = env_factory
+        self.space = space
+        self.actions = config.actions
         self.device = device
-        self.config = env_factory.config.sight
+        self.config = config.sight
         names = list(compute_features(envs[0]))
         *selected, self.shows_blueprints = self.config.select([*names, BLUEPRINTS])
         self.columns = [i for i, shown in enumerate(selected) if shown]
         self.names = [names[i] for i in self.columns]
-        space, n_envs = env_factory.space, len(envs)
-        self.masks_on_cpu = make_masks(n_envs, space, env_factory.growable)
+        n_envs = len(envs)
+        self.masks_on_cpu = make_masks(n_envs, space, growable)
         self.masks = Masks(*(mask.to(device) for mask in self.masks_on_cpu))
         if not self.config.masks:
             self.masks = Masks(*(torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in self.masks))
@@ -46,17 +61,15 @@ class ObservationBuilder:
             features=torch.zeros(n_envs, len(self.names), device=device),
             blueprints=torch.zeros(n_envs, len(space.slot), dtype=torch.int64, device=device),
         )
-        self.privileged = (
-            torch.zeros(n_envs, env_factory.num_privileged, device=device) if env_factory.num_privileged else None
-        )
+        self.privileged = torch.zeros(n_envs, num_privileged, device=device) if num_privileged else None
 
     def update(self) -> None:
         """Update observation, masks and refusals from the environments."""
-        envs, config = self.envs, self.env_factory.config
+        envs = self.envs
         self.refusals = [env.growing.refusal_reasons() for env in envs]
         rows = zip(
             *(
-                compute_masks(env.growing, refusals, self.env_factory.space, config=config.actions, ended=env.ended)
+                compute_masks(env.growing, refusals, self.space, config=self.actions, ended=env.ended)
                 for env, refusals in zip(envs, self.refusals, strict=True)
             ),
             strict=True,
@@ -73,11 +86,10 @@ class ObservationBuilder:
             blueprint_ids = torch.tensor([[blueprint_id(env, slot.blueprint) for slot in env.slots] for env in envs])
             self.observation.blueprints.copy_(copy_to_device(blueprint_ids, self.device))
 
-    def update_privileged(self) -> None:
-        """Update the privileged features, at the start of episodes."""
+    def update_privileged(self, values: Sequence[Sequence[float]]) -> None:
+        """Update the privileged features, at the start of episodes, from `values` [N][P]."""
         if self.privileged is not None:
-            values = torch.tensor([self.env_factory.privileged_features(env) for env in self.envs])
-            self.privileged.copy_(copy_to_device(values, self.device))
+            self.privileged.copy_(copy_to_device(torch.tensor(values), self.device))
 
     def mask_invalid(self, actions: Sequence[tuple[int, ...]], fallback: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the actions with impossible ones replaced by `nothing`; all unchanged if the policy's masks are on."""

@@ -1,0 +1,5 @@
+"""Growth of the network of a LightningModule of your own, while its own Trainer trains it."""
+
+from callbacks.grow.callback import Grow
+
+__all__ = ["Grow"]

@@ -1,0 +1,71 @@
+"""Parts of a fit that have to know of seeds: its length, the clipping of gradients, and several processes."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning import Trainer
+from torch import nn
+
+from esper_lightning.growth.schedules import host_groups, seed_groups
+
+
+def count_ticks(trainer: Trainer, every: int) -> int:
+    """Return the number of ticks of a training. Raises ValueError if the trainer's settings do not tell."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return 1
+    epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
+    if epochs is None or epochs < 1 or trainer.max_steps != -1 or interval is None:
+        raise ValueError(
+            "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
+            "clock; give Grow(horizon=…), in validations"
+        )
+    if trainer.check_val_every_n_epoch is None:
+        validations = epochs * batches // interval
+    else:
+        per_epoch = 1 if math.isinf(interval) else batches // interval
+        validations = epochs // trainer.check_val_every_n_epoch * per_epoch
+    if not math.isfinite(validations) or validations < every:
+        raise ValueError(
+            f"Grow: {epochs} epochs have {validations:g} validations, and a tick takes {every}; train for longer, or "
+            f"give Grow(horizon=…)"
+        )
+    return int(validations) // every
+
+
+def separate_clipping(clip: Callable[..., None]) -> Callable[..., None]:
+    """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
+
+    def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
+        groups = list(raw.param_groups)
+        try:
+            for part in (host_groups(raw), *([seed] for seed in seed_groups(raw))):
+                raw.param_groups[:] = part
+                clip(raw, *args, **kwargs)
+        finally:
+            raw.param_groups[:] = groups
+
+    return clip_gradients
+
+
+def average_gradients(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
+    """Average the gradients of seeds over all processes.
+
+    DistributedDataParallel knows the parameters that it began with and no others. Averages of accumulated gradients
+    are accumulated averages, so this may follow every backward pass.
+    """
+    parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
+    if parameters:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        mean = trainer.strategy.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduce_op="mean")
+        for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+
+def share_buffers(seeds: Iterable[nn.Module]) -> None:
+    """Give the buffers of seeds, such as running statistics, the values of the first process."""
+    for seed in seeds:
+        for buffer in seed.buffers():
+            torch.distributed.broadcast(buffer, src=0)

@@ -1,0 +1,130 @@
+"""Trainers, modules and optimizers that cannot grow: each is refused in one line, before training begins."""
+
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from esper_lightning.blueprints import suggest_name
+from esper_lightning.growth.attach_checks import parse_slot_requests
+from esper_lightning.growth.lifecycle import slots_of
+
+PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+CONFLICTING_CALLBACKS = {
+    WeightAveraging: "averages parameters by their place, which growth changes",
+    StochasticWeightAveraging: "averages parameters by their place, which growth changes",
+    BaseFinetuning: "rearranges the optimizer's parameter groups when a run is resumed",
+}
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise ValueError(
+            f"Grow: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, or "
+            f"strategy='ddp'"
+        )
+    if trainer.precision not in PRECISIONS:
+        raise ValueError(f"Grow: precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in CONFLICTING_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"Grow: {type(callback).__name__} {reason}; leave one of the two callbacks out")
+    if any(isinstance(part, AveragedModel) for part in module.modules()):
+        raise ValueError(
+            "Grow: the module holds an AveragedModel, which averages parameters by their place, and growth changes "
+            "that; average the grown network in a second run"
+        )
+    if not trainer.enable_validation:
+        raise ValueError(
+            "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
+            "val_dataloader, and leave limit_val_batches above 0"
+        )
+
+
+def check_network(network: nn.Module, name: str) -> None:
+    """Raise ValueError if the network or a part of it is compiled."""
+    for part_name, part in network.named_modules():
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            where = f"{name}.{part_name}" if part_name else name
+            raise ValueError(f"Grow: {where!r} is compiled, and does not see its slots; train it without torch.compile")
+
+
+def check_wrapper(trainer: Trainer) -> None:
+    """Raise ValueError if DistributedDataParallel was told that the graph never changes."""
+    wrapper: Any = trainer.strategy.model
+    if isinstance(wrapper, DistributedDataParallel) and wrapper.static_graph:
+        raise ValueError("Grow: DDP with static_graph=True forbids that the network changes; leave static_graph out")
+
+
+def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
+    """Return name and module of the network that grows.
+
+    Args:
+        module: LightningModule that holds it.
+        name: Its name as in `named_modules`. None: the only child of the module that has parameters and all `slots`.
+        slots: Names of slots within the network; if empty, it has slots built in.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if name is not None:
+        if name not in modules or not name:
+            raise ValueError(f"Grow: unknown network {name!r}; {suggest_name(name, [n for n in modules if n])}")
+        return name, modules[name]
+    children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+    fitting = {name: child for name, child in children.items() if _has_slots(child, slots)} or children
+    if len(fitting) != 1:
+        names = ", ".join(map(repr, fitting)) or "none"
+        raise ValueError(
+            f"Grow: the module's parts with parameters are {names}; give Grow(network=…) the name of the one that "
+            f"grows (layers of the LightningModule itself cannot grow: put them into a module of their own)"
+        )
+    return next(iter(fitting.items()))
+
+
+def _has_slots(network: nn.Module, slots: list[str]) -> bool:
+    if not slots:
+        return bool(slots_of(network))
+    try:
+        parse_slot_requests(network, slots, ())
+    except ValueError:
+        return False
+    return True
+
+
+def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer:
+    """Return the optimizer that trains the network.
+
+    Raises ValueError if there is none, if several train a part of it, or if its kind cannot hold groups that come and
+    go.
+    """
+    parameters = {id(parameter) for parameter in network.parameters()}
+    owners = [
+        optimizer
+        for optimizer in trainer.optimizers
+        if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+    ]
+    if len(owners) != 1:
+        many = "several optimizers train" if owners else "no optimizer trains"
+        raise ValueError(f"Grow: {many} the parameters of {name!r}; name a network that exactly one optimizer trains")
+    (optimizer,) = owners
+    if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
+        raise ValueError(
+            f"Grow: {type(optimizer).__name__} cannot hold parameter groups that come and go; use SGD, Adam or AdamW"
+        )
+    precision = trainer.precision_plugin
+    is_scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if is_scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise ValueError(
+            "Grow: a fused optimizer under 16-mixed hides the size of gradients, by which seeds are judged; make it "
+            "with fused=False"
+        )
+    return optimizer

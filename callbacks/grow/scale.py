@@ -1,0 +1,69 @@
+"""A metric of the user as deciders see it: an accuracy from 0 to 1, and contributions in points of 100."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
+
+MIN_ACCURACY = 1e-6
+"""Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+
+ROUNDING = 1e-5
+"""Excess over 1 of a share that is due to rounding."""
+
+
+class Measured(NamedTuple):
+    """What a validation measured, until the next training batch begins."""
+
+    metric: float
+    loss: float | None
+    contributions: dict[str, float]
+    potentials: dict[str, float]
+
+
+class Scale(NamedTuple):
+    """Meaning of a metric."""
+
+    monitor: str
+    mode: Literal["max", "min"]
+
+    def points(self, better: float, worse: float) -> float:
+        """Return by how much one metric is better than another: in points of 100, or for a loss in percent."""
+        if self.mode == "max":
+            return POINTS_PER_UNIT * (better - worse)
+        return POINTS_PER_UNIT * (worse - better) / max(abs(worse), MIN_ACCURACY)
+
+    def accuracy(self, metric: float) -> float:
+        """Return the metric as a number from 0 to 1 that grows with quality; 0 for one that is not finite.
+
+        Raises ValueError if a metric of mode `max` is no share.
+        """
+        if not math.isfinite(metric):
+            return 0.0
+        if self.mode == "min":
+            return math.exp(-max(metric, 0.0))
+        if not 0.0 <= metric <= 1.0 + ROUNDING:
+            raise ValueError(
+                f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale it, or "
+                f"monitor a loss with mode 'min'"
+            )
+        return min(metric, 1.0)
+
+    def validation(self, measured: Measured, slots: Iterable[str]) -> Validation:
+        """Return a validation in the form in which deciders see it."""
+        accuracy, loss = self.accuracy(measured.metric), measured.loss
+        if loss is None:
+            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
+        score = Score(loss, accuracy)
+
+        def moved(points: float) -> Score:
+            return Score(loss, accuracy + points / POINTS_PER_UNIT)
+
+        names = list(slots)
+        return Validation(
+            all_seeds=score,
+            without=[moved(-measured.contributions.get(name, 0.0)) for name in names],
+            fossilized=score,
+            trials=[moved(measured.potentials.get(name, 0.0)) for name in names],
+        )

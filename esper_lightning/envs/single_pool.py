@@ -1,0 +1,82 @@
+"""A pool of one: a network in a training of its own, in the form in which controllers see the hosts of a pool."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from esper_lightning.envs.config import EnvConfig
+from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.measurements import EpochResult, Validation
+from esper_lightning.envs.spaces.actions import Action
+from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
+from esper_lightning.envs.subject import Subject
+from esper_lightning.growth.lifecycle import SeedEvent
+
+CPU = torch.device("cpu")
+
+
+class ActsOnSinglePool(Protocol):
+    """Controller of a pool of one."""
+
+    def act(self, pool: "SinglePool") -> Action:
+        """Return an action that is possible according to `pool.masks`."""
+        ...
+
+
+class SinglePool:
+    """One network in training as a pool of one environment; what trains it calls `record` after every epoch.
+
+    Args:
+        subject: The network with its record.
+        growable: True where a blueprint can grow in a slot, [K, blueprints] bool.
+        config: Horizon, lifecycle, actions, objective and observation; the rest is not used.
+    """
+
+    n_envs = 1
+
+    def __init__(self, subject: Subject, growable: Tensor, config: EnvConfig) -> None:
+        self.subject = subject
+        self.envs = [subject]
+        self.space = subject.space
+        self.growable = growable
+        self.config = config
+        self.device = CPU
+        self._builder = ObservationBuilder(self.envs, self.space, growable, config=config, device=CPU)
+        self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
+        self.observation, self.feature_names = self._builder.observation, self._builder.names
+        self.episode_starts = torch.zeros(1, dtype=torch.bool)
+
+    def begin(self, validation: Validation) -> None:
+        """Record the validation before the first epoch."""
+        self.subject.record_validation(validation)
+        self.update()
+
+    def record(self, result: EpochResult) -> list[SeedEvent]:
+        """Record the result of an epoch, and return the changes of seeds that happen by themselves."""
+        events = self.subject.record_epoch(result)
+        self.update()
+        return events
+
+    def update(self) -> None:
+        """Update observation and masks from the network."""
+        self._builder.update()
+
+    def choose(self, controller: ActsOnSinglePool) -> list[int]:
+        """Return the action of a controller, an index per head.
+
+        Raises ValueError if the masks forbid it.
+        """
+        action = [int(index) for index in download(torch.stack(controller.act(self))).flatten().tolist()]
+        if not self.masks_on_cpu.allows(0, action):
+            raise ValueError(
+                f"{type(controller).__name__} chose {self.space.describe(action)}, which is impossible now; choose "
+                f"within pool.masks"
+            )
+        return action
+
+    def apply(self, action: list[int]) -> list[SeedEvent]:
+        """Execute an action, and return the changes of seeds."""
+        events = self.subject.apply(action)
+        self.update()
+        return events

@@ -1,0 +1,41 @@
+"""Program of two processes that grow one network together; it writes what each of them ends with.
+
+Run as `python -m tests.callbacks.grow.ddp FOLDER`.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+
+from esper_lightning.envs import Op
+from tests.callbacks.grow.trainings import classifier, grow, train
+from tests.decisions import decide, germinate
+
+PLAN = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0)}
+
+
+class Write(Callback):
+    """Writes the weights of each process at the end of training."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(dict(pl_module.named_parameters()), self.folder / f"rank{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    callback = grow(PLAN)
+    train(
+        classifier("lambda"),
+        callback,
+        Write(folder),
+        epochs=8,
+        devices=2,
+        strategy="ddp",
+        precision=sys.argv[2],
+        gradient_clip_val=1.0,
+    )

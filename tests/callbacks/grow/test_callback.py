@@ -1,0 +1,309 @@
+"""Grow: a module that knows nothing of growth is trained, grown, saved and resumed by its own Trainer."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from callbacks import Grow
+from esper_lightning.envs import Op
+from esper_lightning.growth import detach_slots, slots_of
+from esper_lightning.growth.stages import Stage
+from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
+from tests.callbacks.grow.modules import SCHEDULERS, Autoencoder, Classifier, DigitsData, TwoOptimizers
+from tests.callbacks.grow.trainings import classifier, grow, train, trainer
+from tests.decisions import cull, decide, germinate
+
+LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0), 7: cull(1)}
+"""conv_light lives in the first slot until it is kept, and bottleneck in the second one until it is removed."""
+
+EPOCHS = 9
+
+
+def equal(one: LightningModule, other: LightningModule) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Losses(Callback):
+    """Losses of all training batches."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback() -> None:
+    plain, watched, losses, watched_losses = classifier("step"), classifier("step"), Losses(), Losses()
+
+    train(plain, losses, epochs=3)
+    train(watched, watched_losses, grow(), epochs=3)
+
+    assert equal(watched, plain)
+    assert watched_losses.values == losses.values
+    assert list(slots_of(watched)) == ["3", "5"]
+    detach_slots(watched.net)
+    assert [name for name, _ in watched.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+class Run:
+    """A run with a checkpoint after each epoch, and what it saw."""
+
+    def __init__(self, folder: Path, scheduler: str) -> None:
+        self.module, self.folder = classifier(scheduler, dropout=0.0), folder
+        self.grow = grow(LIFE)
+        self.checkpoints = ModelCheckpoint(
+            folder, "{epoch}", monitor="val_acc", mode="max", save_top_k=-1, auto_insert_metric_name=False
+        )
+        self.trainer = train(
+            self.module,
+            self.grow,
+            self.checkpoints,
+            LearningRateMonitor(),
+            epochs=EPOCHS,
+            enable_checkpointing=True,
+            logger=CSVLogger(folder, name="", version="log"),
+        )
+
+    def checkpoint(self, epoch: int) -> Path:
+        return self.folder / f"{epoch}.ckpt"
+
+
+@pytest.fixture(scope="module", params=["lambda"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("run"), request.param)
+
+
+def test_seeds_live_their_lives_and_every_change_is_recorded(run: Run) -> None:
+    first, second = run.grow.growing.slots.values()
+    assert (first.stage, second.occupied) == (Stage.FOSSILIZED, False)
+    started, *events = read_events(run.folder / "log" / "events.jsonl")
+    assert isinstance(started, Started) and started.horizon == EPOCHS
+    changes = [event for event in events if isinstance(event, SeedChanged)]
+    lives = {slot: [(e.tick, e.after) for e in changes if e.slot == slot] for slot in ("3", "5")}
+    assert lives["3"] == [(0, "GERMINATED"), (1, "TRAINING"), (2, "BLENDING"), (5, "PROBATIONARY"), (6, "FOSSILIZED")]
+    assert [after for _, after in lives["5"]][:4] == ["GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"]
+    assert (7, "CULLED") in lives["5"]
+    measured = [event for event in events if isinstance(event, Contributed)]
+    assert {name for event in measured for name in event.slot} == {"3", "5"}
+    assert any(abs(points) > 0.0 for event in measured for points in event.points if points is not None)
+
+
+def test_a_seed_follows_the_schedule_of_the_learning_rate(run: Run) -> None:
+    host, seed = run.trainer.optimizers[0].param_groups
+
+    assert (seed["name"], seed["lr"]) == ("seed.3", pytest.approx(3e-3 * 0.9 ** (EPOCHS - 1)))
+    assert host["lr"] == pytest.approx(3e-3 * 0.9**EPOCHS), "it is set again after the last epoch"
+
+
+def test_metrics_of_growth_and_learning_rates_are_in_the_log(run: Run) -> None:
+    with (run.folder / "log" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    seeds = [float(row["growth/seeds"]) for row in rows if row["growth/seeds"]]
+    parameters = [float(row["growth/parameters"]) for row in rows if row["growth/parameters"]]
+    assert seeds == [1, 2, 2, 2, 2, 2, 2, 1, 1]
+    assert parameters[-1] == sum(p.numel() for p in run.module.net.parameters()) > 2000
+    assert len({row["lr-AdamW"] for row in rows if row["lr-AdamW"]}) == EPOCHS, "one curve, without a gap"
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 6])
+def test_a_checkpoint_gives_the_numbers_with_which_it_was_saved(run: Run, epoch: int) -> None:
+    """In the grown network itself, and in a fresh one that only the callback knows how to grow."""
+    saved = torch.load(run.checkpoint(epoch), weights_only=True)
+    with (run.folder / "log" / "metrics.csv").open() as file:
+        (logged,) = [r["val_acc"] for r in csv.DictReader(file) if r["val_acc"] and r["epoch"] == str(epoch)]
+    fresh = Classifier("lambda")
+
+    (scores,) = trainer(grow()).test(fresh, DigitsData(), ckpt_path=run.checkpoint(epoch), verbose=False)
+
+    assert scores["val_acc"] == pytest.approx(float(logged), abs=1e-6)
+    assert list(fresh.state_dict()) == list(saved["state_dict"])
+
+
+@pytest.mark.parametrize("epoch", [1, 4])
+def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> None:
+    resumed = Classifier("lambda", dropout=0.0)
+
+    train(resumed, grow(LIFE), epochs=EPOCHS, resume_from=run.checkpoint(epoch))
+
+    assert equal(resumed, run.module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+@pytest.mark.parametrize("when", ["on_validation_end", "on_train_epoch_end"])
+def test_a_run_is_resumed_bit_for_bit_under_every_scheduler(scheduler: str, when: str, tmp_path: Path) -> None:
+    class SaveAt(Callback):
+        def save(self, trainer: Trainer, *_: object) -> None:
+            if trainer.current_epoch == 4 and not trainer.sanity_checking:
+                trainer.save_checkpoint(tmp_path / "at.ckpt")
+
+    setattr(SaveAt, when, SaveAt.save)
+    whole, resumed = classifier(scheduler, dropout=0.0), Classifier(scheduler, dropout=0.0)
+    ran = train(whole, grow(LIFE), SaveAt(), epochs=8)
+    again = train(resumed, grow(LIFE), epochs=8, resume_from=tmp_path / "at.ckpt")
+
+    assert equal(resumed, whole)
+    rates = [[group["lr"] for group in made.optimizers[0].param_groups] for made in (ran, again)]
+    assert rates[0] == rates[1]
+
+
+def test_a_loss_is_a_metric_too_and_what_an_epoch_collects_stays_clean() -> None:
+    module = Autoencoder()
+    callback = grow(
+        {0: germinate(0)}, network="decoder", slots=["1"], blueprints=["mlp_small"], monitor="val_loss", mode="min"
+    )
+    made = train(module, callback, epochs=6)
+
+    subject = callback.growing
+    slot, measured = subject.slots["1"], subject.measurements["1"]
+    assert slot.blended and measured.contribution is not None
+    loss = float(made.callback_metrics["val_loss"])
+    _, held_out = made.datamodule.train, made.datamodule.held_out
+    module.eval()
+    with torch.no_grad():
+        expected = module.reconstruct([held_out.tensors[0]])
+    assert loss == pytest.approx(float(expected), rel=1e-5), "each epoch has its own two batches alone"
+
+
+def test_contributions_are_those_of_switching_each_seed_off() -> None:
+    module, callback = classifier(), grow({0: germinate(0), 1: germinate(1, 1)})
+    made = train(module, callback, epochs=5)
+    images, labels = made.datamodule.held_out.tensors
+    module.eval()
+
+    def accuracy(without: str | None) -> float:
+        for name, slot in callback.growing.slots.items():
+            slot.override = (lambda _, x: x) if name == without else None
+        with torch.no_grad():
+            return float((module.net(images).argmax(1) == labels).float().mean())
+
+    expected = {name: 100.0 * (accuracy(None) - accuracy(name)) for name in callback.growing.slots}
+    for name in callback.growing.slots:
+        assert float(made.callback_metrics[f"growth/contribution.{name}"]) == pytest.approx(expected[name], abs=1e-4)
+
+
+def test_a_score_per_sample_measures_the_same_in_one_pass() -> None:
+    def correct(outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs.argmax(1) == labels).float()
+
+    measured = []
+    for score in (None, correct):
+        module = classifier()
+        made = train(module, grow({0: germinate(0)}, score=score), epochs=4)
+        measured.append({k: float(v) for k, v in made.callback_metrics.items() if k.startswith("growth/")})
+
+    assert measured[0] == pytest.approx(measured[1], abs=1e-4)
+
+
+def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None:
+    module = TwoOptimizers()
+    callback = grow({0: germinate(0)}, network="body", slots=["1", "3"], blueprints=["mlp_small"])
+    made = train(module, callback, epochs=5)
+
+    body, head = made.optimizers
+    assert [group.get("name") for group in body.param_groups][1:] == ["seed.1"] and len(head.param_groups) == 1
+    assert callback.growing.slots["1"].blended
+    assert body.param_groups[1]["lr"] == pytest.approx(0.01 * 0.9**4)
+
+
+def norm(parameters: list[nn.Parameter]) -> float:
+    """Return the norm of the gradients of some parameters."""
+    return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]).norm().item()
+
+
+def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.norms: list[list[float]] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+            groups = trainer.optimizers[0].param_groups
+            self.norms.append(
+                [torch.cat([p.grad.flatten() for p in group["params"]]).norm().item() for group in groups]
+            )
+
+    plain, grown, watch = classifier(), classifier(), Watch()
+    train(plain, epochs=2, gradient_clip_val=0.1)
+    train(grown, grow({0: germinate(0)}), watch, epochs=2, gradient_clip_val=0.1)
+
+    assert all(norm <= 0.1 + 1e-6 for norms in watch.norms for norm in norms)
+    assert all(len(norms) == 2 and norms[0] == pytest.approx(0.1, abs=1e-4) for norms in watch.norms[:3])
+    weights = dict(grown.net.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in plain.net.named_parameters()), "the seed only learns"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_a_seed_grows_in_every_precision(precision: str) -> None:
+    settings: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # with a loss scale, which Lightning does not use on a CPU
+        settings = {"plugins": MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))}
+    callback = grow({0: germinate(0)})
+    module = classifier()
+
+    train(module, callback, epochs=4, **settings)
+
+    slot = callback.growing.slots["3"]
+    assert slot.blended
+    assert {p.dtype for p in slot.seed.parameters()} == {module.net[0].weight.dtype}
+
+
+def test_gradients_of_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
+    callback = grow({0: germinate(0)}, every=2)
+    train(classifier(), callback, epochs=4, accumulate_grad_batches=2, val_check_interval=2)
+
+    assert callback.validations == 8
+    assert callback.pool is not None and callback.pool.subject.tick == callback.pool.config.horizon == 4
+    assert callback.growing.slots["3"].blended
+
+
+def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() -> None:
+    module, callback = classifier(), grow(decider="periodic")
+    train(module, callback, epochs=4)
+    assert [slot.occupied for slot in callback.growing.slots.values()] == [True, False]
+
+    made = train(module, callback, epochs=3)
+
+    first, second = callback.growing.slots.values()
+    assert (first.age, second.age) == (5, 2), "the last validation of each training is followed by no batch"
+    assert [group.get("name") for group in made.optimizers[0].param_groups][1:] == ["seed.3", "seed.5"]
+
+
+def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grow.yaml").write_text(
+        """
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: callbacks.Grow
+      init_args:
+        slots: ["3", "5"]
+        blueprints: [norm]
+        decider: periodic
+        price: 0.1
+        seed_options: {lr: 0.001}
+        lifecycle: {training_ticks: 1}
+"""
+    )
+    cli = LightningCLI(Classifier, DigitsData, args=["fit", "--config", str(tmp_path / "grow.yaml")])
+
+    (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Grow))
+    assert [slot.blueprint for slot in callback.growing.slots.values()] == ["norm", None]
+    assert callback.growing.lifecycle.training_ticks == 1
+    assert cli.trainer.optimizers[0].param_groups[1]["lr"] == 0.001

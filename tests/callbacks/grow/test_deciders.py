@@ -1,0 +1,84 @@
+"""What decides: rules by name, a schedule from a file, a trained policy, and objects of a user."""
+
+from pathlib import Path
+
+import pytest
+
+from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
+from esper_lightning.envs import Action, ActionConfig
+from esper_lightning.envs.single_pool import SinglePool
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.growth.stages import Stage
+from tests.callbacks.grow.trainings import classifier, grow, train
+from tests.decisions import cull
+from tests.runs import fit, only_run
+
+SLOTS = ("3", "5")
+
+FAST = ActionConfig(tempos={"FAST": 2})
+"""Choices of the policies of `configs/smoke.yaml`."""
+
+
+def test_a_rule_grows_the_network() -> None:
+    callback = grow(decider="climbing", batches=1)
+
+    train(classifier(), callback, epochs=7)
+
+    assert any(slot.occupied for slot in callback.growing.slots.values())
+
+
+def test_the_heuristic_waits_while_the_network_improves() -> None:
+    callback = grow(decider="heuristic", batches=1)
+
+    train(classifier(), callback, epochs=3)
+
+    assert not any(slot.occupied for slot in callback.growing.slots.values())
+
+
+def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
+    entries = (
+        ScheduledAction(1, "GERMINATE", "5", blueprint="bottleneck"),
+        ScheduledAction(3, "CULL", "5"),
+        ScheduledAction(4, "GERMINATE", "3", blueprint="conv_light"),
+    )
+    write_schedule(Schedule(SLOTS, entries), tmp_path / "plan.json")
+    callback = grow(decider=str(tmp_path / "plan.json"), batches=1)
+
+    train(classifier(), callback, epochs=6)
+
+    first, second = callback.growing.slots.values()
+    assert (first.blueprint, second.blueprint) == ("conv_light", None)
+    assert second.stage is Stage.EMBARGOED
+
+
+@pytest.mark.slow
+def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
+    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss", actions=FAST)
+
+    train(classifier(), callback, epochs=4)
+
+    assert callback.pool is not None
+    history = callback.pool.subject.history
+    assert len(history.accuracy) == 4 and len(history.train_loss) == 3
+    assert history.loss[-1] > 0.1 and history.train_loss[-1] > 0.1
+
+
+def test_a_decision_that_is_impossible_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Plan chose CULL 3 .*, which is impossible now; choose within pool\.masks"):
+        train(classifier(), grow({0: cull(0)}), epochs=1)
+
+
+def test_a_decider_without_a_state_cannot_continue_a_run(tmp_path: Path) -> None:
+    class Forgetful:
+        def reset(self, pool: SinglePool) -> None:
+            pass
+
+        def act(self, pool: SinglePool) -> Action:
+            return to_action([(0,)], pool.device)
+
+    made = train(classifier(), grow(decider=Forgetful()), epochs=1)
+    made.save_checkpoint(tmp_path / "saved.ckpt")
+
+    with pytest.raises(ValueError, match="Forgetful cannot continue a run; give it state_dict"):
+        train(classifier(), grow(decider=Forgetful()), epochs=2, resume_from=tmp_path / "saved.ckpt")

@@ -1,0 +1,120 @@
+"""What Grow cannot work with is refused before training, in one line that says why and what to do."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from callbacks import Grow
+from esper_lightning.envs import ActionConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from tests.callbacks.grow.modules import Classifier, DigitsData
+from tests.callbacks.grow.trainings import grow, trainer
+
+
+def compiled(module: Classifier) -> None:
+    module.net = torch.compile(module.net)  # type: ignore[assignment]
+
+
+def compiled_in_place(module: Classifier) -> None:
+    module.net.compile()
+
+
+def averaged(module: Classifier) -> None:
+    module.average = AveragedModel(module.net)
+
+
+def two_networks(module: Classifier) -> None:
+    module.other = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
+
+
+def with_optimizer(make: Callable[[Any], Any]) -> Callable[[Classifier], None]:
+    def change(module: Classifier) -> None:
+        module.configure_optimizers = lambda: make(module)  # type: ignore[method-assign]
+
+    return change
+
+
+def nothing(module: Classifier) -> None:
+    pass
+
+
+LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
+
+ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+
+COMPILED = "is compiled.*train it without torch.compile"
+
+REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str, Any], str]] = {
+    "AveragedModel": (averaged, {}, {"network": "net"}, "AveragedModel.*second run"),
+    "two networks": (two_networks, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
+    "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
+    "unknown slot": (nothing, {}, {"slots": ["33"]}, "33"),
+    "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
+    "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
+    "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
+    "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
+    "loss in mode max": (nothing, {}, {"monitor": "val_loss"}, "must be a share from 0 to 1; scale it"),
+    "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
+    "precision": (nothing, {"precision": "64-true"}, {}, "precision '64-true' cannot grow; use one of 32-true"),
+    "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
+    "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
+    "finetuning": (nothing, {"callbacks": [BackboneFinetuning()]}, {}, "BackboneFinetuning rearranges"),
+}
+
+
+def refused(change: Callable[[Classifier], None], settings: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the error of a training that is refused."""
+    module = Classifier()
+    change(module)
+    callbacks = settings.get("callbacks", [])
+    made = trainer(grow(**options), *callbacks, epochs=2, **{k: v for k, v in settings.items() if k != "callbacks"})
+    with pytest.raises(ValueError) as raised:
+        made.fit(module, DigitsData())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("change", "settings", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_grow_is_refused_in_one_line(
+    change: Callable[[Classifier], None], settings: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    said = refused(change, settings, options)
+
+    assert re.search(message, said) and "\n" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [compiled, compiled_in_place])
+def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> None:
+    """Slow, because torch.compile imports its compiler."""
+    assert re.search(COMPILED, refused(change, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decider": "climing"}, "unknown decider 'climing'; did you mean 'climbing'"),
+        ({"decider": object()}, "object has no method 'reset'"),
+        ({"decider": "nowhere.json"}, "nowhere.json cannot be read"),
+        ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),
+        ({"mode": "maximum"}, "mode must be 'max' or 'min'"),
+        ({"batches": 0}, "batches must be at least 1"),
+        ({"mode": "min", "score": len}, "a score grows with quality"),
+        ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
+        ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
+        ({"lifecycle": LifecycleConfig(auto_blend=False)}, "switch on actions.advance"),
+        ({"lifecycle": LifecycleConfig(isolation="trial")}, "use proximal or straight_through"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Grow(["3"], **options)

@@ -1,0 +1,84 @@
+"""Short trainings of a user's modules, with and without Grow."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning import Callback, LightningModule, Trainer
+
+from callbacks import Grow
+from esper_lightning.envs import Action
+from esper_lightning.envs.single_pool import SinglePool
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.growth.gates import LifecycleConfig
+from tests.callbacks.grow.modules import Classifier, DigitsData
+from tests.decisions import WAIT, Row
+
+QUICK = LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, min_gradient_health=0.0)
+"""Seeds are blended after one tick, and kept whatever they contribute."""
+
+
+class Plan:
+    """Decider of a user: actions by tick, and nothing else. It has no state of its own.
+
+    Args:
+        actions: Action of a tick; in others it waits.
+    """
+
+    def __init__(self, actions: dict[int, Row] | None = None) -> None:
+        self.actions = actions or {}
+
+    def reset(self, pool: SinglePool) -> None:
+        self.seen: list[int] = []
+
+    def act(self, pool: SinglePool) -> Action:
+        tick = pool.envs[0].tick
+        self.seen.append(tick)
+        return to_action([self.actions.get(tick, WAIT)], pool.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, pool: SinglePool, state: dict[str, Any]) -> None:
+        self.reset(pool)
+
+
+def trainer(*callbacks: Callback, epochs: int = 6, **settings: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": epochs,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 5,
+    }
+    return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+
+
+def classifier(scheduler: str | None = None, **settings: Any) -> Classifier:
+    """Return a classifier with the same weights every time."""
+    L.seed_everything(0, verbose=False)
+    return Classifier(scheduler, **settings)
+
+
+def train(
+    module: LightningModule, *callbacks: Callback, resume_from: Path | str | None = None, **settings: Any
+) -> Trainer:
+    """Train a module on digits; weights and dropout depend on nothing else than the arguments."""
+    made = trainer(*callbacks, **settings)
+    L.seed_everything(1, verbose=False)
+    made.fit(module, DigitsData(), ckpt_path=resume_from)
+    return made
+
+
+def grow(plan: dict[int, Row] | None = None, **settings: Any) -> Grow:
+    """Return a Grow that follows a plan in two slots of the classifier."""
+    defaults: dict[str, Any] = {
+        "slots": ["3", "5"],
+        "blueprints": ["conv_light", "bottleneck"],
+        "decider": Plan(plan),
+        "lifecycle": QUICK,
+        "batches": 2,
+    }
+    return Grow(**{**defaults, **settings})

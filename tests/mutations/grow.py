@@ -1,0 +1,64 @@
+"""Defects of the callback that grows a user's own network."""
+
+from tests.mutations.defect import Defect
+
+CALLBACK = "tests/callbacks/grow/test_callback.py::"
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "The slots of a checkpoint are not there when its weights are loaded",
+        "callbacks/grow/callback.py",
+        "self._attach_saved(checkpoint)",
+        "pass",
+        f"{CALLBACK}test_a_resumed_run_equals_one_that_never_stopped",
+    ),
+    Defect(
+        "A resumed run forgets the validation that no decision has followed",
+        "callbacks/grow/callback.py",
+        "None if self._pending is None else list(self._pending)",
+        "None",
+        f"{CALLBACK}test_a_resumed_run_equals_one_that_never_stopped",
+    ),
+    Defect(
+        "A resumed run leaves out a step of a scheduler on a plateau",
+        "callbacks/grow/callback.py",
+        "config.scheduler.step(value)",
+        "pass",
+        f"{CALLBACK}test_a_run_is_resumed_bit_for_bit_under_every_scheduler",
+    ),
+    Defect(
+        "Seeds and host are clipped by one norm",
+        "callbacks/grow/fitting.py",
+        "for part in (host_groups(raw), *([seed] for seed in seed_groups(raw))):",
+        "for part in (groups,):",
+        f"{CALLBACK}test_a_host_is_clipped_as_if_its_seed_were_not_there",
+    ),
+    Defect(
+        "Each process trains its seeds by its own gradients",
+        "callbacks/grow/fitting.py",
+        "parameter.grad = part.view_as(parameter).clone()",
+        "pass",
+        "tests/callbacks/grow/test_ddp.py::test_two_processes_grow_the_same_network",
+    ),
+    Defect(
+        "A seed is compared with itself",
+        "callbacks/grow/scoring.py",
+        "SeedSlot.active_output if name in variant else _without_seed",
+        "SeedSlot.active_output",
+        f"{CALLBACK}test_contributions_are_those_of_switching_each_seed_off",
+    ),
+    Defect(
+        "Measuring seeds spoils what the module collects in an epoch",
+        "callbacks/grow/scoring.py",
+        "copy.copy(value) if isinstance(value, dict | list | set) else value",
+        "value",
+        f"{CALLBACK}test_a_loss_is_a_metric_too_and_what_an_epoch_collects_stays_clean",
+    ),
+    Defect(
+        "Measuring seeds draws from the random numbers of the training",
+        "callbacks/grow/scoring.py",
+        "    with isolate_rng():\n        return list(islice(loaders, int(limit)))",
+        "    return list(islice(loaders, int(limit)))",
+        f"{CALLBACK}test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback",
+    ),
+)
