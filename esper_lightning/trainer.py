@@ -70,6 +70,7 @@ IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """What the line about an interrupt says once training has begun."""
 
+
 class EsperTrainer(Trainer):
     """Trainer with the commands `fit`, `evaluate`, `information` and `grow`.
 
