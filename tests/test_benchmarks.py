@@ -17,7 +17,7 @@ import yaml
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks.isolation import letters, worth
+from benchmarks.isolation import letters, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import ExecutorChoice
@@ -329,9 +329,11 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     assert "--each 3 is too few for 5 folds" in capsys.readouterr().err
 
 
-def test_the_page_on_learning_behind_the_host_shows_the_kept_results() -> None:
+@pytest.mark.parametrize(("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters)])
+def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
     page = (ROOT / "docs" / "results" / "isolation.md").read_text()
-    assert "\n".join(worth.table(worth.read_rows(RESULTS / FILES["worth"]))) in page
+    tables = "\n".join(module.table(module.read_rows(RESULTS / FILES[name]))).split("\n\n")
+    assert tables and all(table in page for table in tables)
 
 
 def seed_row(**changes: object) -> worth.Row:

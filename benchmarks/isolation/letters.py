@@ -59,8 +59,9 @@ PLANS = (
     Plan("late, direct, 48 ticks", 48, (20, 24, 28), stage="BLENDING"),
     Plan("late, proximal, 48 ticks", 48, (20, 24, 28), isolation="proximal"),
 )
-"""All plans. Seeds that are not direct learn behind the host for a tick after that of their germination. All are blended
-over three ticks, and fossilized as soon as the gates allow it."""
+"""All plans. Seeds that are not direct learn behind the host for a tick after that of their germination.
+
+All are blended over three ticks, and fossilized as soon as the gates allow it."""
 
 
 class Row(NamedTuple):

@@ -33,7 +33,7 @@ HOST_EPOCHS = 3
 JUDGED_AFTER = (3, 4, 5, 6)
 """Epochs of the seed after which the gate is asked."""
 
-SAMPLES = 896
+SAMPLES = 897
 """Training samples in an epoch: 28 minibatches."""
 
 

@@ -128,9 +128,7 @@ def grow_and_measure(
 ) -> Iterator[Row]:
     """Yield the rows of a run, which trains a copy of `host` with a new seed in every slot."""
     blend.PROXIMAL_STEP = learning.proximal_step
-    growing = grow_in_all_slots(
-        host, optimizer, run.blueprint, isolation=learning.isolation, rng_seed=run.rng_seed
-    )
+    growing = grow_in_all_slots(host, optimizer, run.blueprint, isolation=learning.isolation, rng_seed=run.rng_seed)
     epochs = draw_epochs(case, run.rng_seed, HOST_EPOCHS + max(SEED_EPOCHS))
     for epoch, batches in enumerate(epochs[HOST_EPOCHS:], 1):
         train(growing, case, batches)

@@ -16,9 +16,7 @@ FOREIGN = (
     "[choices of the tempo head-]"
 )
 
-FLOPS_OF_A_STEP = (
-    "tests/evaluation/test_flops_meter.py::test_a_step_with_seeds_in_all_stages_costs_what_pytorch_counts"
-)
+FLOPS_OF_A_STEP = "tests/evaluation/test_flops_meter.py::test_a_step_with_seeds_in_all_stages_costs_what_pytorch_counts"
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
