@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from statistics import median, quantiles
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
 
 
-def learning_pool(isolation: Isolation, executor: str) -> HostPool:
+def learning_pool(isolation: Isolation, executor: Literal["loop", "fused"]) -> HostPool:
     """Return a pool of four hosts with a learning seed in every slot."""
     task = Digits()
     config = EnvConfig(
@@ -40,7 +40,8 @@ def learning_pool(isolation: Isolation, executor: str) -> HostPool:
 def measure_cost(repeats: int) -> None:
     """Print the processor time of training and validation, relative to straight_through."""
     print("executor isolation          median (quartiles)")
-    for executor in ("loop", "fused"):
+    executors: tuple[Literal["loop", "fused"], ...] = ("loop", "fused")
+    for executor in executors:
         isolations = [name for name in get_args(Isolation) if executor == "loop" or name != "trial"]
         pools = {name: learning_pool(name, executor) for name in isolations}
         seconds: dict[str, list[float]] = {name: [] for name in isolations}

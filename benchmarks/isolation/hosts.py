@@ -1,6 +1,6 @@
 """Hosts, tasks and optimizers on which the ways to learn behind a host are compared, and their training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class OptimizerChoice(NamedTuple):
     """Optimizer of host and seeds."""
 
     name: str
-    kind: type[torch.optim.Optimizer]
+    kind: Callable[..., torch.optim.Optimizer]
     options: dict[str, float]
 
     def make(self, network: nn.Module) -> torch.optim.Optimizer:

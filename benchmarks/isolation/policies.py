@@ -70,14 +70,14 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    f"{isolation}-{ticks}": Setting(isolation, ticks)
-    for isolation, ticks in (
-        ("straight_through", 0),
-        ("proximal", 1),
-        ("proximal", 3),
-        ("straight_through", 1),
-        ("straight_through", 3),
-        ("proximal", 0),
+    f"{setting.isolation}-{setting.training_ticks}": setting
+    for setting in (
+        Setting("straight_through", 0),
+        Setting("proximal", 1),
+        Setting("proximal", 3),
+        Setting("straight_through", 1),
+        Setting("straight_through", 3),
+        Setting("proximal", 0),
     )
 }
 """Settings by name; the first is that of the configs. A seed also learns in the tick of its germination."""

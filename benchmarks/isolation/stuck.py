@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def measure(path: Path, rng_seeds: list[int]) -> None:
     """Measure all runs that the file has not got yet; the rows of each run are appended when it ends."""
-    known = {Run(*row[: len(Run._fields)]) for row in read_rows(path)}
+    known = {(row.isolation, row.blueprint, row.lr, row.rng_seed) for row in read_rows(path)}
     case = make_case("digits")._replace(samples=SAMPLES)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
     @property
     def run(self) -> Run:
-        return Run(*self[: len(Run._fields)])
+        return Run(self.task, self.optimizer, self.rng_seed, self.blueprint, self.isolation)
 
     @property
     def change(self) -> float:
