@@ -143,7 +143,10 @@ def train_all(
         Run(row["config"], row["isolation"], int(row["training_ticks"]), int(row["rng_seed"]))
         for row in read_rows(path)
     }
-    runs = [Run(config, *setting, seed) for config, seed, setting in product(configs, rng_seeds, SETTINGS)]
+    runs = [
+        Run(config, SETTINGS[name].isolation, SETTINGS[name].training_ticks, seed)
+        for config, seed, name in product(configs, rng_seeds, settings)
+    ]
     wanted = [run for run in runs if run not in known]
     path.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as workers, path.open("a", newline="", encoding="utf-8") as file:
