@@ -17,6 +17,8 @@ import yaml
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
+from benchmarks.isolation import letters, stuck, worth
+from benchmarks.isolation.__main__ import FILES, RESULTS
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.evaluation.statistics import mean_interval
@@ -327,9 +329,46 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     assert "--each 3 is too few for 5 folds" in capsys.readouterr().err
 
 
-def test_the_page_on_learning_behind_the_host_shows_the_kept_results() -> None:
-    isolation = script("isolation")
-    page = (ROOT / "docs" / "results" / "isolation.md").read_text().splitlines()
-    rows = isolation.table(isolation.RESULTS)
-    assert len(rows) == 30
-    assert [line for line in page if line.startswith(("| glyphs |", "| digits |"))] == rows
+@pytest.mark.parametrize(("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters)])
+def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
+    page = (ROOT / "docs" / "results" / "isolation.md").read_text()
+    tables = "\n".join(module.table(module.read_rows(RESULTS / FILES[name]))).split("\n\n")
+    assert tables and all(table in page for table in tables)
+
+
+def seed_row(**changes: object) -> worth.Row:
+    row = worth.Row("digits", "adam .003", 0, "conv_light", "trial", "block1", 1, 700, right=650, lost=30, gained=10)
+    return row._replace(**changes)
+
+
+def test_a_seed_harms_if_it_costs_more_than_a_point_beyond_chance() -> None:
+    # 20 samples lost on balance are 13 more than one point of 700, or 2.06 standard deviations of 40 that changed.
+    assert seed_row().change == pytest.approx(-100 * 20 / 700)
+    assert seed_row().harms
+    assert not seed_row(lost=60, gained=40).harms, "1.3 standard deviations"
+    assert not seed_row(lost=10, gained=3).harms, "a point or less"
+
+
+@pytest.mark.slow
+def test_a_measurement_that_was_interrupted_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worth, "LEARNINGS", worth.LEARNINGS[:2])
+    monkeypatch.setattr(worth, "OPTIMIZERS", worth.OPTIMIZERS[:1])
+    whole, broken = tmp_path / "whole.csv", tmp_path / "broken.csv"
+    worth.measure(whole, [0], ["table"])
+    lines = whole.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 3 * 2 * worth.SLOTS * len(worth.SEED_EPOCHS)
+    broken.write_text("".join(lines[:10]))  # one run and a half
+
+    worth.measure(broken, [0], ["table"])
+
+    assert broken.read_text() == whole.read_text()
+
+
+def test_a_grown_host_is_compared_with_built_in_ones_at_its_flops() -> None:
+    built_in = [letters.Row(f"built in, {t} ticks", 0, 900, t * 100, 60.0 + t, 0.0, 3) for t in (10, 20, 40)]
+    others = [row._replace(rng_seed=1, seen=0.0) for row in built_in]
+    grown = letters.Row("late, trial", 0, 900, round(1000 * 2**0.5), 80.0, 0.0, 3)
+    assert letters.lead_over_built_in(grown, built_in + others) == pytest.approx(5.0, abs=0.01)
+    assert letters.lead_over_built_in(grown._replace(flops=900), built_in) is None

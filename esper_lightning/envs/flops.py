@@ -20,6 +20,8 @@ class HostFlops(NamedTuple):
     """FLOPs of the host with empty slots, for one sample."""
     positions: dict[str, list[int]]
     """Number of positions (pixels or tokens) of the feature at each slot, one entry per pass through the slot."""
+    behind: dict[str, int]
+    """FLOPs of the host behind each slot that its forward pass reaches, in the order in which it reaches them."""
 
     def seed_flops(self, slot: SeedSlot) -> int:
         """Return the FLOPs of the seed in `slot` for one sample, its gate included; 0 for an empty slot."""
@@ -39,14 +41,16 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
     slots = slots_of(host).values()
     positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
+    before: dict[str, int] = {}
 
-    def record_positions(slot: SeedSlot, x: Tensor) -> Tensor:
+    def record(slot: SeedSlot, x: Tensor) -> Tensor:
         positions_by_slot[slot.name].append(x[0].numel() // slot.width)
+        before.setdefault(slot.name, counter.get_total_flops())
         return x
 
     host.eval()
     for slot in slots:
-        slot.override = record_positions
+        slot.override = record
     try:
         # Attention as plain matrix products: some PyTorch versions do not count the fused CPU kernel.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -54,4 +58,5 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     finally:
         for slot in slots:
             slot.override = None
-    return HostFlops(counter.get_total_flops(), positions_by_slot)
+    total = counter.get_total_flops()
+    return HostFlops(total, positions_by_slot, {name: total - flops for name, flops in before.items()})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.growth.attach import parts_without_slots
+from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import iter_tensors, map_tensors, preserved_buffers
 from esper_lightning.growth.slot import SeedSlot
 
@@ -109,7 +110,7 @@ class _Call(NamedTuple):
 
 
 class _Features:
-    """Outputs of the parts of a network that hold no slot, in one forward pass.
+    """Outputs of a network's parts in one forward pass: of those that hold no slot, and of slots without a trial.
 
     Attributes:
         calls_before: Number of calls before each slot that the pass has reached.
@@ -122,7 +123,9 @@ class _Features:
     @contextmanager
     def recording(self, network: nn.Module, slots: Sequence[SeedSlot]) -> Iterator[None]:
         """Record the forward pass within this context."""
-        recorders = {part: partial(self._record, part, part.forward) for part in parts_without_slots(network)}
+        others = [slot for slot in slots_of(network).values() if slot not in slots]
+        parts = [*parts_without_slots(network), *others]
+        recorders = {part: partial(self._record, part, part.forward) for part in parts}
         for slot in slots:
             slot.override = self._reach
         try:

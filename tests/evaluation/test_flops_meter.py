@@ -2,21 +2,29 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool, Op
+from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.flops_meter import step_flops
 from esper_lightning.evaluation.play import FossilizedSeed, Topology, play_episode
 from esper_lightning.evaluation.static_host import StaticController
+from esper_lightning.growth import GrowingNetwork, LifecycleConfig, slots_of
+from esper_lightning.growth.blend import Isolation
+from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import CNN
+from tests.growth.grown import grow, small_batch
 
 MakePool = Callable[..., HostPool]
 
@@ -78,6 +86,29 @@ def test_seeds_count_from_the_tick_in_which_they_germinate_to_that_in_which_they
     missing = played.flops - counted.sum(0) - 6 * 2 * 32 * FIRST_LAYER
     assert (missing >= 0).all()
     assert (missing < 0.35 * counted.sum(0)).all()
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("isolation", get_args(Isolation))
+def test_a_step_with_seeds_in_all_stages_costs_what_pytorch_counts(isolation: Isolation, isolate: bool) -> None:
+    samples, (images, digits) = 6, small_batch(6)
+    stages = [Stage.BLENDING, Stage.TRAINING, Stage.BLENDING, Stage.TRAINING, Stage.FOSSILIZED]
+    names = ["block1", "block1.pool", "block2", "block2.pool", "block3"]
+    network = CNN((1, 8, 8), 10, base=4, pools=2, slots=names, isolate=isolate)
+    compute = measure_flops(network, images[:1])
+    slots = list(slots_of(network).values())
+    for slot, stage in zip(slots, stages, strict=True):
+        grow(slot, stage, "conv_light")
+    lifecycle = LifecycleConfig(isolation=isolation)
+    growing = GrowingNetwork(network.train(), torch.optim.SGD(network.parameters()), horizon=1, lifecycle=lifecycle)
+
+    with FlopCounterMode(display=False) as counter:
+        growing.backward(lambda host: functional.cross_entropy(host(images), digits))
+
+    # A seed of one convolution whose input is detached needs no gradient of its input; the first layer needs none.
+    needless = sum(compute.seed_flops(slot) for slot in slots if slot.live and (slot.isolated or isolate))
+    first_layer = 2 * 9 * 4 * 8 * 8
+    assert samples * (step_flops(compute, slots) - needless - first_layer) == counter.get_total_flops()
 
 
 def test_a_host_that_has_stopped_costs_nothing(make_pool: MakePool) -> None:

@@ -16,6 +16,8 @@ FOREIGN = (
     "[choices of the tempo head-]"
 )
 
+FLOPS_OF_A_STEP = "tests/evaluation/test_flops_meter.py::test_a_step_with_seeds_in_all_stages_costs_what_pytorch_counts"
+
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Logits between 0 and 1 are taken for probabilities",
@@ -122,5 +124,26 @@ DEFECTS: tuple[Defect, ...] = (
         "                    check_distinct(paths)",
         "                    check_distinct(paths[: 1 + len(config.more)])",
         "tests/cli/test_evaluate.py::test_bad_input_ends_in_one_line[a policy as its own rival]",
+    ),
+    Defect(
+        "A trial pass costs no compute",
+        "esper_lightning/evaluation/flops_meter.py",
+        "flops += PASSES_PER_TRIAL * compute.behind[name]",
+        "pass",
+        FLOPS_OF_A_STEP,
+    ),
+    Defect(
+        "Blended seeds behind a trial cost nothing",
+        "esper_lightning/evaluation/flops_meter.py",
+        "flops += compute.seed_flops(other) * (1 if detached else PASSES_PER_TRIAL)",
+        "pass",
+        FLOPS_OF_A_STEP,
+    ),
+    Defect(
+        "What lies before a slot counts as what lies behind it",
+        "esper_lightning/envs/flops.py",
+        "{name: total - flops for name, flops in before.items()}",
+        "before",
+        FLOPS_OF_A_STEP,
     ),
 )

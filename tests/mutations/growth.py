@@ -93,6 +93,20 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}/test_isolation.py::test_only_what_lies_behind_the_slot_is_computed_twice",
     ),
     Defect(
+        "A trial pass runs the blended seeds before its slot again",
+        f"{G}/trial.py",
+        "parts = [*parts_without_slots(network), *others]",
+        "parts = parts_without_slots(network)",
+        f"{T}/test_isolation.py::test_only_what_lies_behind_the_slot_is_computed_twice",
+    ),
+    Defect(
+        "In a stack nothing pulls a seed back to its host's feature",
+        "esper_lightning/envs/execution/fused/stacked_slot.py",
+        "ctx.save_for_backward(*((x, mixed) if is_proximal else ()))",
+        "ctx.save_for_backward()",
+        "tests/envs/execution/fused/test_fused.py::test_seeds_learn_behind_their_hosts_as_in_the_loop",
+    ),
+    Defect(
         "A seed that would harm is blended",
         f"{G}/gates.py",
         "not potential >= minimum",

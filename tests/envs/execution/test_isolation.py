@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.config import TRIAL_EXECUTORS
 from esper_lightning.envs.execution.autotune import available_choices
+from esper_lightning.envs.execution.streams import StreamsExecutor
 from esper_lightning.envs.host_training import CompileConfig, HostTraining
 from esper_lightning.envs.spaces.observation import compute_features
 from esper_lightning.growth.blend import Isolation
@@ -23,6 +24,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from tests.decisions import WAIT, act, germinate
 from tests.envs.execution.episodes import episode, same
+from tests.envs.execution.fake_cuda import FakeCuda
 from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
@@ -56,7 +58,7 @@ def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], 
 
 CASES = [
     (executor, isolation, changes)
-    for executor in ("loop", "fused", "threads", "compile")
+    for executor in ("loop", "fused", "threads", "streams", "compile")
     for isolation in get_args(Isolation)
     for changes in ({}, {"micro_batches": 4}, {"precision": "bf16"}, {"optimizer": "sgd", "max_grad_norm": None})
     if isolation != "trial" or executor in TRIAL_EXECUTORS or executor == "compile"
@@ -71,23 +73,30 @@ CASES = [
             ("loop", "proximal", {}),
             ("loop", "trial", {}),
             ("fused", "proximal", {}),
+            ("threads", "proximal", {"micro_batches": 4}),
+            ("streams", "trial", {"precision": "bf16"}),
         ],
     ),
     ids=str,
 )
 def test_a_host_trains_as_without_seeds_while_they_learn(
-    make_pool: MakePool, executor: str, isolation: Isolation, changes: dict[str, object]
+    make_pool: MakePool, fake_cuda: FakeCuda, executor: str, isolation: Isolation, changes: dict[str, object]
 ) -> None:
     compiled = CompileConfig(backend="eager") if executor == "compile" else None
-    make = partial(
-        make_pool,
-        2,
-        host=partial(CNN, base=4, pools=2, slots=["block1", "block2.pool", "block3"]),
-        executor="loop" if executor == "compile" else executor,
-        training=replace(HostTraining(batch_size=16, batches=3, compile=compiled), **changes),
-        lifecycle=LifecycleConfig(isolation=isolation, training_ticks=TICKS),
-        actions=ActionConfig(styles=STYLES),
-    )
+
+    def make() -> HostPool:
+        pool = make_pool(
+            2,
+            host=partial(CNN, base=4, pools=2, slots=["block1", "block2.pool", "block3"]),
+            executor="loop" if executor in ("compile", "streams") else executor,
+            training=replace(HostTraining(batch_size=16, batches=3, compile=compiled), **changes),
+            lifecycle=LifecycleConfig(isolation=isolation, training_ticks=TICKS),
+            actions=ActionConfig(styles=STYLES),
+        )
+        if executor == "streams":
+            pool.executor = StreamsExecutor(pool.task, pool.config.training)
+        return pool
+
     pool = make()
 
     weights, metrics = train_hosts(pool, seeded=True)

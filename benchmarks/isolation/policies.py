@@ -1,0 +1,187 @@
+"""Policies trained where seeds learn behind the host for some ticks, beside those where they are blended at once."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from esper_lightning.evaluation.search.search import BEST_FILE
+from esper_lightning.growth.blend import Isolation
+
+
+class Training(NamedTuple):
+    """Config of a training with its options; shortened where the whole takes more than a few minutes."""
+
+    config: str
+    options: Sequence[str]
+    search_steps: int
+    """Host epochs of the search for the best fixed schedule."""
+
+
+TRAININGS = {
+    "digits": Training(
+        "configs/digits.yaml",
+        (
+            *("--evaluation.climbing.blueprints", "[conv_light, depthwise]"),
+            *("--evaluation.climbing.last_slot_first", "true", "--evaluation.climbing.patience", "5"),
+        ),
+        17_280,
+    ),
+    "family": Training(
+        "configs/digits_family.yaml",
+        (
+            *("--trainer.max_epochs", "60", "--evaluation.climbing.blueprints", "[depthwise]"),
+            *("--evaluation.climbing.order", "listed", "--evaluation.climbing.last_slot_first", "false"),
+            *("--evaluation.climbing.at_once", "1", "--evaluation.climbing.patience", "1"),
+        ),
+        34_560,
+    ),
+    "failing": Training("configs/digits_failing.yaml", ("--trainer.max_epochs", "60"), 34_560),
+}
+"""Trainings by name; hill climbing has its tuned settings where there are some."""
+
+CONTROLLERS = {
+    "learned": "tamiyo",
+    "waiting": "small static",
+    "climbing": "climbing",
+    "best_fixed": "best fixed",
+    "yoked": "yoked",
+}
+"""Names of the controllers in a comparison by column."""
+
+HOSTS = 96
+"""Fresh hosts on which all controllers are compared, on test images; the same in all rows of a config."""
+
+
+class Setting(NamedTuple):
+    """How seeds learn before they are blended, and for how many ticks."""
+
+    isolation: Isolation
+    training_ticks: int
+
+
+SETTINGS = {
+    f"{setting.isolation}-{setting.training_ticks}": setting
+    for setting in (
+        Setting("straight_through", 0),
+        Setting("proximal", 1),
+        Setting("proximal", 3),
+        Setting("straight_through", 1),
+        Setting("straight_through", 3),
+        Setting("proximal", 0),
+    )
+}
+"""Settings by name; the first is that of the configs. A seed also learns in the tick of its germination."""
+
+
+class Run(NamedTuple):
+    """One training of a policy."""
+
+    config: str
+    isolation: str
+    training_ticks: int
+    rng_seed: int
+
+
+COLUMNS = (*Run._fields, *CONTROLLERS, "yoked_low", "yoked_high", "accuracy", "fossils")
+"""Columns of the CSV: mean objectives by controller, and the interval of the policy's lead over `yoked`."""
+
+
+def train(run: Run, schedules: Path) -> dict[str, str]:
+    """Train a policy, compare it, and return a row. The best schedule is searched once for all RNG seeds."""
+    training = TRAININGS[run.config]
+    found = schedules / f"{run.config}_{run.isolation}_{run.training_ticks}"
+    best_schedule = found / f"{BEST_FILE}.json"
+    searched = best_schedule.exists()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "esper_lightning", "fit", "--config", training.config, *training.options]
+        command += ["--data.env.lifecycle.isolation", run.isolation]
+        command += ["--data.env.lifecycle.training_ticks", str(run.training_ticks)]
+        command += ["--seed_everything", str(run.rng_seed), "--trainer.default_root_dir", folder]
+        command += ["--trainer.enable_progress_bar", "false", "--evaluation.hosts", str(HOSTS)]
+        command += ["--evaluation.controls", "false"]
+        command += ["--evaluation.against", "['small static', climbing, 'best fixed', yoked]"]
+        command += ["--evaluation.search.steps", str(training.search_steps)]
+        command += ["--evaluation.search.found", str(found)] if searched else []
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-2000:]}")
+        (file,) = Path(folder).rglob("evaluation.json")
+        controllers = json.loads(file.read_text())["controllers"]
+        if not searched:
+            found.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.with_name(best_schedule.name), best_schedule)
+    numbers = {column: controllers[name]["objective"]["mean"] for column, name in CONTROLLERS.items()}
+    lead = controllers[CONTROLLERS["yoked"]]["ahead"]
+    numbers |= {"yoked_low": lead["low"], "yoked_high": lead["high"]}
+    numbers |= {name: controllers[CONTROLLERS["learned"]][name]["mean"] for name in ("accuracy", "fossils")}
+    return {name: str(value) for name, value in run._asdict().items()} | {
+        name: f"{number:.6g}" for name, number in numbers.items()
+    }
+
+
+def train_all(
+    path: Path,
+    schedules: Path,
+    *,
+    configs: Sequence[str],
+    settings: Sequence[str],
+    rng_seeds: Sequence[int],
+    jobs: int,
+) -> None:
+    """Train all policies that the file has not got yet; each row is appended when its training ends."""
+    known = {
+        Run(row["config"], row["isolation"], int(row["training_ticks"]), int(row["rng_seed"]))
+        for row in read_rows(path)
+    }
+    runs = [
+        Run(config, SETTINGS[name].isolation, SETTINGS[name].training_ticks, seed)
+        for config, seed, name in product(configs, rng_seeds, settings)
+    ]
+    wanted = [run for run in runs if run not in known]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as workers, path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        for row in workers.map(lambda run: train(run, schedules), wanted):
+            writer.writerow(row)
+            file.flush()
+            print(*row.values(), flush=True)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, empty if there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Return a Markdown table of mean objectives over RNG seeds, and of the policy's lead over `yoked` in each."""
+    lines = ["| config | isolation | ticks | learned | each seed | waiting | climbing | best fixed | ahead of yoked |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for config, setting in product(TRAININGS, SETTINGS.values()):
+        key = (config, setting.isolation, str(setting.training_ticks))
+        own = [row for row in rows if (row["config"], row["isolation"], row["training_ticks"]) == key]
+        if own:
+            means = {column: np.mean([float(row[column]) for row in own]) for column in CONTROLLERS}
+            each = " ".join(f"{float(row['learned']):.3f}" for row in own)
+            leads = ", ".join(
+                f"{float(row['learned']) - float(row['yoked']):+.3f} "
+                f"[{float(row['yoked_low']):+.3f}, {float(row['yoked_high']):+.3f}]"
+                for row in own
+            )
+            others = " | ".join(f"{means[column]:.3f}" for column in ("waiting", "climbing", "best_fixed"))
+            lines.append(f"| {' | '.join(key)} | {means['learned']:.3f} | {each} | {others} | {leads} |")
+    return lines
