@@ -62,6 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             if isinstance(error, DiskError) or (failure := find_disk_error(error)) is None:
                 raise
+            assert failure.errno is not None
             raise DiskError(target, f"{failure.strerror}", failure.errno) from error
         for listener in self.listeners:
             listener(target, time.perf_counter() - start)

@@ -191,6 +191,9 @@ def encode_column(column: np.ndarray, train: np.ndarray) -> np.ndarray:  # [rows
         transform = make_pipeline(SimpleImputer(strategy="median", keep_empty_features=True), StandardScaler())
     else:
         transform = OneHotEncoder(
-            handle_unknown="infrequent_if_exist", max_categories=MAX_CATEGORIES, sparse_output=False, dtype=np.float32
+            handle_unknown="infrequent_if_exist",
+            max_categories=MAX_CATEGORIES,
+            sparse_output=False,
+            dtype=np.float32,  # pyright: ignore[reportArgumentType]  # its type is inferred from the default
         )
     return np.asarray(transform.fit(column[train, None]).transform(column[:, None]), dtype=np.float32)
