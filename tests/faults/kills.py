@@ -166,7 +166,7 @@ def _kill_at(
     drafts = f"*/checkpoints/.*.{program.pid}.tmp"
     if aim.record:
         began = _wait_for_record(program, root)
-    program.wait(began + aim.seconds - time.monotonic())
+    program.wait(max(0.0, began + aim.seconds - time.monotonic()))
     if aim.written is not None:
         enough = aim.written * checkpoint_bytes
         while program.wait(CHECK_INTERVAL_SECONDS) is None and not any(
