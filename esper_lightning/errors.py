@@ -6,7 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,19 +90,22 @@ def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
     Args:
         config: Returns the settings that name the code.
     """
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+
+    def report(_: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return
         settings = config()
         part = find_user_part(error, [path for _, path in named_paths(settings)])
         if part is None:
-            raise
+            return
         print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr)
         setting = find_setting(part, settings)
         whose = "code of yours" if setting is None else f"{setting[0]} ({setting[1]})"
         exit_with_error(f"{whose} raised {describe(error):.400}; the traceback above is of that code", EXIT_USER_CODE)
+
+    with ExitStack() as stack:
+        stack.push(report)
+        yield
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:

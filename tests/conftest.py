@@ -1,5 +1,6 @@
 """Shared fixtures: one thread, digits loaded once, and small pools and rollouts."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,9 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.envs.execution.fake_cuda import FakeCuda
 from tests.runs import SharedParserCLI, remembered
+
+# A shell starts programs in the background with SIGINT ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Reproducible, and without example files in the checkout.
 settings.register_profile("esper", deadline=None, max_examples=25, derandomize=True, database=None)

@@ -75,10 +75,11 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
     """Raise ValueError with the reason unless this version can read the policy and the other `parts`."""
     if SCHEMA_KEY not in checkpoint:
         raise ValueError("it was not written by esper-lightning; give one from a run's checkpoints folder")
-    if checkpoint[SCHEMA_KEY] != SCHEMA:
+    schema = checkpoint[SCHEMA_KEY]
+    if schema != SCHEMA:
+        shown = f"{schema[:20]!r}" if isinstance(schema, str) else excerpt(schema, 20)
         raise ValueError(
-            f"it has schema {excerpt(checkpoint[SCHEMA_KEY], 20)}, this version reads {SCHEMA}; "
-            f"resume it with the version that wrote it"
+            f"it has schema {shown}, this version reads {SCHEMA}; resume it with the version that wrote it"
         )
     missing = [part for part in parts if part not in checkpoint]
     if missing:

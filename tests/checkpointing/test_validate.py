@@ -135,7 +135,7 @@ def whole() -> Checkpoint:
         ({"state_dict": {"weights": torch.tensor([1.0, math.nan])}}, "weights holds numbers that are not finite"),
         ({"esper_updated": {"weights": torch.tensor([math.inf])}}, "weights holds numbers that are not finite"),
         ({"esper_updated": [1.0]}, "the updated policy is a list, not a dict"),
-        ({"state_dict": {"weights": [1.0]}}, "'weights' is a list, not a tensor"),
+        ({"state_dict": {"weights": [1.0]}}, "weights is a list, not a tensor"),
         ({"optimizer_states": {}}, "optimizer_states is a dict"),
         ({"esper_settings": {"data.seed": 1}}, "its settings are no texts"),
         ({"callbacks": {"RolloutState": {"loop": {}}}}, "RolloutState lacks normalisers, random"),

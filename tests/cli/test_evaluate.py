@@ -230,7 +230,7 @@ def test_latest_is_the_newest_run_and_its_checkpoint_is_read_once(
     with patch.object(torch, "load", wraps=torch.load) as read:
         evaluate("--ckpt_path=latest", *root, "--out", str(tmp_path), *few)
 
-    assert [call.args[0] for call in read.call_args_list] == [trained[1].latest]
+    assert [call.args[0].name for call in read.call_args_list] == [str(trained[1].latest)]
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [f"evaluating {trained[1].latest}", f"settings of {trained[1].folder / 'config.yaml'}"]
 

@@ -249,7 +249,7 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(size
     masks, logits = random_masks(5, seed, sizes), random_logits(5, seed, sizes)
     distribution = HostDistribution(logits, masks)
     entropy, share = distribution.entropy()
-    share = distribution.choice_probability()
+    free_share = distribution.choice_probability()
 
     assert distribution.heads == tuple(head for head in HEADS if head in logits)
     for row in range(5):
@@ -257,7 +257,7 @@ def test_entropy_is_that_of_each_head_averaged_over_what_may_come_before_it(size
         for h, head in enumerate(distribution.heads):
             situations = conditional(of, head)
             free = sum(total for total, choices in situations if len(choices) > 1)
-            assert share[row, h].item() == pytest.approx(free, abs=1e-5), head
+            assert free_share[row, h].item() == pytest.approx(free, abs=1e-5), head
             if head == "curve":  # a change at once has no curve
                 situations = [(total, choices) for total, choices in situations if len(choices) > 1]
             matters = sum(total for total, _ in situations)
