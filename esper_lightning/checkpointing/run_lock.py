@@ -25,7 +25,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
             os.write(descriptor, str(os.getpid()).encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is still locked: see _acquire
+        with suppress(OSError):  # a folder that has become read-only keeps the file, which is no lock
+            path.unlink()  # while it is still locked: see _acquire
         os.close(descriptor)
 
 

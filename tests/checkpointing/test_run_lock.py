@@ -1,5 +1,6 @@
 """One process at a time holds the lock of a run folder, and its end releases it."""
 
+import errno
 import os
 import signal
 import time
@@ -84,6 +85,22 @@ def test_what_is_no_file_is_an_error_and_a_link_is_not_followed(make: object, tm
         pass
     assert (tmp_path / "dear").read_text() == "dear"
     assert not (tmp_path / "no").exists()
+
+
+def test_a_folder_that_becomes_read_only_changes_no_exit_code_and_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="1"), lock_folder(tmp_path):
+        patch.setattr(Path, "unlink", read_only)
+        raise SystemExit(1)
+
+    reached = Signal()
+    with forked(lambda: hold(tmp_path, reached)) as other:
+        reached.wait()
+        check_refused(tmp_path, other)
 
 
 def test_of_processes_that_lock_and_unlock_at_the_same_time_one_is_inside(tmp_path: Path) -> None:

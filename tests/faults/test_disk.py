@@ -16,7 +16,7 @@ import torch
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO, DiskError, size_on_disk
 from esper_lightning.errors import find_disk_error
 from esper_lightning.telemetry.tensorboard import TensorBoardWriter
-from tests.runs import HORIZON, ROOT, TINY, Run, fit, load, only_run
+from tests.runs import HARD_LIMIT, HORIZON, ROOT, TINY, Run, fit, load, only_run
 
 
 class Usage(NamedTuple):
@@ -158,6 +158,44 @@ def test_a_real_process_ends_so_when_the_kernel_takes_no_more(tmp_path: Path) ->
     assert "File too large" in line
     assert "start again" in line  # no checkpoint exists yet
     assert list(Run(only_run(tmp_path).folder).checkpoints.iterdir()) == []
+
+
+READ_ONLY_IN_A_RUN = """
+mount -t tmpfs tmpfs "$1"; run=$1/runs/version_0; latest=$run/checkpoints/latest.ckpt; shift
+fit() { "$python" -m esper_lightning fit "$@" --trainer.default_root_dir "${run%/*}"; }
+fit "$@" --trainer.max_epochs 100000 & program=$!
+until [ -e "$latest" ]; do sleep .1; kill -0 $program || exit 99; done
+mount --bind "$run" "$run"; mount -o remount,ro,bind "$run"; cp "$latest" "$run/../../kept"
+wait $program; echo "ended with $?"
+cmp "$latest" "$run/../../kept" && echo "checkpoint is whole"
+fit "$@" --ckpt_path "$latest"; echo "ended with $?"
+umount "$run"
+ticks=$("$python" -c "import sys, torch; print(torch.load(sys.argv[1])['epoch'])" "$latest")
+fit "$@" --trainer.max_epochs $((ticks + 2)) --ckpt_path "$latest"; echo "ended with $?"
+"""
+"""Script that makes the run folder of a program read-only, and writable again before the last resume."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="mounts need a namespace of their own",
+)
+def test_a_file_system_that_becomes_read_only_in_a_run_ends_it_in_a_line(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["unshare", "-rm", "bash", "-c", READ_ONLY_IN_A_RUN, "bash", str(tmp_path), *TINY],
+        cwd=ROOT,
+        env=os.environ | {"python": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=HARD_LIMIT,
+        check=False,
+    )
+
+    said = [line for line in ended.stdout.splitlines() if line.startswith(("ended with", "checkpoint is"))]
+    assert said == ["ended with 1", "checkpoint is whole", "ended with 1", "ended with 0"], ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if "Trainer.fit" not in line]
+    assert len(errors) == 2 and all("make the file system writable" in line for line in errors), ended.stderr
 
 
 def circular(error: OSError) -> OSError:
