@@ -180,6 +180,8 @@ class EsperCLI(LightningCLI):
         for name, value in vars(config.as_flat()).items():
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(f"{name} holds a NUL character; correct it")
+            if isinstance(value, str | Path):
+                check_is_text(name, value)
             if isinstance(value, float) and isnan(value):
                 raise ValueError(f"{name} is not a number; give one, or leave it out for its default")
         if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
@@ -325,6 +327,19 @@ def check_host_arguments(host: Any) -> None:
             )
 
 
+def check_is_text(name: str, value: str | Path) -> None:
+    """Raise ValueError if a text holds bytes that are no UTF-8: neither TensorBoard nor a config can name such a path.
+
+    Python stands for each such byte of a command line or a path with half a character (a surrogate).
+    """
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{name} {str(value)!r:.300} holds bytes that are no UTF-8; rename the folder or file"
+        ) from None
+
+
 def check_monitor(monitor: str | None, *, own_callbacks: bool) -> None:
     """Raise ValueError if no metric has the name `best.monitor`: best.ckpt would never be written.
 
@@ -423,6 +438,7 @@ def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
 
     A checkpoint outside a `checkpoints/` folder gets a new run folder.
     """
+    check_is_text("the folder of the run,", (root if checkpoint is None else run_folder(checkpoint)).absolute())
     if checkpoint is not None and Path(checkpoint).parent.absolute().name == CHECKPOINTS_FOLDER:
         run = run_folder(checkpoint)
         return TensorBoardLogger(run.parent, name="", version=run.name, max_queue=LOGGER_QUEUE_SIZE)

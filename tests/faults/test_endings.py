@@ -181,6 +181,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "an argument of a host that is null": (("--data.host.init_args.base=null",), "data.host.init_args.base is null"),
     "a layer of torch as the host": (("--data.host=torch.nn.Linear",), "data.host cannot be made"),
     "a NUL in a folder's name": (("--trainer.default_root_dir=a\0b",), "trainer.default_root_dir holds a NUL"),
+    "a byte that is no text in a folder's name": (
+        (f"--trainer.default_root_dir={os.fsdecode(b'a' + bytes([255]))}",),
+        r"trainer.default_root_dir 'a\udcff' holds bytes that are no UTF-8",
+    ),
     "a folder in which none can be made": (("--best.dirpath=/proc/nope",), "/proc/nope"),
 }
 
@@ -194,6 +198,19 @@ def test_what_cannot_be_used_is_refused_in_a_line_that_names_it(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and named in line
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_below_a_folder_whose_name_is_no_text_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(bytes([255]))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    ended_with(2, Path("runs"))
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the folder of the run" in line and "no UTF-8" in line
+    assert not list(folder.iterdir())
 
 
 def test_a_loader_that_never_ends_is_refused(
