@@ -1,6 +1,6 @@
 """Command lines that give every number among the settings an extreme value, under limits of memory and time.
 
-    python -m tests.faults.limits [--settings data.env model] [--values 1e300 -1] [-- further flags]
+    python -m tests.faults.limits [--settings data.env model] [--values 1e300 -1] [--cases 100] [-- further flags]
 
 Each case works, or ends in one line with a documented exit code. It prints the cases that do neither, and counts.
 """
@@ -15,7 +15,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import yaml
@@ -88,7 +90,13 @@ def all_settings(config: Path) -> dict[str, Any]:
 
 
 def attempt_settings(
-    config: Path, root: Path, prefixes: Sequence[str] = ("",), values: Sequence[str] = EXTREMES, *, more: Sequence[str]
+    config: Path,
+    root: Path,
+    prefixes: Sequence[str] = ("",),
+    values: Sequence[str] = EXTREMES,
+    *,
+    cases: int | None = None,
+    more: Sequence[str],
 ) -> Iterator[tuple[str, Outcome]]:
     """Yield a flag and its outcome for each number whose name begins with one of `prefixes`, and each value.
 
@@ -97,13 +105,17 @@ def attempt_settings(
         root: Folder for the runs.
         prefixes: Beginnings of names.
         values: Values that each number is given.
+        cases: Number of cases, drawn at random but the same every time. None: all.
         more: Further flags of every run.
     """
-    for name in numbers_among(all_settings(config)):
-        for value in values if name.startswith(tuple(prefixes)) else ():
-            flag, folder = f"--{name}={value}", str(root / f"{name} {value}")
-            args = ["fit", "--config", str(config), "--trainer.default_root_dir", folder, *more, flag]
-            yield flag, attempt(lambda args=args: run(args))
+    names = [name for name in numbers_among(all_settings(config)) if name.startswith(tuple(prefixes))]
+    chosen = list(product(names, values))
+    if cases is not None:
+        chosen = Random(0).sample(chosen, min(cases, len(chosen)))
+    for name, value in chosen:
+        flag, folder = f"--{name}={value}", str(root / f"{name} {value}")
+        args = ["fit", "--config", str(config), "--trainer.default_root_dir", folder, *more, flag]
+        yield flag, attempt(lambda args=args: run(args))
 
 
 def run(args: list[str]) -> None:
@@ -115,13 +127,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--settings", nargs="*", default=[""], help="beginnings of the names of settings to try")
     parser.add_argument("--values", nargs="*", default=EXTREMES, help="values that each is given")
+    parser.add_argument("--cases", type=int, help="number of cases that are drawn; all if it is left out")
     parser.add_argument("more", nargs="*", help="further flags of every run, behind --")
     chosen = parser.parse_args()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:
         write_tiny_config(tiny := Path(temporary, "tiny.yaml"))
         since = time.monotonic()
-        for case, outcome in attempt_settings(tiny, Path(temporary), chosen.settings, chosen.values, more=chosen.more):
+        for case, outcome in attempt_settings(
+            tiny, Path(temporary), chosen.settings, chosen.values, cases=chosen.cases, more=chosen.more
+        ):
             is_known = outcome.what in ENDINGS.values()
             counts[outcome.what if is_known else "FAILED"] += 1
             if not is_known:
