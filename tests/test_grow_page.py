@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from callbacks import Grow
+from esper_lightning.controllers.schedule import read_schedule
 from tests.runs import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "grow.md").read_text()
@@ -20,6 +21,12 @@ FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILI
 (LINES,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 (LOADING,) = re.findall(r"^```python\n(import torch\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+(HOOK,) = re.findall(r"^```python\n(class GrownClassifier.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+(EXPORT,) = re.findall(r"^```python\n(example = .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+(SCHEDULE,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -49,7 +56,23 @@ def test_the_program_prints_the_lines_of_the_page_and_its_checkpoint_is_loaded_w
     exec(LOADING.replace("best.ckpt", str(saved)), page)
     grown, images = page["model"], torch.rand(4, 1, 8, 8)
     trained = page["trainer"].lightning_module
-    assert torch.equal(grown.eval().model(images), trained.eval().model(images))
+    expected = trained.eval().model(images)
+    assert torch.equal(grown.eval().model(images), expected)
+
+    exec(HOOK.replace("best.ckpt", str(saved)), page)
+    assert torch.equal(page["model"].eval().model(images), expected)
+
+    exec(EXPORT, page)
+    program = torch.export.load("grown.pt2").module()
+    torch.testing.assert_close(program(images), expected)
+
+
+def test_the_schedule_of_the_page_is_a_schedule(tmp_path: Path) -> None:
+    (tmp_path / "schedule.json").write_text(SCHEDULE)
+
+    schedule = read_schedule(tmp_path / "schedule.json")
+
+    assert [(entry.tick, entry.op) for entry in schedule.entries] == [(1, "GERMINATE"), (9, "FOSSILIZE")]
 
 
 def test_the_config_of_the_page_grows_with_lightnings_own_command_line(folder: Path) -> None:

@@ -98,6 +98,9 @@ class Grow(Callback):
         for name, number in (("batches", batches), ("every", every), ("horizon", horizon)):
             if number is not None and number < 1:
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
+        for name, given, kind in (("lifecycle", lifecycle, LifecycleConfig), ("actions", actions, ActionConfig)):
+            if not isinstance(given, kind):
+                raise ValueError(f"Grow: {name} must be {kind.__name__}(…), got {type(given).__name__}; make one")
         if mode not in ("max", "min"):
             raise ValueError(f"Grow: mode must be 'max' or 'min', got {mode!r}")
         if score is not None and mode == "min":

@@ -1,5 +1,6 @@
 """Trainers, modules and optimizers that cannot grow: each is refused in one line, before training begins."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,24 +81,44 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
             raise ValueError(f"Grow: unknown network {name!r}; {suggest_name(name, [n for n in modules if n])}")
         return name, modules[name]
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-    fitting = {name: child for name, child in children.items() if _has_slots(child, slots)} or children
-    if len(fitting) != 1:
-        names = ", ".join(map(repr, fitting)) or "none"
+    refusals = {name: _slot_refusal(child, slots) for name, child in children.items()}
+    fitting = {name: child for name, child in children.items() if refusals[name] is None}
+    if slots and not fitting:
+        _refuse_slots(children, refusals)
+    candidates = fitting or children
+    if len(candidates) != 1:
+        names = ", ".join(map(repr, candidates)) or "none"
         raise ValueError(
             f"Grow: the module's parts with parameters are {names}; give Grow(network=…) the name of the one that "
             f"grows (layers of the LightningModule itself cannot grow: put them into a module of their own)"
         )
-    return next(iter(fitting.items()))
+    return next(iter(candidates.items()))
 
 
-def _has_slots(network: nn.Module, slots: list[str]) -> bool:
-    if not slots:
-        return bool(slots_of(network))
+def _refuse_slots(children: Mapping[str, nn.Module], refusals: Mapping[str, str | None]) -> None:
+    """Raise ValueError with the reason why none of the networks can have the slots; single layers are no networks."""
+    reasons = []
+    for name, child in children.items():
+        check_network(child, name)  # a compiled network hides the names of its modules
+        if any(True for _ in child.children()):
+            reasons.append(f"in {name!r}, {refusals[name]}")
+    if reasons:
+        raise ValueError(
+            f"Grow: {'; '.join(reasons)} (slots are named within the network: 'layer1' for self.net.layer1)"
+        )
+
+
+def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
+    """Return the reason why a network cannot have these slots, or None if it can, or has them already."""
+    existing = slots_of(network)
+    missing = [name for name in slots if name not in existing]
+    if not missing:
+        return None if existing else "no slot is named"
     try:
-        parse_slot_requests(network, slots, ())
-    except ValueError:
-        return False
-    return True
+        parse_slot_requests(network, missing, ())
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer:

@@ -79,7 +79,7 @@ class GrowthReport:
         kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
         live = sum(slot.live for slot in subject.slots)
         print_status(
-            f"Grow: {name} has {total:,} parameters, {host:,} of them without seeds; {kept} seeds kept, {live} open"
+            f"Grow: {name} has {total:,} parameters, {host:,} of them without seeds; seeds: {kept} kept, {live} open"
         )
 
     def close(self) -> None:

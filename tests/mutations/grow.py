@@ -61,4 +61,11 @@ DEFECTS: tuple[Defect, ...] = (
         "    return list(islice(loaders, int(limit)))",
         f"{CALLBACK}test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback",
     ),
+    Defect(
+        "A network that has its slots already is refused beside another one",
+        "callbacks/grow/refusals.py",
+        "missing = [name for name in slots if name not in existing]",
+        "missing = slots",
+        "tests/callbacks/grow/test_refusals.py::test_of_two_networks_the_one_that_has_the_slots_already_is_found",
+    ),
 )

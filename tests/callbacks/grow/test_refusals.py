@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from callbacks import Grow
+from callbacks.grow.refusals import find_network
 from esper_lightning.envs import ActionConfig
+from esper_lightning.growth import attach_slots
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import Classifier, DigitsData
 from tests.callbacks.grow.trainings import grow, trainer
@@ -58,7 +60,9 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "AveragedModel": (averaged, {}, {"network": "net"}, "AveragedModel.*second run"),
     "two networks": (two_networks, {}, {}, r"'net', 'other'; give Grow\(network=…\)"),
     "unknown network": (nothing, {}, {"network": "nett"}, "unknown network 'nett'; did you mean 'net'"),
-    "unknown slot": (nothing, {}, {"slots": ["33"]}, "33"),
+    "unknown slot": (nothing, {}, {"slots": ["33"]}, "in 'net', the network has no module '33'"),
+    "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
+    "unknown slot in several networks": (two_networks, {}, {"slots": ["33"]}, "in 'net', .*'33'.*; in 'other', .*'33'"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
     "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
@@ -111,6 +115,8 @@ def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> 
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
+        ({"lifecycle": {"training_ticks": 2}}, r"lifecycle must be LifecycleConfig\(…\), got dict"),
+        ({"actions": {"tempos": {"FAST": 2}}}, r"actions must be ActionConfig\(…\), got dict"),
         ({"lifecycle": LifecycleConfig(auto_blend=False)}, "switch on actions.advance"),
         ({"lifecycle": LifecycleConfig(isolation="trial")}, "use proximal or straight_through"),
     ],
@@ -118,3 +124,13 @@ def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> 
 def test_a_setting_that_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Grow(["3"], **options)
+
+
+def test_of_two_networks_the_one_that_has_the_slots_already_is_found() -> None:
+    module = Classifier()
+    attach_slots(module.net, ["5"], torch.zeros(2, 1, 8, 8))
+    module.other = nn.Linear(2, 2)
+
+    name, network = find_network(module, None, ["5"])
+
+    assert (name, network) == ("net", module.net)
