@@ -17,12 +17,14 @@ import yaml
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
+from benchmarks import grow
 from benchmarks.isolation import letters, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth.lifecycle import count_parameters
+from esper_lightning.tasks import Split, TaskData
 from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
@@ -334,6 +336,30 @@ def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, 
     page = (ROOT / "docs" / "results" / "isolation.md").read_text()
     tables = "\n".join(module.table(module.read_rows(RESULTS / FILES[name]))).split("\n\n")
     assert tables and all(table in page for table in tables)
+
+
+def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
+    page = (ROOT / "docs" / "results" / "grow.md").read_text()
+    assert "\n".join(grow.table(grow.read_rows(grow.RESULTS))) in page
+
+
+def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() -> None:
+    plain = [grow.Row(grow.AS_IT_WAS, seed, 60.0 + 10 * seed, 100, 10.0, "", "") for seed in (0, 1)]
+    grown = grow.Row("schedule", 1, 71.5, 150, 20.0, "layer2 conv_light; layer3 conv_light", "")
+
+    *_, last = grow.table([*plain, grown])
+
+    assert last == "| schedule | 71.50 (71.50) | +1.50 (+1.50) | 150 | 20 | 2.0 | 0.0 |"
+
+
+@pytest.mark.parametrize(("without", "grown"), grow.PAIRS.values())
+def test_the_cost_of_growing_compares_networks_that_compute_the_same(without: str, grown: str) -> None:
+    images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    data = TaskData(*(Split(images, torch.zeros(4, dtype=torch.int64)) for _ in range(3)), classes=3)
+    (plain, _), (grows, _) = (grow.make_subject(kind, data) for kind in (without, grown))
+
+    assert count_parameters(grows) == count_parameters(plain)
+    assert torch.equal(grows.eval()(images), plain.eval()(images))
 
 
 def seed_row(**changes: object) -> worth.Row:
