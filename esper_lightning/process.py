@@ -18,7 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the process to stop: `kill`, Ctrl-C, and a terminal that was closed."""
 
 BEFORE_TRAINING = "before training began"
-"""What the line about a signal says while the program starts."""
+"""Ending of the line about a signal that comes while the program starts."""
 
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 """Exit code of a program whose output nobody reads any more, as that of a program which SIGPIPE has ended."""

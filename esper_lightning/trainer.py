@@ -68,7 +68,7 @@ GROWN_FOLDER = "grown"
 
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
-"""What the line about an interrupt says once training has begun."""
+"""Endings of the line about an interrupt that comes in training or after it."""
 
 
 class EsperTrainer(Trainer):
@@ -273,7 +273,7 @@ class EsperTrainer(Trainer):
 
     @property
     def moment(self) -> str:
-        """What a line about an interrupt says of the moment at which it came."""
+        """Return the part of the line about an interrupt that names the moment at which it came."""
         if self._stage_has_ended:
             return AFTER_TRAINING
         return IN_TRAINING if self.training_started else BEFORE_TRAINING

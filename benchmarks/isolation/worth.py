@@ -1,4 +1,4 @@
-"""What a seed that learned behind the host is worth when it is switched on, over tasks, optimizers and blueprints."""
+"""Change of test accuracy when a seed that learned behind its host is switched on, by task, optimizer and blueprint."""
 
 import csv
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What decides about growth: rules by name, schedules and trained policies from files, or objects of your own."""
+"""Deciders of growth: rules by name, schedules and trained policies from files, or objects of your own."""
 
 from typing import Any, Protocol
 

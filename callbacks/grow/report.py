@@ -1,4 +1,4 @@
-"""What a training that grows tells: lines on the terminal, metrics for loggers, and a file of events."""
+"""Reports of a training that grows: lines on the terminal, metrics for loggers, and a file of events."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -14,7 +14,7 @@ ROUNDING = 1e-5
 
 
 class Measured(NamedTuple):
-    """What a validation measured, until the next training batch begins."""
+    """Measurements of a validation, kept until the next training batch begins."""
 
     metric: float
     loss: float | None

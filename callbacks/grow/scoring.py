@@ -25,7 +25,7 @@ from esper_lightning.growth.slot import SeedSlot
 
 
 class Meter(NamedTuple):
-    """What is measured: a metric that the module logs, or a score of each sample."""
+    """Measured quantity: a metric that the module logs, or a score of each sample."""
 
     monitor: str
     score: ScoreFunction | None
