@@ -25,7 +25,7 @@ from lightning import Callback, Trainer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from callbacks import RolloutState
+from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Grow
 from esper_lightning.blueprints import build_seed
+from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import ActionConfig
 from esper_lightning.envs.single_pool import SinglePool

@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.hosts import CASES, training_settings
-from callbacks import Governor, RolloutState, Telemetry
+from esper_lightning.callbacks import Governor, RolloutState, Telemetry
 from esper_lightning.cli.main import make_logger
 from esper_lightning.console import wide_console
 from esper_lightning.datamodules.hosts import HostPoolData

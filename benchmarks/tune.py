@@ -21,7 +21,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
-from callbacks import Governor
+from esper_lightning.callbacks import Governor
 from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig

@@ -67,6 +67,6 @@ def attached_hosts(trainer: Trainer) -> HostPoolData:
     data = trainer.datamodule
     if not isinstance(data, HostPoolData):
         raise ValueError(
-            f"callbacks.Governor watches hosts, and {type(data).__name__} has none; leave the callback out"
+            f"the callback Governor watches hosts, and {type(data).__name__} has none; leave the callback out"
         )
     return data

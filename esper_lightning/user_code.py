@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-OUR_PACKAGES = frozenset({"esper_lightning", "callbacks"})
+OUR_PACKAGE = "esper_lightning"
 
 LOADER_PACKAGE = "torch.utils.data"
 """Package whose frames count as code of the user: this project makes no loader, and an error in a loader's worker
@@ -46,11 +46,11 @@ def find_user_part(error: BaseException, named: Iterable[str] = ()) -> Traceback
     definitions = {found for path in named for found in _definitions(path)}
     for number in reversed(range(len(places))):
         frame = places[number].tb_frame
-        if _package(frame) in OUR_PACKAGES:
+        if _package(frame) == OUR_PACKAGE:
             return None
         if _is_user_code(frame) or any(_defines(definition, frame) for definition in definitions):
             inside = range(number)
-            after_ours = max((i + 1 for i in inside if _package(places[i].tb_frame) in OUR_PACKAGES), default=0)
+            after_ours = max((i + 1 for i in inside if _package(places[i].tb_frame) == OUR_PACKAGE), default=0)
             first = next(i for i in range(after_ours, number + 1) if i == number or _is_user_code(places[i].tb_frame))
             return places[first]
     return None
@@ -76,7 +76,7 @@ def find_setting(part: TracebackType, config: Any) -> tuple[str, str] | None:
 def named_paths(config: Any) -> Iterator[tuple[str, str]]:
     """Yield every setting that names a class or function of another package, with the import path."""
     for setting, path in _all_named_paths(config, ""):
-        if path.partition(".")[0] not in OUR_PACKAGES:
+        if path.partition(".")[0] != OUR_PACKAGE:
             yield setting, path
 
 
@@ -118,7 +118,7 @@ def _is_user_code(frame: FrameType) -> bool:
     name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
     if name == LOADER_PACKAGE or name.startswith(f"{LOADER_PACKAGE}."):
         return True
-    if file.startswith("<") or _package(frame) in OUR_PACKAGES:
+    if file.startswith("<") or _package(frame) == OUR_PACKAGE:
         return False
     path = Path(file).resolve()
     return not any(path.is_relative_to(folder) for folder in LIBRARY_FOLDERS)

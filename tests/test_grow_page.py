@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from callbacks import Grow
+from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedule import read_schedule
 from tests.runs import ROOT
 

@@ -12,7 +12,7 @@ from lightning import Trainer
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
-from callbacks import RolloutState
+from esper_lightning.callbacks import RolloutState
 from esper_lightning.cli.main import EsperCLI
 from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData

@@ -14,12 +14,18 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
-from callbacks.grow.fitting import average_gradients, count_ticks, separate_clipping, share_buffers
-from callbacks.grow.refusals import check_network, check_trainer, check_wrapper, find_network, find_optimizer
-from callbacks.grow.report import GrowthReport, growth_metrics
-from callbacks.grow.scale import Measured, Scale
-from callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
+from esper_lightning.callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
+from esper_lightning.callbacks.grow.fitting import average_gradients, count_ticks, separate_clipping, share_buffers
+from esper_lightning.callbacks.grow.refusals import (
+    check_network,
+    check_trainer,
+    check_wrapper,
+    find_network,
+    find_optimizer,
+)
+from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
+from esper_lightning.callbacks.grow.scale import Measured, Scale
+from esper_lightning.callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
 from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool

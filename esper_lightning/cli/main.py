@@ -35,15 +35,15 @@ from esper_lightning.provenance import RunRecord
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
 CALLBACKS = {
-    "rollout_state": "callbacks.RolloutState",
-    "telemetry": "callbacks.Telemetry",
-    "governor": "callbacks.Governor",
-    "progress": "callbacks.ProgressReport",
-    "evaluation": "callbacks.Evaluation",
+    "rollout_state": "esper_lightning.callbacks.RolloutState",
+    "telemetry": "esper_lightning.callbacks.Telemetry",
+    "governor": "esper_lightning.callbacks.Governor",
+    "progress": "esper_lightning.callbacks.ProgressReport",
+    "evaluation": "esper_lightning.callbacks.Evaluation",
     # This order matters: the checkpoints of `latest` and `preemption` include the current state of `best`.
     "best": "lightning.pytorch.callbacks.ModelCheckpoint",
     "latest": "lightning.pytorch.callbacks.ModelCheckpoint",
-    "preemption": "callbacks.Preemption",
+    "preemption": "esper_lightning.callbacks.Preemption",
 }
 """Import paths of the callbacks of every run; each is configured under its key. The package never imports them."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import Evaluation
+from esper_lightning.callbacks import Evaluation
 from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
 from tests.runs import fit, only_run
 

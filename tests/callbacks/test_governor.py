@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from callbacks import Governor
+from esper_lightning.callbacks import Governor
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.datamodules.tasks import TaskConfig
 from esper_lightning.envs import HostPool, MixedPool, StepResult
@@ -180,7 +180,7 @@ def test_hosts_of_every_task_are_watched() -> None:
 
 def test_environments_that_are_no_hosts_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"callbacks\.Governor watches hosts, and NoneType has none; leave the callback"
+        ValueError, match="the callback Governor watches hosts, and NoneType has none; leave the callback"
     ):
         trainer_of(None, Governor())
 

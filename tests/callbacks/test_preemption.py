@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning import Trainer
 
-from callbacks import Preemption
+from esper_lightning.callbacks import Preemption
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import STOP_SIGNALS

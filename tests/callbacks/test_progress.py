@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from callbacks import ProgressReport, progress
+from esper_lightning.callbacks import ProgressReport, progress
 from tests.runs import EPOCHS, SaveEveryTick, fit, only_run, with_callback
 from tests.tiers import rest_is_slow
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning import Trainer
 
-from callbacks.rollout_state import RolloutState, random_states, set_random_states
+from esper_lightning.callbacks.rollout_state import RolloutState, random_states, set_random_states
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector

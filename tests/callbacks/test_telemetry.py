@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import Telemetry
+from esper_lightning.callbacks import Telemetry
 from esper_lightning.profiling import PHASES
 from tests.runs import HORIZON, fit, only_run
 

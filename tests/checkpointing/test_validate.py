@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from callbacks.rollout_state import random_states
+from esper_lightning.callbacks.rollout_state import random_states
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import (
     SCHEMA,

@@ -147,7 +147,10 @@ FORBIDDEN: dict[str, tuple[Attack, str]] = {
         in_data(host=attached(network="esper_lightning.hosts.attached.import_object")),
         "package that is not trusted",
     ),
-    "a function of the callbacks": (in_data(host=attached(network="callbacks.governor.print_status")), "not trusted"),
+    "a function of the callbacks": (
+        in_data(host=attached(network="esper_lightning.callbacks.governor.print_status")),
+        "not trusted",
+    ),
     "a module in place of a class": (in_data(host={"class_path": "esper_lightning.hosts.attached"}), "no class"),
     "a task in place of a network": (in_data(host=attached(network="esper_lightning.tasks.Digits")), "no network"),
     "a data class of the tasks": (in_data(task={"class_path": "esper_lightning.tasks.TaskData"}), "which is no Task"),

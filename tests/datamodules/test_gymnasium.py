@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
 from benchmarks.cue import CueMemory
-from callbacks import RolloutState
+from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.module import TamiyoModule
@@ -136,7 +136,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
 
 CONFIG = """
 trainer: {accelerator: cpu, max_epochs: 2, logger: false, enable_checkpointing: false, enable_progress_bar: false,
-  enable_model_summary: false, callbacks: [{class_path: callbacks.RolloutState}]}
+  enable_model_summary: false, callbacks: [{class_path: esper_lightning.callbacks.RolloutState}]}
 model:
   policy: {width: 16, memory: none}
   ppo: {minibatches: 2, sequence: 16, gamma: 0.98}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import Evaluation
+from esper_lightning.callbacks import Evaluation
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
 from esper_lightning.evaluation.report import credit_table, write_credits

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from callbacks.telemetry import EVENTS_FILE
+from esper_lightning.callbacks.telemetry import EVENTS_FILE
 from esper_lightning.checkpointing.run_lock import LOCK_FILE
 from tests.faults.programs import Program, Start, forked_starter, fresh_starter, wait_for_next_second
 from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, result_of, tick_of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Callback, Trainer
 
-from callbacks.telemetry import EVENTS_FILE
+from esper_lightning.callbacks.telemetry import EVENTS_FILE
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry.events import CheckpointSaved, Started, read_events
 from tests.runs import TINY, Run, cli, continuation, differences, load

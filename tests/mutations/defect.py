@@ -29,7 +29,7 @@ class Defect(NamedTuple):
 def copy_project(folder: Path) -> Path:
     """Copies the project without its environment, history and results to `folder`."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
-    return Path(shutil.copytree(ROOT, folder, ignore=ignored))
+    return Path(shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True))
 
 
 def survives(defect: Defect, copy: Path, forks: Forks) -> bool:

@@ -62,7 +62,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "An error of this project is blamed on the user who calls it",
         "esper_lightning/user_code.py",
-        "        if _package(frame) in OUR_PACKAGES:\n            return None\n",
+        "        if _package(frame) == OUR_PACKAGE:\n            return None\n",
         "",
         "tests/test_user_code.py::test_what_this_project_raises_is_its_own_even_if_a_user_calls_it",
     ),

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from callbacks import telemetry
 from esper_lightning.blueprints import registry
+from esper_lightning.callbacks import telemetry
 from esper_lightning.cli.main import EsperCLI
 from tests.runs import CONFIGS, cli, only_run
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from callbacks import telemetry
+from esper_lightning.callbacks import telemetry
 from esper_lightning.ppo.update_watch import WORST_TRANSITIONS
 from esper_lightning.telemetry.events import RatioExploded, read_events
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide

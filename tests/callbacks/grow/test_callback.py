@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from callbacks import Grow
+from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Op
 from esper_lightning.growth import detach_slots, slots_of
 from esper_lightning.growth.stages import Stage
@@ -291,7 +291,7 @@ trainer:
   enable_progress_bar: false
   enable_model_summary: false
   callbacks:
-    - class_path: callbacks.Grow
+    - class_path: esper_lightning.callbacks.Grow
       init_args:
         slots: ["3", "5"]
         blueprints: [norm]

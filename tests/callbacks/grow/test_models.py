@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import VisionTransformer, resnet18
 
-from callbacks import Grow
+from esper_lightning.callbacks import Grow
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.modules import digits
 from tests.callbacks.grow.trainings import trainer

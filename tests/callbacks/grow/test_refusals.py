@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from callbacks import Grow
-from callbacks.grow.refusals import find_network
+from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.grow.refusals import find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.gates import LifecycleConfig

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 from lightning import Callback, LightningModule, Trainer
 
-from callbacks import Grow
+from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Action
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
