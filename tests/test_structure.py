@@ -16,6 +16,7 @@ PACKAGE = sorted((ROOT / "esper_lightning").rglob("*.py"))
 MODULES = [*PACKAGE, *sorted((ROOT / "callbacks").rglob("*.py"))]
 
 
+@pytest.mark.slow
 def test_growing_a_network_loads_neither_lightning_nor_environments() -> None:
     """Run in a subprocess, since this one has already loaded the modules."""
     code = "import sys, esper_lightning.growth.lifecycle, esper_lightning.hosts; print(*sys.modules, sep='\\n')"

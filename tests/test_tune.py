@@ -78,6 +78,7 @@ def test_the_file_is_one_that_the_command_line_reads(tmp_path: Path, monkeypatch
     assert (evaluation["climbing"]["order"], evaluation["climbing"]["patience"]) == ("cheapest", 1)
 
 
+@pytest.mark.slow
 def test_hosts_of_several_tasks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         tune.main(["--config", str(CONFIGS / "mixed.yaml"), "--out", str(tmp_path / "out.yaml"), "--hosts", "2"])

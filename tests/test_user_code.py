@@ -125,6 +125,7 @@ def test_settings_name_the_classes_of_other_packages(own: ModuleType) -> None:
     assert list(named_paths({"data": {"host": own.by_this_project}})) == [("data.host", "own_parts.by_this_project")]
 
 
+@pytest.mark.slow
 def test_the_setting_of_the_class_comes_before_another_one_of_its_module(own: ModuleType) -> None:
     def setting_of(run: Callable[..., object], settings: object = SETTINGS) -> tuple[str, str] | None:
         part = find_user_part(raised_by(lambda: make_network(run, {})))

@@ -55,6 +55,7 @@ def config_with(place: Path, **parts: Any) -> str:
     return "changed.yaml"
 
 
+@pytest.mark.slow
 def test_the_page_s_config_grows_a_resnet_on_a_folder_of_images(place: Path) -> None:
     built = cli("--config", "leaves.yaml", *SHORT)
 

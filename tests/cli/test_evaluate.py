@@ -288,6 +288,7 @@ def other_kind(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return only_run(root)
 
 
+@pytest.mark.slow
 def test_rivals_of_other_trainings_meet_the_hosts_of_the_policy_and_observe_them_as_in_their_training(
     trained: list[Run], other_kind: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -290,6 +290,7 @@ def ramp_state(slot: SeedSlot) -> str:
     return "fading" if slot.fading else "rising" if slot.alpha_now < slot.ramp.target else "falling"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "ticks"),
     rest_is_slow([("adam", (0, 3, 7)), ("adam", EVERY), ("sgd", EVERY)], lambda case: case[1] != EVERY),

@@ -174,6 +174,7 @@ def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
     assert line.startswith(f"error: stopped by {number.name} ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM, SIGHUP], {SIGTERM}))
 def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path

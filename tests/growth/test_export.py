@@ -175,6 +175,7 @@ assert torch.equal(outputs, tensors["outputs"])
 """
 
 
+@pytest.mark.slow
 def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_path: Path) -> None:
     network = grown(cnn())
     export(network, digits(3), tmp_path / "grown.pt2", "pt2")

@@ -44,6 +44,7 @@ def test_games_are_won_by_who_repeats_the_cue(monkeypatch: pytest.MonkeyPatch) -
     assert row == ("none", cue.ENVS * cue.HORIZON, 3, 0.5)
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "results" / "cue.csv"
     monkeypatch.setattr(sys, "argv", ["cue.py", "--seeds", "7", "8", "--csv", str(file)])

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.runs import fit, load, only_run
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_all_statistics_of_the_normalisers(tmp_path: Path) -> None:
     """F7: mean, variance and count of both normalisers are buffers of the module, and so in its checkpoint."""
     built = fit(tmp_path, "--trainer.max_epochs", "1")

@@ -89,6 +89,7 @@ def nearest_class(train: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
     return targets[(similarity @ known.T).abs().argmax(1)]
 
 
+@pytest.mark.slow
 def test_each_level_is_harder_than_the_one_before() -> None:
     accuracies = []
     for level in LEVELS:

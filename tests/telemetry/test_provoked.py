@@ -131,6 +131,7 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
     assert not found.at_least(1) & {"entropy.slot", "entropy.blueprint"}, "heads that never mattered"
 
 
+@pytest.mark.slow
 def test_a_state_that_is_a_tick_old_is_found_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

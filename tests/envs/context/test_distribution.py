@@ -69,6 +69,7 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_every_combination_of_values_is_a_context_drawn_by_the_rng_seed_alone() -> None:
     config = FamilyConfig(train=[FACTS, {"host.kernel": [5]}], held_out=[{"host.kernel": [7], "training.lr": [0.1]}])
     whole, held_out = ContextDistribution(config), ContextDistribution(config, held_out=True)

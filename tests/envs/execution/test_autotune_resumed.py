@@ -82,6 +82,7 @@ def test_other_pools_of_a_run_are_executed_alike(stopwatch: FixedSpeeds) -> None
 AUTO = ("--data.env.executor=auto", "--data.env.training.onednn=null")
 
 
+@pytest.mark.slow
 def test_a_run_measures_at_its_start_and_says_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built = fit(tmp_path / "runs", *AUTO, "--evaluation.hosts=2")
 

@@ -109,6 +109,7 @@ def test_a_slot_behind_a_module_is_no_part_of_it() -> None:
     assert not torch.allclose(network(x), plain(x)), "what grows is seen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", rest_is_slow(["fp32", "bf16"], {"bf16"}))
 def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision: str) -> None:
     plain = make_pool(2, training=training_with(None, precision=precision))
@@ -151,6 +152,7 @@ def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_en
     assert count.compiled == 2 * number
 
 
+@pytest.mark.slow
 def test_parts_that_differ_do_not_use_up_each_others_share_of_compilations() -> None:
     count = CountingCompiler()
     network = nn.ModuleList(
@@ -172,6 +174,7 @@ def test_beyond_torchs_limit_there_is_an_error_and_not_silence() -> None:
             layer(torch.randn(samples, 3))
 
 
+@pytest.mark.slow
 def test_the_trial_leaves_no_trace(make_pool: MakePool) -> None:
     torch.manual_seed(5)
     plain = make_pool(2, training=training_with(None))
@@ -215,6 +218,7 @@ def test_a_pool_that_is_gone_leaves_no_host_behind(make_pool: MakePool) -> None:
     assert len(hosts) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", rest_is_slow([False, True], {True}))
 def test_what_is_computed_twice_can_be_compiled(checkpointed: bool) -> None:
     tokens = torch.randint(12, (4, 8), generator=generator_of())
@@ -269,6 +273,7 @@ def test_executors_that_cannot_run_compiled_hosts_say_so(make_pool: MakePool, ex
     assert executor not in {choice.executor for choice in available_choices(CPU, training_with(TRACED))}, "auto knows"
 
 
+@pytest.mark.slow
 def test_all_of_it_can_be_set_from_the_command_line(tmp_path: Path) -> None:
     flags = (f"--data.env.training.compile.{name}={value}" for name, value in asdict(ODD).items())
     built = fit(tmp_path, "--trainer.max_epochs=1", "--data.env.horizon=1", *flags)

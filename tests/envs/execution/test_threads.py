@@ -31,6 +31,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return have
 
 
+@pytest.mark.slow
 def test_workers_do_what_the_loop_does_bit_for_bit(make_pool: MakePool, cores: Callable[[int], None]) -> None:
     stages: set[Stage] = set()
     by_loop = episode(make_pool(5, executor="loop", horizon=20), stages)

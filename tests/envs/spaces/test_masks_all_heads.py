@@ -164,6 +164,7 @@ def expected_ops(env: HostEnv, slot: SeedSlot, alpha_before: float) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_in_every_random_life_whatever_can_be_chosen_can_be_done(make_pool: MakePool) -> None:
     pool, done = make_pool(4, **FREE), set()
     for seed in range(3):

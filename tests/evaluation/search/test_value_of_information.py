@@ -82,6 +82,7 @@ def test_the_few_are_good_for_all_or_the_best_for_one() -> None:
     assert len(select_finalists(seen, 2)) == 2 and len(select_finalists(seen, 9)) == 5
 
 
+@pytest.mark.slow
 def test_hosts_are_drawn_for_every_context_and_plans_are_played_on_each(make_pool: MakePool) -> None:
     pool = make_pool(5, host=cnn, family=PRICES)
     hosts = sample_host_seeds(pool, 3, Random(0))

@@ -19,6 +19,7 @@ from esper_lightning.hosts import CNN
 from esper_lightning.tasks import AugmentConfig
 from tests.conftest import FREE
 from tests.envs.execution.fused.hosts import FAST_CONFIG, HOSTS, distance, make, play, precision
+from tests.tiers import rest_is_slow
 
 EXACT = 1e-9
 
@@ -35,7 +36,7 @@ def assert_equal(fused: HostPool, loop: HostPool) -> None:
         assert ours.history.loss == pytest.approx(theirs.history.loss, rel=EXACT, nan_ok=True)
 
 
-@pytest.mark.parametrize("host", ["cnn", "residual"])
+@pytest.mark.parametrize("host", rest_is_slow(["cnn", "residual"], {"cnn"}))
 def test_all_that_a_controller_may_choose(host: str) -> None:
     pools = both(host, 4, **FREE | {"horizon": 20})
     causes: set[str] = set()
