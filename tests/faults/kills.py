@@ -142,8 +142,8 @@ def killed_and_resumed(start: Start, reference: Reference, root: Path, chance: R
             break
         kills.append(kill)
         tick = kill.tick
-    if program.ended() != 0:
-        return Trial(kills, [f"it failed:\n{program.output.read_text()}"])
+    if (status := program.ended()) != 0:
+        return Trial(kills, [f"it failed with exit status {status}:\n{program.output.read_text()}"])
     run = _last_run(root)
     found = differences_of(result_of(run), reference.ending) + differences(record_of(run), reference.record, "record")
     left = [path.name for path in run.folder.rglob("*") if path.name == LOCK_FILE or path.suffix == ".tmp"]
