@@ -210,6 +210,7 @@ def test_pictures_are_taken_of_a_tensorboard_that_answers(tmp_path: Path) -> Non
         assert json.loads(answer.read()) == ["version_0"]
 
 
+@pytest.mark.slow
 def test_the_gap_closed_is_that_of_means_with_an_interval() -> None:
     tables = script("tables")
     random = np.random.default_rng(0)
@@ -228,6 +229,7 @@ def test_the_gap_closed_is_that_of_means_with_an_interval() -> None:
     assert lines[5].endswith("| 50 % [50 %, 50 %] |"), "what hosts have in common cancels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rest_is_slow(["digits", "family"], {"digits"}))
 def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
     tables = script("tables")

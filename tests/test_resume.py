@@ -164,6 +164,7 @@ def test_a_run_stopped_by_sigterm_goes_on_from_that_tick(uninterrupted: Run, tmp
     assert measured(run) == measured(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
     uninterrupted: Run, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ RESULTS = (ROOT / "docs" / "results" / "transfer.md").read_text()
 (SETTINGS,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_pages_tables_are_those_of_the_kept_results() -> None:
     tables = script("tables")
     kept = {

@@ -73,7 +73,7 @@ def test_a_rolled_back_host_goes_on_with_the_loss_scale_of_its_snapshot(make_poo
     assert (env.scaler.get_scale(), env.scaler.state_dict()["_growth_tracker"]) == (64.0, 5)
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads"], {"loop"}))
 def test_the_neighbours_of_a_rolled_back_host_do_not_notice(make_pool: MakePool, executor: str) -> None:
     pool = make_pool(3, governor=ONLY_NAN_DIVERGES, horizon=HORIZON, executor=executor)
     drawn = random.Random(executor)

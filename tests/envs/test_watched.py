@@ -23,6 +23,7 @@ from tests.envs.episodes import (
     random_actions,
 )
 from tests.runs import differences
+from tests.tiers import rest_is_slow
 
 LARGE = replace(ONLY_NAN_DIVERGES, max_loss=50.0, patience=2, max_rollbacks=1)
 
@@ -60,7 +61,7 @@ def faulty_tick(pool: HostPool, choices: list[random.Random], tick: int) -> Step
     return step
 
 
-@pytest.mark.parametrize("executor", ["loop", "fused"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "fused"], {"fused"}))
 def test_a_traced_episode_that_is_saved_at_any_tick_continues_bit_for_bit(make_pool: MakePool, executor: str) -> None:
     settings = {"governor": LARGE, "horizon": 11, "executor": executor}
     pool, other = make_pool(2, **settings), make_pool(2, **settings)

@@ -86,7 +86,7 @@ def exported(network: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
 
 @pytest.mark.parametrize(
     ("build", "inputs"),
-    rest_is_slow([(cnn, digits), (gpt, tokens), (mlp, vectors), (resnet, images)], lambda case: case[0] is not cnn),
+    rest_is_slow([(cnn, digits), (gpt, tokens), (mlp, vectors), (resnet, images)], lambda case: case[0] in (gpt, mlp)),
 )
 def test_an_exported_network_says_the_same_on_batches_of_any_size(
     build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path

@@ -86,6 +86,7 @@ def test_the_change_of_the_objective_sums_to_that_of_the_episode(pool_of: Callab
     torch.testing.assert_close(rewards.sum(0), end - start, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_reward_of_a_fossilized_seed_is_given_at_once_and_sums_to_the_same(
     pool_of: Callable[..., HostPool],
 ) -> None:
