@@ -67,8 +67,9 @@ def learning_rate_inf(env: HostEnv) -> None:
 
 @torch.no_grad()
 def head_of_large_weights(env: HostEnv) -> None:
-    """Make the loss large and finite: the logits are right or wrong by far."""
-    env.network.head.weight.mul_(-1e4)
+    """Make the loss large and finite, however often it is called: the logits are right or wrong by far."""
+    weight = env.network.head.weight
+    weight.mul_(-1e4 / weight.abs().max())
 
 
 @contextmanager
@@ -245,7 +246,8 @@ class Fills(Callback):
     """Callback that fills a part of the training state with a value at the end of tick 7.
 
     Args:
-        part: "weights", "gradients" of the policy, its optimizer's "moments", or the statistics of a "normaliser".
+        part: "weights" of the policy, "one weight" alone, its optimizer's "moments", or the variances of a
+            "normaliser".
         value: Value that replaces the numbers.
     """
 
@@ -259,7 +261,7 @@ class Fills(Callback):
         if self.part == "weights":
             for parameter in pl_module.policy.parameters():
                 parameter.fill_(self.value)
-        elif self.part == "bias":
+        elif self.part == "one weight":
             next(iter(pl_module.policy.parameters())).view(-1)[0] = self.value
         elif self.part == "moments":
             for state in trainer.optimizers[0].state.values():
@@ -311,7 +313,7 @@ def test_an_absurd_setting_of_hosts_never_reaches_a_checkpoint(
         ("weights", math.nan),
         ("weights", math.inf),
         ("weights", 1e38),
-        ("bias", math.nan),
+        ("one weight", math.nan),
         ("moments", math.nan),
         ("moments", math.inf),
         ("normaliser", math.nan),
