@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
-from esper_lightning.callbacks.grow.fitting import average_gradients, count_ticks, separate_clipping, share_buffers
+from esper_lightning.callbacks.grow.fitting import (
+    average_gradients,
+    count_ticks,
+    may_be_last_step,
+    separate_clipping,
+    share_buffers,
+)
 from esper_lightning.callbacks.grow.refusals import (
     check_network,
     check_trainer,
@@ -407,8 +413,9 @@ class Grow(Callback):
             average_gradients(trainer, (slot.seed for slot in self._pool.subject.slots if slot.occupied))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure gradients, unscaled and before clipping: Lightning releases them before it validates."""
-        is_due = trainer.is_last_batch or any(slot.live for slot in self._pool.subject.slots)
+        """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
+        # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
+        is_due = self._gradients is None or may_be_last_step(trainer)
         if not is_due or optimizer is not self.optimizer:
             return
         measured, precision = self._pool.subject.growing.gradient_stats_tensor(), trainer.precision_plugin
@@ -422,9 +429,11 @@ class Grow(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            # In automatic optimization the loss is divided by the number of accumulated batches.
-            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self._train_loss = self._train_loss + times * loss.detach().float().mean()
+            # This runs after every batch, so operations without effect are left out.
+            loss = loss.detach().float() if loss.ndim == 0 else loss.detach().float().mean()
+            if pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1:
+                loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+            self._train_loss = self._train_loss + loss
             self._train_batches += 1
 
     # What is saved and shown.
