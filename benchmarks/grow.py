@@ -15,7 +15,6 @@ Results are rows of a CSV file. Rows that it has got are not measured again.
 """
 
 import argparse
-import csv
 import tempfile
 import time
 from itertools import product
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.blueprints import build_seed
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
@@ -138,18 +138,6 @@ class Row(NamedTuple):
     kept: str  # slot and blueprint of each fossilized seed
     unfinished: str  # the same of seeds that were neither kept nor removed by the end
 
-    @classmethod
-    def from_text(cls, row: dict[str, str]) -> "Row":
-        return cls(**{name: cls.__annotations__[name](value) for name, value in row.items()})
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [Row.from_text(row) for row in csv.DictReader(file)]
-
 
 def loader(split: Split, *, is_training: bool) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*split), BATCH if is_training else 250, shuffle=is_training, drop_last=is_training)
@@ -232,19 +220,15 @@ def run(plan: str, rng_seed: int, data: TaskData, *, schedule: Path, policy: Pat
 
 def measure(path: Path, rng_seeds: list[int], policy: Path, images: int) -> None:
     """Measure all plans that the file has not got yet; each row is appended when its run ends."""
-    known = {(row.plan, row.rng_seed) for row in read_rows(path)}
+    known = {(row.plan, row.rng_seed) for row in read_rows(path, Row)}
     wanted = [(plan, seed) for seed, plan in product(rng_seeds, PLANS) if (plan, seed) not in known]
     data = Glyphs(train=images, validation=1000).load()
-    with tempfile.TemporaryDirectory() as folder, path.open("a", newline="", encoding="utf-8") as file:
+    with tempfile.TemporaryDirectory() as folder, appended_rows(path, Row) as append:
         schedule = Path(folder) / "schedule.json"
         write_schedule(make_schedule(), schedule)
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(Row._fields)
         for plan, rng_seed in wanted:
             row = run(plan, rng_seed, data, schedule=schedule, policy=policy)
-            writer.writerow(row)
-            file.flush()
+            append([row])
             print(*row, sep=", ", flush=True)
 
 
@@ -380,7 +364,7 @@ def main() -> None:
     if args.command == "result":
         measure(args.csv, args.seeds, args.policy, args.images)
     elif args.command == "table":
-        print("\n".join(table(read_rows(args.csv))))
+        print("\n".join(table(read_rows(args.csv, Row))))
     else:
         measure_cost(args.repeats, args.images)
 

@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import grow
 from benchmarks.isolation import letters, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
+from benchmarks.rows import read_rows
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.evaluation.statistics import mean_interval
@@ -334,13 +335,13 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
 @pytest.mark.parametrize(("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters)])
 def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
     page = (ROOT / "docs" / "results" / "isolation.md").read_text()
-    tables = "\n".join(module.table(module.read_rows(RESULTS / FILES[name]))).split("\n\n")
+    tables = "\n".join(module.table(read_rows(RESULTS / FILES[name], module.Row))).split("\n\n")
     assert tables and all(table in page for table in tables)
 
 
 def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
     page = (ROOT / "docs" / "results" / "grow.md").read_text()
-    assert "\n".join(grow.table(grow.read_rows(grow.RESULTS))) in page
+    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
 
 
 def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() -> None:

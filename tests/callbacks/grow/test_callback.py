@@ -284,7 +284,10 @@ class LastGradients(Callback):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"accumulate_grad_batches": 2, "val_check_interval": 2}, {"val_check_interval": 3, "check_val_every_n_epoch": None}],
+    [
+        {"accumulate_grad_batches": 2, "val_check_interval": 2},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    ],
 )
 def test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation(settings: dict[str, Any]) -> None:
     callback = grow({0: germinate(0)}, every=2, horizon=4)
