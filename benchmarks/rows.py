@@ -29,7 +29,7 @@ def appended_rows(path: Path, kind: type[Row]) -> Iterator[Callable[[Iterable[Ro
             writer.writerow(list(kind.__annotations__))
 
         def append(rows: Iterable[Row]) -> None:
-            writer.writerows(list(rows))  # all or none: a run that is interrupted leaves no part of its rows
+            writer.writerows(list(rows))  # all rows are measured before the first one is written
             file.flush()
 
         yield append

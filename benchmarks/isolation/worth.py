@@ -34,6 +34,8 @@ HOST_EPOCHS = 3
 SEED_EPOCHS = (1, 3)
 """Epochs of learning after which seeds are measured."""
 
+SLOTS = 3
+
 TOLERANCE = 0.01
 """Loss of accuracy, as a share of the test samples, that counts as harm."""
 
@@ -81,15 +83,19 @@ class Row(NamedTuple):
 
 def measure(path: Path, rng_seeds: list[int], tasks: list[str]) -> None:
     """Measure all runs that the file has not got yet; the rows of each run are appended when it ends."""
-    known = {row.run for row in read_rows(path, Row)}
+    rows = read_rows(path, Row)
+    counts = {run: sum(row.run == run for row in rows) for run in {row.run for row in rows}}
+    complete = {run for run, count in counts.items() if count == SLOTS * len(SEED_EPOCHS)}
+    path.unlink(missing_ok=True)
     with appended_rows(path, Row) as append:
+        append([row for row in rows if row.run in complete])  # an interrupted process leaves part of a run
         for task in tasks:
             case = make_case(task)
             for rng_seed, optimizer in product(rng_seeds, OPTIMIZERS):
                 wanted = [
                     (blueprint, learning)
                     for blueprint, learning in product(case.blueprints, LEARNINGS)
-                    if Run(task, optimizer.name, rng_seed, blueprint, learning.name) not in known
+                    if Run(task, optimizer.name, rng_seed, blueprint, learning.name) not in complete
                 ]
                 if not wanted:
                     continue
