@@ -92,7 +92,7 @@ class Grow(Callback):
         slots: Sequence[str] = (),
         *,
         network: str | None = None,
-        blueprints: list[str] | None = None,
+        blueprints: str | list[str] | None = None,
         decider: str | Decider = "climbing",
         monitor: str = "val_acc",
         mode: Literal["max", "min"] = "max",
@@ -126,6 +126,8 @@ class Grow(Callback):
         self.network_name = network
         if blueprints is not None and actions.blueprints is not None:
             raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
+        if isinstance(blueprints, str):
+            blueprints = [blueprints]
         self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
         self.decider = make_decider(decider)
         self.meter = Meter(monitor, score)
@@ -297,11 +299,10 @@ class Grow(Callback):
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
         if state["format"] != STATE_FORMAT:
             raise ValueError(f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}")
-        if state["slots"] != list(slots_of(self.network)):
-            raise ValueError(
-                f"Grow: the checkpoint is of slots {state['slots']}, the network has {list(slots_of(self.network))}; "
-                f"name the same"
-            )
+        slots = list(slots_of(self.network))
+        slots += [name for name in self.slot_names if name not in slots]
+        if state["slots"] != slots:
+            raise ValueError(f"Grow: the checkpoint is of slots {state['slots']}, the run of {slots}; name the same")
         if self.actions.blueprints not in (None, state["blueprints"]):
             raise ValueError(
                 f"Grow: the checkpoint is of blueprints {state['blueprints']}, these are {self.actions.blueprints}; "

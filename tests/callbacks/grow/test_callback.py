@@ -140,6 +140,18 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
     assert equal(resumed, run.module)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decider": "periodic"}, "Plan decided in the checkpoint, and now Periodic; give the same decider"),
+        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['3', '5', '0'\]; name the same"),
+    ],
+)
+def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(Classifier("lambda"), grow(**options), epochs=EPOCHS, resume_from=run.checkpoint(1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 @pytest.mark.parametrize("when", ["on_validation_end", "on_train_epoch_end"])

@@ -186,6 +186,7 @@ def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
+        ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
         ({"lifecycle": {"training_ticks": 2}}, r"lifecycle must be LifecycleConfig\(…\), got dict"),
         ({"actions": {"tempos": {"FAST": 2}}}, r"actions must be ActionConfig\(…\), got dict"),
