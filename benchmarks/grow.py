@@ -8,20 +8,22 @@ result: a narrow ResNet-18 on letters, trained for 20 epochs by an ordinary Ligh
     default rule, by a schedule and by a policy; and with the schedule's seeds built in from the start. The policy is a
     checkpoint of `fit --config configs/digits.yaml`.
 table: Markdown table of the kept results.
-cost: processor time of the training part of an epoch with Grow, relative to the same without it, with empty slots and
-    with four seeds. Trainings take turns in one process; the numbers are medians and quartiles over repetitions.
+cost: processor time of the training part of an epoch with Grow, relative to the same network without it, with empty
+    slots and with four seeds; and the same for the arithmetic of seeds. Trainings take turns at every minibatch; the
+    numbers are medians and quartiles over epochs.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
 """
 
 import argparse
-import csv
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any, NamedTuple
+from threading import Semaphore
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.blueprints import build_seed
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
@@ -138,18 +141,6 @@ class Row(NamedTuple):
     kept: str  # slot and blueprint of each fossilized seed
     unfinished: str  # the same of seeds that were neither kept nor removed by the end
 
-    @classmethod
-    def from_text(cls, row: dict[str, str]) -> "Row":
-        return cls(**{name: cls.__annotations__[name](value) for name, value in row.items()})
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [Row.from_text(row) for row in csv.DictReader(file)]
-
 
 def loader(split: Split, *, is_training: bool) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*split), BATCH if is_training else 250, shuffle=is_training, drop_last=is_training)
@@ -232,19 +223,15 @@ def run(plan: str, rng_seed: int, data: TaskData, *, schedule: Path, policy: Pat
 
 def measure(path: Path, rng_seeds: list[int], policy: Path, images: int) -> None:
     """Measure all plans that the file has not got yet; each row is appended when its run ends."""
-    known = {(row.plan, row.rng_seed) for row in read_rows(path)}
+    known = {(row.plan, row.rng_seed) for row in read_rows(path, Row)}
     wanted = [(plan, seed) for seed, plan in product(rng_seeds, PLANS) if (plan, seed) not in known]
     data = Glyphs(train=images, validation=1000).load()
-    with tempfile.TemporaryDirectory() as folder, path.open("a", newline="", encoding="utf-8") as file:
+    with tempfile.TemporaryDirectory() as folder, appended_rows(path, Row) as append:
         schedule = Path(folder) / "schedule.json"
         write_schedule(make_schedule(), schedule)
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(Row._fields)
         for plan, rng_seed in wanted:
             row = run(plan, rng_seed, data, schedule=schedule, policy=policy)
-            writer.writerow(row)
-            file.flush()
+            append([row])
             print(*row, sep=", ", flush=True)
 
 
@@ -288,43 +275,77 @@ class Wait:
         return to_action([(0,) * len(HEADS)], pool.device)
 
 
-class Stopwatch(L.Callback):
-    """Processor seconds of each epoch's training, decisions included. It must be the first callback."""
+class Turn(L.Callback):
+    """Stopwatch of a training in a thread of its own, which hands over to the next training at every minibatch.
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seconds: list[float] = []
+    It must be the first callback: decisions and the work after a minibatch are then measured.
+
+    Attributes:
+        own: Released when it is this training's turn.
+        following: Turn of the next training.
+        epochs: Processor seconds of each epoch's training.
+    """
+
+    def __init__(self, own: Semaphore, following: Semaphore) -> None:
+        self.own, self.following = own, following
+        self.epochs: list[float] = []
+        self.seconds, self.begin = 0.0, 0.0
+
+    def wait(self) -> None:
+        """Wait for this training's turn. Raises TimeoutError if another training has failed."""
+        if not self.own.acquire(timeout=PATIENCE):
+            raise TimeoutError("no turn has come; another training has failed")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 0:
-            self.begin = time.process_time()
+        if batch_idx > 0:
+            self.seconds += time.thread_time() - self.begin
+        self.following.release()
+        self.wait()
+        self.begin = time.thread_time()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seconds.append(time.process_time() - self.begin)
+        self.epochs.append(self.seconds + time.thread_time() - self.begin)
+        self.seconds = 0.0
 
+
+PATIENCE = 600.0
+"""Seconds for which a training waits for its turn."""
 
 COST_SLOTS = ("layer1", "layer2", "layer3", "layer4")
 
-PAIRS = {
-    "empty slots": ("plain", "empty"),
-    "four probationary seeds": ("plain seeds", Stage.PROBATIONARY.name),
-    "four fossilized seeds": ("plain seeds", Stage.FOSSILIZED.name),
+
+class Subject(NamedTuple):
+    """A network whose training is timed."""
+
+    seeds: Literal["none", "plain modules", "probationary", "fossilized"]
+    with_grow: bool = False
+
+
+PLAIN = Subject("none")
+PLAIN_MODULES = Subject("plain modules")
+PROBATIONARY = Subject("probationary")
+FOSSILIZED = Subject("fossilized")
+
+COSTS = {
+    "Grow, empty slots": (PLAIN, PLAIN._replace(with_grow=True)),
+    "Grow, four probationary seeds": (PROBATIONARY, PROBATIONARY._replace(with_grow=True)),
+    "Grow, four fossilized seeds": (FOSSILIZED, FOSSILIZED._replace(with_grow=True)),
+    "four layers as plain modules": (PLAIN, PLAIN_MODULES),
+    "the same as probationary seeds": (PLAIN_MODULES, PROBATIONARY),
+    "the same as fossilized seeds": (PLAIN_MODULES, FOSSILIZED),
 }
-"""Trainings that are compared: without Grow and with it. Plain seeds are modules of a network without slots."""
+"""Trainings that are compared, the cheaper one first: costs of Grow, and of the arithmetic of seeds without it."""
 
 
-def make_subject(kind: str, data: TaskData) -> tuple[nn.Module, list[L.Callback]]:
+def make_subject(subject: Subject, data: TaskData) -> tuple[nn.Module, list[L.Callback]]:
     """Return a network for the measurement of cost, and the callbacks of its trainer."""
     torch.manual_seed(0)
     network = ResNet18(data.classes)
-    if kind == "plain":
-        return network, []
-    if kind == "plain seeds":
+    if subject.seeds == "plain modules":
         build_in(network, list(COST_SLOTS), 0)
-        return network, []
-    grow = Grow(COST_SLOTS, decider=Wait(), lifecycle=LifecycleConfig(auto_cull=False))
-    if kind != "empty":
+    elif subject.seeds != "none":
         attach_slots(network, COST_SLOTS, data.train.inputs[:2])
         growing = GrowingNetwork(network, torch.optim.AdamW(network.parameters()), horizon=1)
         for name, slot in growing.slots.items():
@@ -333,34 +354,43 @@ def make_subject(kind: str, data: TaskData) -> tuple[nn.Module, list[L.Callback]
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
                 slot.move_to(stage)
             slot.alpha.fill_(1.0)
-            if kind == Stage.FOSSILIZED.name:
+            if subject.seeds == "fossilized":
                 slot.move_to(Stage.FOSSILIZED)
-    return network, [grow]
+    grow = Grow(COST_SLOTS, decider=Wait(), lifecycle=LifecycleConfig(auto_cull=False))
+    return network, [grow] if subject.with_grow else []
 
 
-def measure_cost(repeats: int, images: int) -> None:
-    """Print processor times of the training part of epochs with Grow, relative to those without it."""
+def measure_cost(epochs: int, images: int) -> None:
+    """Print processor times of the training part of epochs, relative to another training beside it."""
     data = Glyphs(train=images, validation=250, test=1).load()
-    kinds = list(dict.fromkeys(kind for pair in PAIRS.values() for kind in pair))
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for repeat in range(repeats):
-        for kind in kinds if repeat % 2 else reversed(kinds):
-            seconds[kind] += time_epochs(kind, data)
-    print("seeds                     median (quartiles)")
-    for name, (without, grown) in PAIRS.items():
+    subjects = list(dict.fromkeys(subject for pair in COSTS.values() for subject in pair))
+    turns = [Semaphore(0) for _ in subjects]
+    stopwatches = [Turn(own, following) for own, following in zip(turns, turns[1:] + turns[:1], strict=True)]
+    with ThreadPoolExecutor(len(subjects)) as threads:
+        trained = [
+            threads.submit(train_in_turns, *pair, epochs, data) for pair in zip(subjects, stopwatches, strict=True)
+        ]
+        turns[0].release()
+    for training in trained:
+        training.result()  # raises what the training raised
+    seconds = dict(zip(subjects, (stopwatch.epochs[1:] for stopwatch in stopwatches), strict=True))
+    print("                               median (quartiles)")
+    for name, (without, grown) in COSTS.items():
         ratios = [a / b for a, b in zip(seconds[grown], seconds[without], strict=True)]
         low, _, high = quantiles(ratios)
-        print(f"{name:25} {median(ratios):.3f} ({low:.3f} … {high:.3f})", flush=True)
+        print(f"{name:30} {median(ratios):.3f} ({low:.3f} … {high:.3f})", flush=True)
 
 
-def time_epochs(kind: str, data: TaskData) -> list[float]:
-    """Return processor seconds of the training part of two epochs, after one that warms up."""
-    network, callbacks = make_subject(kind, data)
-    stopwatch = Stopwatch()
-    trainer = make_trainer(3, [stopwatch, *callbacks])
-    module = Classifier(network, 3)
-    trainer.fit(module, loader(data.train, is_training=True), loader(data.validation, is_training=False))
-    return stopwatch.seconds[1:]
+def train_in_turns(subject: Subject, turn: Turn, epochs: int, data: TaskData) -> None:
+    """Train a network for an epoch that warms up, and some that are measured."""
+    turn.wait()
+    try:
+        network, callbacks = make_subject(subject, data)
+        trainer = make_trainer(1 + epochs, [turn, *callbacks])
+        module = Classifier(network, 1 + epochs)
+        trainer.fit(module, loader(data.train, is_training=True), loader(data.validation, is_training=False))
+    finally:
+        turn.following.release()
 
 
 def main() -> None:
@@ -373,16 +403,16 @@ def main() -> None:
     measured.add_argument("--images", type=int, default=4000, help="training images")
     commands.add_parser("table").add_argument("--csv", type=Path, default=RESULTS)
     cost = commands.add_parser("cost")
-    cost.add_argument("--repeats", type=int, default=10)
-    cost.add_argument("--images", type=int, default=1024, help="training images")
+    cost.add_argument("--epochs", type=int, default=16)
+    cost.add_argument("--images", type=int, default=2048, help="training images")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "result":
         measure(args.csv, args.seeds, args.policy, args.images)
     elif args.command == "table":
-        print("\n".join(table(read_rows(args.csv))))
+        print("\n".join(table(read_rows(args.csv, Row))))
     else:
-        measure_cost(args.repeats, args.images)
+        measure_cost(args.epochs, args.images)
 
 
 if __name__ == "__main__":

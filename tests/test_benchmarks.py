@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from benchmarks import grow
 from benchmarks.isolation import letters, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
+from benchmarks.rows import read_rows
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.evaluation.statistics import mean_interval
@@ -336,13 +337,13 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
 @pytest.mark.parametrize(("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters)])
 def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
     page = (ROOT / "docs" / "results" / "isolation.md").read_text()
-    tables = "\n".join(module.table(module.read_rows(RESULTS / FILES[name]))).split("\n\n")
+    tables = "\n".join(module.table(read_rows(RESULTS / FILES[name], module.Row))).split("\n\n")
     assert tables and all(table in page for table in tables)
 
 
 def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
     page = (ROOT / "docs" / "results" / "grow.md").read_text()
-    assert "\n".join(grow.table(grow.read_rows(grow.RESULTS))) in page
+    assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
 
 
 def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() -> None:
@@ -354,14 +355,16 @@ def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() ->
     assert last == "| schedule | 71.50 (71.50) | +1.50 (+1.50) | 150 | 20 | 2.0 | 0.0 |"
 
 
-@pytest.mark.parametrize(("without", "grown"), grow.PAIRS.values())
-def test_the_cost_of_growing_compares_networks_that_compute_the_same(without: str, grown: str) -> None:
+def test_the_cost_of_growing_compares_networks_that_compute_the_same() -> None:
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     data = TaskData(*(Split(images, torch.zeros(4, dtype=torch.int64)) for _ in range(3)), classes=3)
-    (plain, _), (grows, _) = (grow.make_subject(kind, data) for kind in (without, grown))
+    subjects = {subject for pair in grow.COSTS.values() for subject in pair}
+    networks = {subject: grow.make_subject(subject, data)[0].eval() for subject in subjects}
 
-    assert count_parameters(grows) == count_parameters(plain)
-    assert torch.equal(grows.eval()(images), plain.eval()(images))
+    for seeds in ("plain modules", "probationary", "fossilized"):
+        with_seeds = [network for subject, network in networks.items() if subject.seeds == seeds]
+        assert all(count_parameters(n) == count_parameters(networks[grow.PLAIN_MODULES]) for n in with_seeds)
+        assert all(torch.equal(n(images), networks[grow.PLAIN](images)) for n in with_seeds), "seeds are identities"
 
 
 def seed_row(**changes: object) -> worth.Row:

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.isolation import letters, policies, stuck, worth
 from benchmarks.isolation.cost import measure_cost
+from benchmarks.rows import read_rows
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -80,7 +81,7 @@ def main() -> None:
         measure_cost(args.repeats)
     else:
         module = {"worth": worth, "stuck": stuck, "letters": letters, "policies": policies}[args.results]
-        print("\n".join(module.table(module.read_rows(args.csv or RESULTS / FILES[args.results]))))
+        print("\n".join(module.table(read_rows(args.csv or RESULTS / FILES[args.results], module.Row))))
 
 
 if __name__ == "__main__":

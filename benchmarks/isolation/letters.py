@@ -1,6 +1,5 @@
 """Accuracy on letters at equal training FLOPs: grown early and late, with each isolation, and built in."""
 
-import csv
 from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.isolation.hosts import TEST_BATCH, Case, draw_epochs, train
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.evaluation.flops_meter import step_flops
 from esper_lightning.evaluation.static_host import STAGES_TO_FOSSILIZED
@@ -75,33 +75,17 @@ class Row(NamedTuple):
     unseen: float  # images of other fonts
     kept: int  # fossilized seeds
 
-    @classmethod
-    def from_text(cls, row: dict[str, str]) -> "Row":
-        return cls(**{name: cls.__annotations__[name](value) for name, value in row.items()})
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [Row.from_text(row) for row in csv.DictReader(file)]
-
 
 def measure_plans(path: Path, rng_seeds: list[int]) -> None:
     """Measure all plans that the file has not got yet; each row is appended when its run ends."""
-    known = {(row.plan, row.rng_seed) for row in read_rows(path)}
+    known = {(row.plan, row.rng_seed) for row in read_rows(path, Row)}
     wanted = [(plan, seed) for seed, plan in product(rng_seeds, PLANS) if (plan.name, seed) not in known]
     case = Case(Glyphs(train=80_000, validation=1, test=8_000).load(), 128, 10_000, (BLUEPRINT,))
     unseen = Glyphs(train=1, validation=1, test=8_000, unseen_fonts=True).load().test
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(Row._fields)
+    with appended_rows(path, Row) as append:
         for plan, rng_seed in wanted:
             row = run(plan, rng_seed, case, unseen=unseen)
-            writer.writerow(row)
-            file.flush()
+            append([row])
             print(*row, sep=", ", flush=True)
 
 

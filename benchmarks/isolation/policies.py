@@ -1,6 +1,5 @@
 """Policies trained where seeds learn behind the host for some ticks, beside those where they are blended at once."""
 
-import csv
 import json
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.evaluation.search.search import BEST_FILE
 from esper_lightning.growth.blend import Isolation
 
@@ -92,11 +92,25 @@ class Run(NamedTuple):
     rng_seed: int
 
 
-COLUMNS = (*Run._fields, *CONTROLLERS, "yoked_low", "yoked_high", "accuracy", "fossils")
-"""Columns of the CSV: mean objectives by controller, and the interval of the policy's lead over `yoked`."""
+class Row(NamedTuple):
+    """Comparison of a policy: mean objectives by controller, and what became of its own hosts."""
+
+    config: str
+    isolation: str
+    training_ticks: int
+    rng_seed: int
+    learned: float
+    waiting: float
+    climbing: float
+    best_fixed: float
+    yoked: float
+    yoked_low: float  # interval of the policy's lead over yoked
+    yoked_high: float
+    accuracy: float
+    fossils: float
 
 
-def train(run: Run, schedules: Path) -> dict[str, str]:
+def train(run: Run, schedules: Path) -> Row:
     """Train a policy, compare it, and return a row. The best schedule is searched once for all RNG seeds."""
     training = TRAININGS[run.config]
     found = schedules / f"{run.config}_{run.isolation}_{run.training_ticks}"
@@ -124,9 +138,7 @@ def train(run: Run, schedules: Path) -> dict[str, str]:
     lead = controllers[CONTROLLERS["yoked"]]["ahead"]
     numbers |= {"yoked_low": lead["low"], "yoked_high": lead["high"]}
     numbers |= {name: controllers[CONTROLLERS["learned"]][name]["mean"] for name in ("accuracy", "fossils")}
-    return {name: str(value) for name, value in run._asdict().items()} | {
-        name: f"{number:.6g}" for name, number in numbers.items()
-    }
+    return Row(*run, **{name: float(f"{number:.6g}") for name, number in numbers.items()})
 
 
 def train_all(
@@ -139,49 +151,33 @@ def train_all(
     jobs: int,
 ) -> None:
     """Train all policies that the file has not got yet; each row is appended when its training ends."""
-    known = {
-        Run(row["config"], row["isolation"], int(row["training_ticks"]), int(row["rng_seed"]))
-        for row in read_rows(path)
-    }
+    known = {Run(row.config, row.isolation, row.training_ticks, row.rng_seed) for row in read_rows(path, Row)}
     runs = [
         Run(config, SETTINGS[name].isolation, SETTINGS[name].training_ticks, seed)
         for config, seed, name in product(configs, rng_seeds, settings)
     ]
     wanted = [run for run in runs if run not in known]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as workers, path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
+    with ThreadPoolExecutor(jobs) as workers, appended_rows(path, Row) as append:
         for row in workers.map(lambda run: train(run, schedules), wanted):
-            writer.writerow(row)
-            file.flush()
-            print(*row.values(), flush=True)
+            append([row])
+            print(*row, flush=True)
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def table(rows: Sequence[dict[str, str]]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """Return a Markdown table of mean objectives over RNG seeds, and of the policy's lead over `yoked` in each."""
     lines = ["| config | isolation | ticks | learned | each seed | waiting | climbing | best fixed | ahead of yoked |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for config, setting in product(TRAININGS, SETTINGS.values()):
-        key = (config, setting.isolation, str(setting.training_ticks))
-        own = [row for row in rows if (row["config"], row["isolation"], row["training_ticks"]) == key]
+        own = [row for row in rows if (row.config, row.isolation, row.training_ticks) == (config, *setting)]
         if own:
-            means = {column: np.mean([float(row[column]) for row in own]) for column in CONTROLLERS}
-            each = " ".join(f"{float(row['learned']):.3f}" for row in own)
+            each = " ".join(f"{row.learned:.3f}" for row in own)
             leads = ", ".join(
-                f"{float(row['learned']) - float(row['yoked']):+.3f} "
-                f"[{float(row['yoked_low']):+.3f}, {float(row['yoked_high']):+.3f}]"
-                for row in own
+                f"{row.learned - row.yoked:+.3f} [{row.yoked_low:+.3f}, {row.yoked_high:+.3f}]" for row in own
             )
-            others = " | ".join(f"{means[column]:.3f}" for column in ("waiting", "climbing", "best_fixed"))
-            lines.append(f"| {' | '.join(key)} | {means['learned']:.3f} | {each} | {others} | {leads} |")
+            learned, *others = (
+                f"{np.mean([getattr(row, column) for row in own]):.3f}"
+                for column in ("learned", "waiting", "climbing", "best_fixed")
+            )
+            cells = (config, setting.isolation, str(setting.training_ticks), learned, each, *others, leads)
+            lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -1,6 +1,5 @@
 """How often the gradient of a seed that learns behind its host keeps it from being blended, by blueprint and rate."""
 
-import csv
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ from benchmarks.isolation.hosts import (
     train,
     train_host,
 )
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import reasons_against_gradient
 
@@ -60,23 +60,11 @@ class Row(NamedTuple):
     exploded: int
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        kinds = Row.__annotations__
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
-
-
 def measure(path: Path, rng_seeds: list[int]) -> None:
     """Measure all runs that the file has not got yet; the rows of each run are appended when it ends."""
-    known = {(row.isolation, row.blueprint, row.lr, row.rng_seed) for row in read_rows(path)}
+    known = {(row.isolation, row.blueprint, row.lr, row.rng_seed) for row in read_rows(path, Row)}
     case = make_case("digits")._replace(samples=SAMPLES)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(Row._fields)
+    with appended_rows(path, Row) as append:
         for rng_seed, lr in product(rng_seeds, RATES):
             wanted = [
                 run
@@ -88,8 +76,7 @@ def measure(path: Path, rng_seeds: list[int]) -> None:
                 epochs = draw_epochs(case, rng_seed, HOST_EPOCHS + max(JUDGED_AFTER))
                 host = train_host(case, optimizer, rng_seed, epochs[:HOST_EPOCHS])
                 for run in wanted:
-                    writer.writerows(list(grow_and_judge(host, case, optimizer, run=run)))
-                    file.flush()
+                    append(grow_and_judge(host, case, optimizer, run=run))
                     print(*run, flush=True)
 
 

@@ -1,6 +1,5 @@
 """Change of test accuracy when a seed that learned behind its host is switched on, by task, optimizer and blueprint."""
 
-import csv
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ from benchmarks.isolation.hosts import (
     train,
     train_host,
 )
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.evaluation.statistics import CONFIDENCE
 from esper_lightning.growth import blend
 
@@ -81,30 +81,14 @@ class Row(NamedTuple):
         return excess > stats.norm.ppf(CONFIDENCE) * (self.lost + self.gained) ** 0.5
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file, empty if there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        kinds = Row.__annotations__
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
-
-
 def measure(path: Path, rng_seeds: list[int], tasks: list[str]) -> None:
     """Measure all runs that the file has not got yet; the rows of each run are appended when it ends."""
-    rows = read_rows(path)
+    rows = read_rows(path, Row)
     counts = {run: sum(row.run == run for row in rows) for run in {row.run for row in rows}}
     complete = {run for run, count in counts.items() if count == SLOTS * len(SEED_EPOCHS)}
-    write_rows(path, [row for row in rows if row.run in complete])  # an interrupted process leaves part of a run
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    path.unlink(missing_ok=True)
+    with appended_rows(path, Row) as append:
+        append([row for row in rows if row.run in complete])  # an interrupted process leaves part of a run
         for task in tasks:
             case = make_case(task)
             for rng_seed, optimizer in product(rng_seeds, OPTIMIZERS):
@@ -118,8 +102,7 @@ def measure(path: Path, rng_seeds: list[int], tasks: list[str]) -> None:
                 host = train_host(case, optimizer, rng_seed, draw_epochs(case, rng_seed, HOST_EPOCHS))
                 for blueprint, learning in wanted:
                     run = Run(task, optimizer.name, rng_seed, blueprint, learning.name)
-                    writer.writerows(list(grow_and_measure(host, case, optimizer, run=run, learning=learning)))
-                    file.flush()
+                    append(grow_and_measure(host, case, optimizer, run=run, learning=learning))
                     print(*run, flush=True)
 
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
-from esper_lightning.callbacks.grow.fitting import average_gradients, count_ticks, separate_clipping, share_buffers
+from esper_lightning.callbacks.grow.fitting import (
+    average_gradients,
+    count_ticks,
+    may_be_last_step,
+    separate_clipping,
+    share_buffers,
+)
 from esper_lightning.callbacks.grow.refusals import (
     check_network,
     check_trainer,
@@ -86,7 +92,7 @@ class Grow(Callback):
         slots: Sequence[str] = (),
         *,
         network: str | None = None,
-        blueprints: list[str] | None = None,
+        blueprints: str | list[str] | None = None,
         decider: str | Decider = "climbing",
         monitor: str = "val_acc",
         mode: Literal["max", "min"] = "max",
@@ -120,6 +126,8 @@ class Grow(Callback):
         self.network_name = network
         if blueprints is not None and actions.blueprints is not None:
             raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
+        if isinstance(blueprints, str):
+            blueprints = [blueprints]
         self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
         self.decider = make_decider(decider)
         self.meter = Meter(monitor, score)
@@ -291,11 +299,10 @@ class Grow(Callback):
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
         if state["format"] != STATE_FORMAT:
             raise ValueError(f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}")
-        if state["slots"] != list(slots_of(self.network)):
-            raise ValueError(
-                f"Grow: the checkpoint is of slots {state['slots']}, the network has {list(slots_of(self.network))}; "
-                f"name the same"
-            )
+        slots = list(slots_of(self.network))
+        slots += [name for name in self.slot_names if name not in slots]
+        if state["slots"] != slots:
+            raise ValueError(f"Grow: the checkpoint is of slots {state['slots']}, the run of {slots}; name the same")
         if self.actions.blueprints not in (None, state["blueprints"]):
             raise ValueError(
                 f"Grow: the checkpoint is of blueprints {state['blueprints']}, these are {self.actions.blueprints}; "
@@ -407,8 +414,9 @@ class Grow(Callback):
             average_gradients(trainer, (slot.seed for slot in self._pool.subject.slots if slot.occupied))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure gradients, unscaled and before clipping: Lightning releases them before it validates."""
-        is_due = trainer.is_last_batch or any(slot.live for slot in self._pool.subject.slots)
+        """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
+        # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
+        is_due = self._gradients is None or may_be_last_step(trainer)
         if not is_due or optimizer is not self.optimizer:
             return
         measured, precision = self._pool.subject.growing.gradient_stats_tensor(), trainer.precision_plugin
@@ -422,9 +430,11 @@ class Grow(Callback):
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            # In automatic optimization the loss is divided by the number of accumulated batches.
-            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self._train_loss = self._train_loss + times * loss.detach().float().mean()
+            # This runs after every batch, so operations without effect are left out.
+            loss = loss.detach().float() if loss.ndim == 0 else loss.detach().float().mean()
+            if pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1:
+                loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+            self._train_loss = self._train_loss + loss
             self._train_batches += 1
 
     # What is saved and shown.

@@ -52,17 +52,18 @@ def make_decider(decider: str | Decider) -> Decider:
     )
 
 
-def decider_state(decider: Decider) -> Any:
-    """Return the state of a decider, or None if it has none."""
+def decider_state(decider: Decider) -> dict[str, Any]:
+    """Return the kind of a decider, and its state: None if it has none."""
     state_dict = getattr(decider, "state_dict", None)
-    return None if state_dict is None else state_dict()
+    return {"kind": type(decider).__name__, "state": None if state_dict is None else state_dict()}
 
 
-def resume_decider(decider: Decider, pool: SinglePool, state: Any) -> None:
-    """Let a decider continue from a state of `decider_state`. Raises ValueError if it cannot."""
-    if state is None:
-        raise ValueError(
-            f"Grow: {type(decider).__name__} cannot continue a run; give it state_dict and load_state_dict(pool, state)"
-        )
+def resume_decider(decider: Decider, pool: SinglePool, saved: dict[str, Any]) -> None:
+    """Let a decider continue from what `decider_state` returned. Raises ValueError if it cannot."""
+    kind = type(decider).__name__
+    if saved["kind"] != kind:
+        raise ValueError(f"Grow: {saved['kind']} decided in the checkpoint, and now {kind}; give the same decider")
+    if saved["state"] is None:
+        raise ValueError(f"Grow: {kind} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
     load_state_dict: Any = getattr(decider, "load_state_dict")  # noqa: B009 not every decider has it
-    load_state_dict(pool, state)
+    load_state_dict(pool, saved["state"])

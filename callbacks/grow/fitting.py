@@ -34,6 +34,21 @@ def count_ticks(trainer: Trainer, every: int) -> int:
     return int(validations) // every
 
 
+def may_be_last_step(trainer: Trainer) -> bool:
+    """Return True if a validation may come before the next optimizer step.
+
+    A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch.
+    """
+    interval = trainer.val_check_batch
+    if trainer.is_last_batch or interval is None:  # None: validations are due by the clock
+        return True
+    if math.isinf(interval):
+        return False
+    loop = trainer.fit_loop.epoch_loop
+    batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
+    return -batches % interval < trainer.accumulate_grad_batches
+
+
 def separate_clipping(clip: Callable[..., None]) -> Callable[..., None]:
     """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
 

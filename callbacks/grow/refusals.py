@@ -34,6 +34,11 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"Grow: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, or "
             f"strategy='ddp'"
         )
+    if module._compiler_ctx is not None or module._compiled_call_impl is not None:
+        raise ValueError(
+            f"Grow: {type(module).__name__} is compiled, and its network does not see its slots; train it without "
+            f"torch.compile"
+        )
     if trainer.precision not in PRECISIONS:
         raise ValueError(f"Grow: precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -81,7 +81,10 @@ def actions_by_tick(schedule: Schedule, pool: Hosts) -> list[tuple[int, tuple[in
     for number, entry in enumerate(schedule.entries, 1):
         where = f"entry {number} of the schedule ({entry})"
         if entry.tick >= pool.config.horizon:
-            raise ValueError(f"{where}: an episode has {pool.config.horizon} ticks, 0 to {pool.config.horizon - 1}")
+            raise ValueError(
+                f"{where}: an episode has {pool.config.horizon} ticks, 0 to {pool.config.horizon - 1}; name an earlier "
+                f"tick, or train for longer"
+            )
         action = []
         for head, choices in zip(HEADS, space, strict=True):
             value = getattr(entry, head) if Op[entry.op] in RELEVANT_OPS[head] else None

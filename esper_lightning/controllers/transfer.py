@@ -186,7 +186,7 @@ def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
         if head not in MAPPED_HEADS and policy_choices != host_choices:
             raise ValueError(
                 f"Tamiyo chooses among {excerpt(policy_choices)} with its {head} head, these hosts offer "
-                f"{excerpt(host_choices)}"
+                f"{excerpt(host_choices)}; set actions as in its training"
             )
     if len(host_space.slot) > len(policy_space.slot):
         raise ValueError(

@@ -62,6 +62,27 @@ DEFECTS: tuple[Defect, ...] = (
         f"{CALLBACK}test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callback",
     ),
     Defect(
+        "Seeds are judged by the gradients of the first step after a decision",
+        "callbacks/grow/callback.py",
+        "is_due = self._gradients is None or may_be_last_step(trainer)",
+        "is_due = self._gradients is None",
+        f"{CALLBACK}test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation",
+    ),
+    Defect(
+        "Gradients of seeds are measured at every step",
+        "callbacks/grow/callback.py",
+        "is_due = self._gradients is None or may_be_last_step(trainer)",
+        "is_due = True",
+        f"{CALLBACK}test_gradients_are_measured_at_two_steps_of_a_tick_alone",
+    ),
+    Defect(
+        "A decider continues from the state of another one",
+        "callbacks/grow/deciders.py",
+        'if saved["kind"] != kind:',
+        "if False:",
+        f"{CALLBACK}test_a_checkpoint_of_other_growth_is_refused",
+    ),
+    Defect(
         "A network that has its slots already is refused beside another one",
         "callbacks/grow/refusals.py",
         "missing = [name for name in slots if name not in existing]",

@@ -32,15 +32,15 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Nothing pulls a seed back to the host's feature",
         f"{G}/blend.py",
-        "return PROXIMAL_STEP * grad + (s.to(h.dtype) - h) * torch.where(size > 0.0, strength, 0.0)",
+        "return pull.add_(grad, alpha=PROXIMAL_STEP)",
         "return PROXIMAL_STEP * grad",
         f"{T}/test_isolation.py::test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach",
     ),
     Defect(
         "A seed is pulled towards zero and not to the host's feature",
         f"{G}/blend.py",
-        "(s.to(h.dtype) - h) *",
-        "s.to(h.dtype) *",
+        "(s.to(h.dtype) - h).mul_",
+        "s.to(h.dtype, copy=True).mul_",
         f"{T}/test_isolation.py::test_the_proximal_gradient_is_the_loss_gradient_and_a_pull_of_bounded_reach",
     ),
     Defect(

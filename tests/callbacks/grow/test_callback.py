@@ -12,10 +12,11 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Op
-from esper_lightning.growth import detach_slots, slots_of
+from esper_lightning.growth import GrowingNetwork, detach_slots, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
 from tests.callbacks.grow.modules import SCHEDULERS, Autoencoder, Classifier, DigitsData, TwoOptimizers
@@ -139,6 +140,18 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
     assert equal(resumed, run.module)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decider": "periodic"}, "Plan decided in the checkpoint, and now Periodic; give the same decider"),
+        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['3', '5', '0'\]; name the same"),
+    ],
+)
+def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(Classifier("lambda"), grow(**options), epochs=EPOCHS, resume_from=run.checkpoint(1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
 @pytest.mark.parametrize("when", ["on_validation_end", "on_train_epoch_end"])
@@ -258,7 +271,59 @@ def test_a_seed_grows_in_every_precision(precision: str) -> None:
     assert {p.dtype for p in slot.seed.parameters()} == {module.net[0].weight.dtype}
 
 
-def test_gradients_of_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
+class LastGradients(Callback):
+    """Gradients of the seed in slot 3 at the last step before each validation, and those by which it was judged."""
+
+    def __init__(self, grow: Grow) -> None:
+        self.grow, self.steps = grow, 0
+        self.present: list[float] = []
+        self.judged: dict[int, list[float]] = {}
+        self.expected: dict[int, list[float]] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.present = self.grow.growing.gradient_stats_tensor()[1].tolist()
+        self.steps += 1
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.expected[self.grow.validations] = self.present
+
+    def on_train_batch_start(self, *_: object) -> None:
+        gradient = self.grow.growing.measurements["3"].gradient
+        if gradient is not None:
+            self.judged.setdefault(self.grow.validations, list(gradient))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate_grad_batches": 2, "val_check_interval": 2},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    ],
+)
+def test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation(settings: dict[str, Any]) -> None:
+    callback = grow({0: germinate(0)}, every=2, horizon=4)
+    watch = LastGradients(callback)
+
+    train(classifier(), callback, watch, epochs=4, **settings)
+
+    ticks = [validation for validation in watch.judged if validation % 2 == 0]
+    assert len(ticks) >= 2 and [watch.judged[at] for at in ticks] == [watch.expected[at] for at in ticks]
+
+
+def test_gradients_are_measured_at_two_steps_of_a_tick_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, measured = grow({0: germinate(0)}), []
+    measure = GrowingNetwork.gradient_stats_tensor
+    monkeypatch.setattr(
+        GrowingNetwork, "gradient_stats_tensor", lambda growing: measured.append(growing) or measure(growing)
+    )
+
+    train(classifier(), callback, epochs=2)
+
+    assert len(measured) == 2 * 2, "of five steps in each of two ticks"
+
+
+def test_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
     callback = grow({0: germinate(0)}, every=2)
     train(classifier(), callback, epochs=4, accumulate_grad_batches=2, val_check_interval=2)
 

@@ -8,14 +8,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    EMAWeightAveraging,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.refusals import find_network
+from esper_lightning.callbacks.grow.refusals import check_trainer, check_wrapper, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.gates import LifecycleConfig
@@ -29,6 +33,10 @@ def compiled(module: Classifier) -> None:
 
 def compiled_in_place(module: Classifier) -> None:
     module.net.compile()
+
+
+def compiled_as_a_whole(module: Classifier) -> None:
+    module.compile()
 
 
 def averaged(module: Classifier) -> None:
@@ -52,6 +60,10 @@ def nothing(module: Classifier) -> None:
 
 LBFGS = with_optimizer(lambda module: torch.optim.LBFGS(module.parameters()))
 
+FUSED = with_optimizer(lambda module: torch.optim.AdamW(module.parameters(), fused=True))
+
+SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
 ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 
 COMPILED = "is compiled.*train it without torch.compile"
@@ -64,6 +76,7 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "slot with the name of its network": (nothing, {}, {"slots": ["net.3"]}, "no module 'net.3'.*within the network"),
     "unknown slot in several networks": (two_networks, {}, {"slots": ["33"]}, "in 'net', .*'33'.*; in 'other', .*'33'"),
     "LBFGS": (LBFGS, {}, {}, "LBFGS cannot hold parameter groups that come and go; use SGD"),
+    "fused": (FUSED, {"plugins": SCALED}, {}, "fused optimizer under 16-mixed hides .* make it with fused=False"),
     "no optimizer": (ELSEWHERE, {}, {}, "no optimizer trains the parameters of 'net'"),
     "no validation": (nothing, {"limit_val_batches": 0}, {}, "this run has none; define validation_step"),
     "unknown metric": (nothing, {}, {"monitor": "val_accuracy"}, "logs no 'val_accuracy'.*val_acc"),
@@ -71,6 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str,
     "no length": (nothing, {"max_steps": 5}, {}, r"give Grow\(horizon=…\), in validations"),
     "precision": (nothing, {"precision": "64-true"}, {}, "precision '64-true' cannot grow; use one of 32-true"),
     "weight averaging": (nothing, {"callbacks": [WeightAveraging()]}, {}, "WeightAveraging averages parameters"),
+    "EMA": (nothing, {"callbacks": [EMAWeightAveraging()]}, {}, "EMAWeightAveraging averages parameters"),
     "SWA": (nothing, {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, "StochasticWeightAveraging averages"),
     "finetuning": (nothing, {"callbacks": [BackboneFinetuning()]}, {}, "BackboneFinetuning rearranges"),
 }
@@ -97,10 +111,68 @@ def test_what_cannot_grow_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [compiled, compiled_in_place])
+@pytest.mark.parametrize("change", [compiled, compiled_in_place, compiled_as_a_whole])
 def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> None:
     """Slow, because torch.compile imports its compiler."""
     assert re.search(COMPILED, refused(change, {}, {}))
+
+
+@pytest.mark.slow
+def test_a_compiled_module_is_refused() -> None:
+    module: Any = torch.compile(Classifier())
+
+    with pytest.raises(ValueError, match=COMPILED):
+        trainer(grow(), epochs=2).fit(module, DigitsData())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDPStrategy(),
+        ModelParallelStrategy(),
+        DeepSpeedStrategy.__new__(DeepSpeedStrategy),  # its package need not be installed to refuse it
+    ],
+)
+def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> None:
+    """By the check that each training begins with: they start on accelerators only."""
+    made = trainer(grow(), epochs=2)
+    made._accelerator_connector.strategy = strategy
+
+    with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
+        check_trainer(made, Classifier())
+
+
+def test_ddp_with_a_static_graph_is_refused() -> None:
+    made = trainer(grow(), epochs=2)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        made.strategy.model = DistributedDataParallel(Classifier().net, static_graph=True)
+
+        with pytest.raises(ValueError, match="leave static_graph out"):
+            check_wrapper(made)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_several_validation_loaders_are_refused() -> None:
+    class TwoLoaders(DigitsData):
+        def val_dataloader(self) -> Any:
+            return [super().val_dataloader()] * 2
+
+    class TwoValidations(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="one validation loader, there are 2; give one"):
+        trainer(grow(), epochs=2, num_sanity_val_steps=0).fit(TwoValidations(), TwoLoaders())
+
+
+def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
+    module = Classifier()
+    module.net, module.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"'net', 'head'; .* put them into a module of their own"):
+        find_network(module, None, ["net"])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +186,7 @@ def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> 
         ({"batches": 0}, "batches must be at least 1"),
         ({"mode": "min", "score": len}, "a score grows with quality"),
         ({"blueprints": ["conv_lite"]}, "did you mean 'conv_light'"),
+        ({"blueprints": "conv_lite"}, "did you mean 'conv_light'"),
         ({"blueprints": ["norm"], "actions": ActionConfig(blueprints=["norm"])}, "named twice"),
         ({"lifecycle": {"training_ticks": 2}}, r"lifecycle must be LifecycleConfig\(…\), got dict"),
         ({"actions": {"tempos": {"FAST": 2}}}, r"actions must be ActionConfig\(…\), got dict"),
