@@ -57,8 +57,8 @@ class Assignment(NamedTuple):
         """Copy running statistics back from the stacked layers to the owners."""
         for layer, owner_layers in self._by_layer():
             for name in layer.buffer_names:
-                for owner_layer, value in zip(owner_layers, getattr(layer, name).unbind(), strict=True):
-                    getattr(owner_layer, name).copy_(value)
+                targets = [getattr(owner_layer, name) for owner_layer in owner_layers]
+                torch._foreach_copy_(targets, list(getattr(layer, name).unbind()))
 
     def _by_layer(self) -> Iterator[tuple[StackedLayer, tuple[nn.Module, ...]]]:
         return zip(self.stacked_module.layers.values(), zip(*self.owners, strict=True), strict=True)
@@ -98,9 +98,8 @@ class FlatParameters:
 
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
         """Copy flat numbers into one tensor per parameter: the inverse of `gather`."""
-        parts = chain.from_iterable(tensor.unbind() for tensor in chain.from_iterable(self.views(numbers)))
-        for target, part in zip(targets, parts, strict=True):
-            target.copy_(part)
+        parts = [part for tensor in chain.from_iterable(self.views(numbers)) for part in tensor.unbind()]
+        torch._foreach_copy_(list(targets), parts)  # on CUDA a few kernels instead of one per tensor
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [stacked module][tensor] [owners, …]
         """Return views of flat numbers, one for each tensor of each stacked module."""
