@@ -106,10 +106,11 @@ class ImitatedGpu:
         waits: Where the processor would wait for the GPU, and how often.
     """
 
+    tags: ClassVar[dict[int, tuple[StorageWeakRef, torch.device]]] = {}  # of all imitations: the program has caches
+    pinned: ClassVar[dict[int, StorageWeakRef]] = {}
+
     def __init__(self, count: int = 1) -> None:
         self.patch, self.count = pytest.MonkeyPatch(), count
-        self.tags: dict[int, tuple[StorageWeakRef, torch.device]] = {}
-        self.pinned: dict[int, StorageWeakRef] = {}
         self.faults: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.quiet = 0
@@ -175,7 +176,7 @@ class ImitatedGpu:
             "current_device": 0,
             "device_count": self.count,
             "get_device_properties": properties,
-            "is_bf16_supported": True,
+            "get_device_capability": (8, 0),
             "get_rng_state": torch.zeros(16, dtype=torch.uint8),
             "get_rng_state_all": [torch.zeros(16, dtype=torch.uint8) for _ in range(self.count)],
             "set_rng_state": None,

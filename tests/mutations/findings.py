@@ -56,8 +56,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F5: all hosts share one loss scale",
         "esper_lightning/envs/host_training.py",
-        'return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")',
-        'own = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")\n'
+        'return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")',
+        'own = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")\n'
         '        return self.__dict__.setdefault("_scaler", own)',
         "tests/envs/execution/test_stream_races.py::test_a_scaler_is_touched_on_its_own_stream",
     ),

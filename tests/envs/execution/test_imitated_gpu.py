@@ -78,3 +78,7 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
         pool.test_accuracy()
         pool.test_metrics()
         assert gpu.faults == {}
+
+
+def test_the_closing_comparison_plays_on_the_gpu_although_lightning_has_moved_the_policy_to_the_cpu() -> None:
+    pass

@@ -8,7 +8,6 @@ environments' own optimizers and scalers, where checkpoints, germination and rol
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,8 +54,7 @@ class StackedOptimizer:
         )
         self.counts_steps = self.optimizer_name != "sgd"
         device, dtype = weights.values.device, weights.values.dtype
-        group_of_weight = np.repeat(np.asarray(weights.groups, np.int32), weights.sizes)
-        self.group_of_weight = upload(group_of_weight, device)  # [numbers] int32: group of each weight
+        self.group_of_weight = upload(weights.group_of_number, device)  # [numbers] int32: group of each weight
         options = [find_group(group.env.optimizer, group.name) for group in groups]
         self.learning_rates = upload([o["lr"] for o in options], device, dtype)
         self.weight_decays = upload([o["weight_decay"] for o in options], device, dtype)
