@@ -22,6 +22,7 @@ class Evaluation(Comparison, Callback):
         if self.hosts == 0:
             return
         data = trainer.datamodule
+        pl_module.to(data.pool.device)  # Lightning moves it to the CPU before this hook
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
         results = run_comparison(self, data, [tamiyo], rivals={}, folder=folder, record=trainer.record())

@@ -31,7 +31,7 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.serialization.checks import check_weights, load_settings
 from esper_lightning.serialization.safe_load import CPU
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 
 MONITORED_METRICS = (
     *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
@@ -182,6 +182,7 @@ class TamiyoModule(LightningModule):
         Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
         action heads.
         """
+        use_ieee_float32()
         self.policy_shape = shape
         self.policy = Policy(shape, self.policy_config)
         self.observation_norm = self._make_norm(shape.features)

@@ -5,6 +5,7 @@ c = width C, n = T positions, H heads of D = C / H channels.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class WindowedAttentionCore(AttentionCore):
         padding = max(0, MIN_FLEX_CHANNELS - channels)
         q, k, v = (F.pad(each, (0, padding)) for each in (q, k, v))  # zero channels do not change the scores
         mask = self.block_mask(positions, q.device)
-        return compiled_flex_attention()(q, k, v, block_mask=mask, scale=channels**-0.5)[..., :channels]
+        return compiled_flex_attention(q.shape[-1])(q, k, v, block_mask=mask, scale=channels**-0.5)[..., :channels]
 
     def block_mask(self, positions: int, device: torch.device) -> BlockMask:
         """Return the block mask of the window, cached because building it takes longer than the attention itself.
@@ -82,9 +83,18 @@ def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor
 
 
 @functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    # Uncompiled it would compute all T×T scores. Compiled at first use, because importing the compiler is slow.
-    return torch.compile(flex_attention)
+def compiled_flex_attention(channels: int) -> Callable[..., Tensor]:
+    """Return FlexAttention compiled for heads of this many channels, and for any number of samples and positions.
+
+    Uncompiled it would compute all T×T scores. It is compiled at first use, because importing the compiler is slow.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return flex_attention(q, k, v, **options)
+
+    # torch compiles a code object at most eight times and runs it uncompiled afterwards, so each size gets its own.
+    attend.__code__ = attend.__code__.replace(co_name=f"attend_{channels}")
+    return torch.compile(attend, dynamic=True)
 
 
 def _residual_attention(width: int, core_type: type[AttentionCore]) -> nn.Module:

@@ -1,9 +1,15 @@
-"""Resuming with another number of environments: the run continues with a new rollout, as hosts cannot be divided."""
+"""Resuming with another number of environments, or on another type of device: the run continues with a new rollout.
+
+Hosts cannot be divided, and the state of a random generator cannot move to another type of device.
+"""
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from esper_lightning.serialization.checks import generator_device
 
 
 def count_saved_envs(checkpoint: dict[str, Any]) -> int:
@@ -39,6 +45,28 @@ def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
         "ticks": [_zero_ticks(part, n_envs) for part in loop["buffer"]["ticks"]],
         "state": [_zero_rows(part, n_envs) for part in loop["buffer"]["state"]],
     }
+
+
+def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
+    """Return whether the run that wrote `checkpoint` was on another type of device than `device`."""
+    saved = checkpoint["callbacks"]["RolloutState"]["loop"]["generator"]
+    return generator_device(saved) not in (None, device.type)
+
+
+def move_environments(checkpoint: dict[str, Any], n_envs: int, *, device: torch.device, rng_seed: int) -> None:
+    """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
+
+    Args:
+        checkpoint: Checkpoint of a run on another type of device.
+        n_envs: Number of environments from here on.
+        device: Device of this run.
+        rng_seed: RNG seed of the run. Exploration continues with a new generator, seeded by it and the next episode.
+    """
+    resize_environments(checkpoint, n_envs)
+    loop = checkpoint["callbacks"]["RolloutState"]["loop"]
+    new_rng_seed = int(np.random.SeedSequence([rng_seed, loop["episode"]]).generate_state(1)[0])
+    loop["generator"] = torch.Generator(device).manual_seed(new_rng_seed).get_state()
+    checkpoint["HostPoolData"]["pool"]["envs"] = []  # their generators cannot move either
 
 
 def _zero_rows(part: Tensor, n_envs: int) -> Tensor:  # [saved N, …] -> [N, …], zeros

@@ -6,7 +6,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from lightning import LightningDataModule
 
-from esper_lightning.checkpointing.resize import count_saved_envs, resize_environments
+from esper_lightning.checkpointing.resize import (
+    count_saved_envs,
+    move_environments,
+    resize_environments,
+    saved_on_another_device,
+)
 from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
@@ -208,9 +213,15 @@ class HostPoolData(LightningDataModule):
         }
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adapt a checkpoint to this run's number of hosts. Raises ValueError if it cannot be resumed."""
+        """Adapt a checkpoint to this run's device and number of hosts. Raises ValueError if it cannot be resumed."""
         check_schema(checkpoint)
-        if (saved := count_saved_envs(checkpoint)) != self.n_envs:
+        if saved_on_another_device(checkpoint, device := self.pool.device):
+            move_environments(checkpoint, self.n_envs, device=device, rng_seed=self.seed)
+            print_status(
+                f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
+                f"rollout; results differ from those of an uninterrupted run"
+            )
+        elif (saved := count_saved_envs(checkpoint)) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
                 f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "

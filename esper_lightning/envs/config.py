@@ -114,6 +114,8 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "
             f"proximal"
         )
+    if config.training.precision == "tf32" and device.type != "cuda":
+        raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
     if device.type != required_device:
         device_name = {"cpu": "the CPU", "cuda": "CUDA"}[required_device]

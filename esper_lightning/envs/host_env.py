@@ -11,6 +11,7 @@ from esper_lightning.blueprints import get_blueprint, initialise
 from esper_lightning.envs.context.context import HostContext
 from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.flops import HostFlops
+from esper_lightning.envs.loss_scale import scaler_numbers, scaler_state
 from esper_lightning.envs.measurements import EpochResult, Score
 from esper_lightning.envs.restore import check_host, check_monitor
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
@@ -250,14 +251,17 @@ class HostEnv(Subject):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
+        state = self._host_state()
         monitor = self.monitor.state_dict() if self.monitor is not None else None
-        return self._host_state() | {"ended": self.ended, "monitor": monitor}
+        for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
+            holder["scaler"] = scaler_numbers(holder["scaler"])
+        return state | {"ended": self.ended, "monitor": monitor}
 
     def _host_state(self) -> dict[str, Any]:
         return self.record_state() | {
             "rng_seed": self.rng_seed,
             "objective": self.objective,
-            "scaler": self.scaler.state_dict(),
+            "scaler": scaler_state(self.scaler, self.device),
             "lr_factor": self.lr_factor,
             "growing": self.growing.state_dict(),
         }
@@ -284,7 +288,7 @@ class HostEnv(Subject):
         self.rng_seed = state["rng_seed"]
         self.load_record_state(state)
         if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict(scaler_numbers(state["scaler"]))
         self.objective, self.lr_factor = state["objective"], state["lr_factor"]
         self.growing.load_state_dict(state["growing"])
         self._set_optimizer_options()

@@ -333,6 +333,7 @@ class HostPool:
         truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
         return StepResult(
             action=action,
+            ops=torch.tensor([transition.action[0] for transition in transitions]),
             observation=self.observation,
             reward=copy_to_device(metrics.reward, self.device),
             terminated=copy_to_device(diverged, self.device),

@@ -1,5 +1,6 @@
 """Settings of host training: optimizer, batches, precision and compilation."""
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 
-PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 """Data types of matrix products and convolutions by name of the precision."""
 
 MAX_BATCHES = 100_000
@@ -80,9 +86,11 @@ class HostTraining:
     """Keep the optimizer state when the host changes. False resets it at each germination, advance, fossilization and
     cull, as an ablation."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
     """Precision of hosts in training and validation; bf16 and fp16 use torch's autocast. With fp16 each host's loss is
-    scaled, and steps whose gradients overflow are skipped."""
+    scaled, and steps whose gradients overflow are skipped. tf32 needs a GPU, whose convolutions and matrix products
+    then round their inputs to 10 bits. auto takes bf16 on a GPU that has it, fp16 on another GPU, and fp32 on the
+    CPU."""
 
     onednn: bool | None = None
     """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
@@ -140,11 +148,26 @@ class HostTraining:
 
     def autocast(self, device: torch.device) -> AbstractContextManager:
         """Return the autocast context of the configured precision."""
-        if self.precision == "fp32":
+        dtype = PRECISIONS[self.precision_on(device)]
+        if dtype is torch.float32:
             return nullcontext()
         # Streams and threads share autocast's cache of converted weights, so it is off to keep hosts apart.
-        return torch.autocast(device.type, PRECISIONS[self.precision], cache_enabled=False)
+        return torch.autocast(device.type, dtype, cache_enabled=False)
+
+    def precision_on(self, device: torch.device) -> str:
+        """Return the precision on a device, a key of `PRECISIONS`: what `auto` means there, else the setting."""
+        if self.precision != "auto":
+            return self.precision
+        if device.type != "cuda":
+            return "fp32"
+        return "bf16" if has_bf16(device) else "fp16"
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Create the loss scaler of one host, which is disabled unless the precision is fp16."""
-        return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")
+        return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")
+
+
+@functools.cache
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a GPU computes bf16 in hardware."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -128,6 +128,7 @@ class MixedPool:
 
         return StepResult(
             action=Action(*(torch.cat(parts) for parts in zip(*(result.action for result in results), strict=True))),
+            ops=joined("ops"),
             observation=self.observation,
             reward=joined("reward"),
             terminated=joined("terminated"),

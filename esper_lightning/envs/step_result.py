@@ -105,6 +105,7 @@ class StepResult(NamedTuple):
     """Result of a step. Observation and masks are the pool's own storage, which the next step overwrites."""
 
     action: Action  # to learn from: the given action, with WAIT after a veto
+    ops: Tensor  # [N] int64, on the CPU: op that each host executed
     observation: Observation
     reward: Tensor  # [N]
     terminated: Tensor  # [N] bool: a rollback ends the trajectory; the host continues unless `masks.ended`

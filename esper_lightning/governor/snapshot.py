@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,20 +33,26 @@ class Snapshot:
     def take(self, state: Any) -> None:
         """Replace the snapshot by a copy of `state`."""
         tensors = list(_tensors(state))
-        offsets = [0]
-        for tensor in tensors:
-            offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
-        if offsets[-1] > len(self._memory):
-            self._memory = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=self._stream is not None)
-        starts = iter(offsets)
-
-        def copy_to_buffer(tensor: Tensor) -> Tensor:
-            start = next(starts)
-            numbers = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
-            copy = numbers.as_strided(tensor.shape, _dense_strides(tensor))
-            return copy.copy_(tensor.detach(), non_blocking=True)
-
-        self._state = _convert(state, copy_to_buffer)
+        # Indices of tensors that are copied together: each on the CPU alone, all of one dtype on a GPU by one transfer.
+        groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            groups.setdefault((tensor.device, tensor.dtype, i if tensor.device.type == "cpu" else -1), []).append(i)
+        sizes = [sum(tensors[i].nbytes for i in group) for group in groups.values()]
+        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        if starts[-1] > len(self._memory):
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._stream is not None)
+        copies: dict[int, Tensor] = {}
+        for (device, dtype, _), group, start, size in zip(groups, groups.values(), starts, sizes, strict=False):
+            numbers = self._memory[start : start + size].view(dtype)
+            parts = numbers.split([tensors[i].numel() for i in group])
+            for i, part in zip(group, parts, strict=True):
+                copies[i] = part.as_strided(tensors[i].shape, _dense_strides(tensors[i]))
+                if device.type == "cpu":
+                    copies[i].copy_(tensors[i].detach())
+            if device.type != "cpu":
+                numbers.copy_(torch.cat([_in_memory_order(tensors[i].detach()) for i in group]), non_blocking=True)
+        in_order = (copies[i] for i in range(len(tensors)))
+        self._state = _convert(state, lambda _: next(in_order))
         # Copies from a GPU are asynchronous; `view` waits for this event.
         self._copied = self._stream().record_event() if self._stream is not None else None
 
@@ -86,6 +93,13 @@ def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(_convert(value, change) for value in state)
     return state
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor in one row, in the order of `_dense_strides`; a view if they leave no gaps."""
+    strides = _dense_strides(tensor)
+    dense = tensor if tensor.stride() == strides else tensor.contiguous()
+    return dense.as_strided((tensor.numel(),), (1,))
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.growth.trial import LossFunction, backward_with_trials
 from esper_lightning.serialization.checks import (
+    check_generator_state,
     check_keys,
-    check_matching_tensor,
     check_numbers,
     load_module,
     load_optimizer,
@@ -432,8 +432,7 @@ class GrowingNetwork:
             if gradient is not None:
                 gradient = GradientStats(*check_numbers("a seed's gradient", gradient, len(GradientStats._fields)))
             self.measurements[name] = SeedMeasurements(contribution, previous, gradient, potential)
-        generator = check_matching_tensor("the generator's state", state["generator"].cpu(), self.generator.get_state())
-        self.generator.set_state(generator.clone())  # torch reads the storage from its start, which is wrong for a view
+        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
 
     def _slot(self, name: str) -> SeedSlot:
         check_slot_names([name], self.slots)

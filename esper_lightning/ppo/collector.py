@@ -19,6 +19,7 @@ from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffe
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.serialization.checks import (
     check_count,
+    check_generator_state,
     check_index_range,
     check_keys,
     check_matching_tensor,
@@ -339,8 +340,7 @@ class RolloutCollector:
         )
         check_keys("the rollout", state, parts)
         self.episode, self.ticks = check_count("episode", state["episode"]), check_count("ticks", state["ticks"])
-        generator = check_matching_tensor("the generator's state", state["generator"].cpu(), self.generator.get_state())
-        self.generator.set_state(generator.clone())
+        self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))
         parts = zip(RecurrentState._fields, state["state"], self.state, strict=True)
         self.state = RecurrentState(
             *(check_matching_tensor(name, part, current).to(current.device) for name, part, current in parts)

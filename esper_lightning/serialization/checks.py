@@ -17,6 +17,9 @@ REQUIRED_STATE[AdamW] = REQUIRED_STATE[Adam]
 
 Settings = TypeVar("Settings")
 
+GENERATOR_STATE_BYTES = {5056: "cpu", 16: "cuda"}
+"""Type of device by the size of its generators' states in torch."""
+
 PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Keys of an optimizer's state whose tensors have the shape and dtype of the parameter."""
 
@@ -30,6 +33,19 @@ def check_matching_tensor(label: str, saved: Any, expected: Tensor) -> Tensor:
             f"{label} is {saved.dtype} {list(saved.shape)}, not {expected.dtype} {list(expected.shape)} as in this run"
         )
     return saved
+
+
+def generator_device(state: Any) -> str | None:
+    """Return the type of device of the generator that a saved state is of; None if it is of none."""
+    return GENERATOR_STATE_BYTES.get(state.numel()) if isinstance(state, Tensor) else None
+
+
+def check_generator_state(label: str, saved: Any, generator: torch.Generator) -> Tensor:
+    """Return the saved state of a generator, in memory of its own. Raises ValueError unless it fits `generator`."""
+    if generator_device(saved) not in (None, generator.device.type):
+        raise ValueError(f"{label} is of a generator on {generator_device(saved)}, not on {generator.device.type}")
+    # A clone, because torch reads the storage of a state from its start, which is wrong for a view.
+    return check_matching_tensor(label, saved, generator.get_state()).cpu().clone()
 
 
 def check_finite(label: str, tensor: Tensor) -> None:

@@ -92,6 +92,15 @@ class RecurrentState(NamedTuple):
     cell: Tensor  # [N, width]
 
 
+def use_ieee_float32() -> None:
+    """Let cuDNN compute float32 without rounding to TF32, in the whole process.
+
+    By default torch lets it round. The policy acts on one time step and learns from many, with different kernels, and
+    rounded differently its probability ratio would not begin at 1. Executors choose the precision of hosts themselves.
+    """
+    torch.backends.cudnn.allow_tf32 = False
+
+
 class Policy(nn.Module):
     """Policy and critic with a shared body.
 

@@ -35,7 +35,7 @@ class EpisodeTrace:
         if t == 0:
             self.seen.zero_()
         self.seen[t] = True
-        self.op[t] = step.action.op.cpu()  # as carried out: a rolled-back host has no record of it
+        self.op[t] = step.ops
         self.stage[t] = torch.tensor([[int(slot.stage) for slot in env.slots] for env in envs])
         self.alpha[t] = torch.tensor([[slot.alpha_now if slot.blended else 0.0 for slot in env.slots] for env in envs])
         self.rolled_back[t] = False

@@ -77,7 +77,7 @@ def test_flex_attention_is_offered_only_where_it_runs() -> None:
 @pytest.fixture
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace compiled FlexAttention by the uncompiled one: slower, no gradients on a CPU, but the same results."""
-    monkeypatch.setattr(transformer, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(transformer, "compiled_flex_attention", lambda channels: flex_attention)
 
 
 @torch.no_grad()
@@ -105,6 +105,17 @@ def test_every_seed_has_a_mask_of_its_own() -> None:
     """Hosts on several CUDA streams share no mask tensor."""
     first, second = transformer.WindowedAttentionCore(heads=1), transformer.WindowedAttentionCore(heads=1)
     assert first.block_mask(3, CPU) is not second.block_mask(3, CPU)
+
+
+def test_each_head_size_is_compiled_for_itself_and_for_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: compiled.append((function, settings)))
+    compiled_flex_attention = transformer.compiled_flex_attention.__wrapped__
+    for channels in (16, 32):
+        compiled_flex_attention(channels)
+
+    assert [settings for _, settings in compiled] == [{"dynamic": True}] * 2
+    assert compiled[0][0].__code__ != compiled[1][0].__code__, "torch counts compilations by code object"
 
 
 @pytest.mark.cuda

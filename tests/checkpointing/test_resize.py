@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
 from tests.tiers import rest_is_slow
@@ -48,6 +49,23 @@ def test_it_goes_on_from_the_beginning_of_the_rollout(
     ]
     assert built.trainer.current_epoch == EPOCHS
     assert len(load(run.latest)["HostPoolData"]["pool"]["envs"]) == envs
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:the checkpoint has the random states")
+def test_a_run_of_another_type_of_device_goes_on_from_the_beginning_of_the_rollout(
+    saved: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = load(saved.checkpoints / f"tick{HORIZON + 1}.ckpt")
+    content["callbacks"]["RolloutState"]["loop"]["generator"] = torch.zeros(16, dtype=torch.uint8)  # as on CUDA
+    run = Run(tmp_path / "version_0")
+    run.checkpoints.mkdir(parents=True)
+    torch.save(content, run.checkpoints / "gpu.ckpt")
+
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.checkpoints / "gpu.ckpt"))
+
+    assert "this run is on cpu, the run so far was on another type of device" in capsys.readouterr().out
+    ticks = [step for step, _ in run.scalars()["hosts/accuracy"]]
+    assert ticks == list(range(HORIZON + 1, 2 * HORIZON + 1)), "the rollout is whole"
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

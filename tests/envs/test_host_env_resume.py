@@ -153,6 +153,7 @@ def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
             "a host's validation lacks a score 'without' for each of 3 slots",
         ),
         (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
+        (("growing", "generator"), torch.zeros(16, dtype=torch.uint8), "state is of a generator on cuda, not on cpu"),
         (("monitor", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),
     ],
 )

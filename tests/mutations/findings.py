@@ -56,8 +56,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F5: all hosts share one loss scale",
         "esper_lightning/envs/host_training.py",
-        'return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")',
-        'own = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision == "fp16")\n'
+        'return torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")',
+        'own = torch.amp.GradScaler(device.type, INITIAL_LOSS_SCALE, enabled=self.precision_on(device) == "fp16")\n'
         '        return self.__dict__.setdefault("_scaler", own)',
         "tests/envs/execution/test_stream_races.py::test_a_scaler_is_touched_on_its_own_stream",
     ),
@@ -148,9 +148,9 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F9: every snapshot stays in memory",
         "esper_lightning/governor/snapshot.py",
-        "self._state = _convert(state, copy_to_buffer)",
+        "self._state = _convert(state, lambda _: next(in_order))",
         'self.__dict__.setdefault("_all", []).append(_convert(state, Tensor.clone))\n'
-        "        self._state = _convert(state, copy_to_buffer)",
+        "        self._state = _convert(state, lambda _: next(in_order))",
         "tests/governor/test_snapshot_memory.py::test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory",
     ),
     Defect(

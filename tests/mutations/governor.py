@@ -97,8 +97,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A snapshot shares memory with the live weights",
         "esper_lightning/governor/snapshot.py",
-        "copy.copy_(tensor.detach(), non_blocking=True)",
-        "tensor.detach()",
+        "copies[i].copy_(tensors[i].detach())",
+        "copies[i] = tensors[i].detach()",
         "tests/governor/test_snapshot.py::test_what_is_held_is_what_was_taken_whatever_it_was",
     ),
     Defect(

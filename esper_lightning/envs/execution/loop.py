@@ -17,6 +17,11 @@ from esper_lightning.tasks import Split, Task
 PREDICTED_SAMPLES = 1024
 """Number of samples in one pass of `LoopExecutor.predict`."""
 
+MAX_VALIDATED_ELEMENTS = 2**22
+"""Most input elements of one validation pass of a host on a GPU, where many hosts may be validated at the same time.
+
+1,365 images of 3×32×32. On the CPU a pass takes the whole split."""
+
 
 @contextmanager
 def onednn_convolutions(onednn: bool | None) -> Iterator[None]:
@@ -30,6 +35,26 @@ def onednn_convolutions(onednn: bool | None) -> Iterator[None]:
         yield
     finally:
         torch.backends.mkldnn.enabled = previous
+
+
+@contextmanager
+def float32_kernels(precision: str, device: torch.device) -> Iterator[None]:
+    """Let convolutions and matrix products of float32 numbers on a GPU use TF32 within the context, or not.
+
+    Args:
+        precision: Precision of hosts; only with `tf32` they use TF32, which torch allows cuDNN by default.
+        device: Device of the hosts.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    previous = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = previous
 
 
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:
@@ -49,6 +74,12 @@ class LoopExecutor:
     def __init__(self, task: Task, training: HostTraining) -> None:
         self.task = task
         self.training = training
+
+    @contextmanager
+    def kernels(self, device: torch.device) -> Iterator[None]:
+        """Choose the kernels of hosts on `device` by the settings; torch has one choice for the whole process."""
+        with onednn_convolutions(self.training.onednn), float32_kernels(self.training.precision_on(device), device):
+            yield
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         """Check before training that the hosts can be executed. Raises ValueError if not.
@@ -71,7 +102,7 @@ class LoopExecutor:
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Train every environment for one host epoch. Returns one row of `HostEpoch.result` each, [N, …]."""
-        with onednn_convolutions(self.training.onednn):
+        with self.kernels(envs[0].device):
             return stack_rows([self._train(env, data) for env in envs])
 
     def _train(self, env: HostEnv, data: Split) -> Tensor:  # a row as `pack_training` makes it
@@ -85,13 +116,13 @@ class LoopExecutor:
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         """Return loss and accuracy [N, 2, V] on `data` of every environment's variants (see `HostEnv.variants`)."""
-        with onednn_convolutions(self.training.onednn):
+        with self.kernels(envs[0].device):
             return stack_rows([self._measure(env, data, env.variants()) for env in envs])
 
     @torch.inference_mode()
     def measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:
         """Return loss and accuracy [2, V] on `data` of one environment with each of these combinations of seeds."""
-        with onednn_convolutions(self.training.onednn):
+        with self.kernels(env.device):
             return self._measure(env, data, variants)
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
@@ -104,6 +135,16 @@ class LoopExecutor:
         inputs, targets = data.to(env.device).variant(env.context.variant_index)
         env.network.eval()
         env.timer.start()
+        if env.device.type != "cuda":
+            return self._forward_part(env, inputs, targets, variants)
+        samples = max(1, MAX_VALIDATED_ELEMENTS // inputs[0].numel())
+        parts = zip(inputs.split(samples), targets.split(samples), strict=True)
+        means = [self._forward_part(env, *part, variants) * (len(part[0]) / len(inputs)) for part in parts]
+        return torch.stack(means).sum(0)
+
+    def _forward_part(
+        self, env: HostEnv, inputs: Tensor, targets: Tensor, variants: Sequence[SeedVariant]
+    ) -> Tensor:  # [2, V]
         # Size of the batch relative to a pass with all seeds alone: the excess is counterfactual work.
         length = 1
 
@@ -128,6 +169,6 @@ class LoopExecutor:
         inputs, targets = data.to(env.device).variant(env.context.variant_index)
         env.network.eval()
         fossilized = [fossilized_only(env.network)]
-        with onednn_convolutions(self.training.onednn), self.training.autocast(env.device):
+        with self.kernels(env.device), self.training.autocast(env.device):
             outputs = [forward_variants(env.network, fossilized, part)[0] for part in inputs.split(PREDICTED_SAMPLES)]
         return torch.cat(outputs), targets

@@ -44,16 +44,17 @@ class StreamsExecutor(LoopExecutor):
     ) -> tuple[Tensor, Tensor]:
         """Train and validate every environment; one host is validated while others still train."""
         validated: list[Tensor] = []
-        with clock.measure("train", [env.timer for env in envs]):
+        with clock.measure("train", [env.timer for env in envs]), self.kernels(envs[0].device):
             trained = self._train_all(envs, train, lambda env: validated.append(self._validate(env, validation)))
             return self._gather_rows(envs, trained), self._gather_rows(envs, validated)
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        return self._gather_rows(envs, self._train_all(envs, data, lambda env: None))
+        with self.kernels(envs[0].device):
+            return self._gather_rows(envs, self._train_all(envs, data, lambda env: None))
 
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         rows = []
-        with self._ordered_streams(envs):
+        with self.kernels(envs[0].device), self._ordered_streams(envs):
             for env in envs:
                 with torch.cuda.stream(self._stream(env)):
                     rows.append(self._validate(env, data))

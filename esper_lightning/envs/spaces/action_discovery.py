@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, blueprint_names
+from esper_lightning.blueprints import Birth, blueprint_names, get_blueprint
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
@@ -103,8 +103,10 @@ def probe_action_space(
     if not slots:
         raise ValueError("the host has no slots; name at least one where seeds may grow")
     layouts = {slot.layout: None for slot in slots.values()}
-    device = next(iter(slots.values())).alpha.device
-    available = dict.fromkeys(name for layout in layouts for name in blueprint_names(layout, device))
+    # A blueprint that runs on some devices only must be named: the action space does not depend on the device.
+    available = dict.fromkeys(
+        name for layout in layouts for name in blueprint_names(layout) if get_blueprint(name, layout).devices is None
+    )
     blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
     reasons = probe_seeds(host, blueprints, loss_of, birth=birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])

