@@ -34,7 +34,7 @@ from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
 from esper_lightning.envs.spaces.actions import Op, to_action
-from esper_lightning.telemetry.memory import resident_memory
+from esper_lightning.machine import resident_memory
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,6 +7,8 @@ in any training loop. `load_controller` is imported at its first use.
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 
 def __getattr__(name: str) -> Any:
     if name != "load_controller":

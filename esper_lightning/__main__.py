@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from esper_lightning.cli.front import prepare
 from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, watched_streams
 
 IGNORED_MESSAGES = (
@@ -55,10 +56,11 @@ def main(args: list[str] | None = None) -> None:
             sys.path.append(
                 working_directory
             )  # so that a config can name the user's own modules; last, so that it hides no package
+        prepared = prepare(sys.argv[1:] if args is None else args)
         from esper_lightning.cli.main import run  # imported late: importing torch and Lightning takes seconds
 
         try:
-            run(args)
+            run(prepared)
         except KeyboardInterrupt:  # raised by code of the user: Ctrl-C itself is a signal
             print(f"error: interrupted {BEFORE_TRAINING}", file=sys.stderr)
             raise SystemExit(130) from None

@@ -1,10 +1,12 @@
-"""Output on the terminal: status lines, and a console that is wide enough for tables.
+"""Output on the terminal: status lines, the line of an error, and a console that is wide enough for tables.
 
 Texts may come from files of others. They are printed as they are: no markup of rich, no emoji codes, and characters
 that control a terminal are shown as escapes.
 """
 
-from typing import Any
+import re
+import sys
+from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -14,6 +16,9 @@ MIN_WIDTH = 110
 
 MAX_LENGTH = 2000
 """Largest length of a status line or an error in characters."""
+
+EXIT_BAD_INPUT = 2
+"""Exit code of a program that cannot do what it was asked for."""
 
 
 class PlainConsole(Console):
@@ -30,6 +35,13 @@ def print_status(*parts: RenderableType) -> None:
     """Print status lines to the console."""
     for part in parts:
         PlainConsole().print(part, soft_wrap=isinstance(part, str))
+
+
+def exit_with_error(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:
+    """Print `error: ` and the message as one line to stderr, and exit with `code`."""
+    line = printable(re.sub(r"\s+", " ", message).strip())
+    print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def printable(text: str) -> str:

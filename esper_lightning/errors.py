@@ -2,18 +2,17 @@
 
 import errno
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from esper_lightning.console import escaped, printable
+from esper_lightning.console import escaped, exit_with_error
 from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
 OUT_OF_MEMORY_TEXTS = (
@@ -31,8 +30,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
 
 
-EXIT_DISK_FAILED, EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
-"""Exit codes."""
+EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_INTERRUPTED = 1, 3, 4, 130
+"""Exit codes; `EXIT_BAD_INPUT` is a further one."""
 
 DISK_REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -54,13 +53,6 @@ class DivergedError(ArithmeticError):
 OUT_OF_MEMORY_MESSAGE = (
     "the settings ask for more memory than there is; make hosts, policy, horizon or data.n_envs smaller"
 )
-
-
-def exit_with_error(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:
-    """Print `error: ` and the message as one line to stderr, and exit with `code`."""
-    line = printable(re.sub(r"\s+", " ", message).strip())
-    print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(code)
 
 
 @contextmanager

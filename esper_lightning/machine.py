@@ -1,10 +1,15 @@
 """Memory of the machine, and refusals of what is larger before any of it is taken."""
 
+from pathlib import Path
+
 import torch
 
 from esper_lightning.process import main_memory
 
 CPU = torch.device("cpu")
+
+PROC_STATUS = Path("/proc/self/status")
+"""Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
 
 
 def total_memory(device: torch.device = CPU) -> int:
@@ -12,6 +17,15 @@ def total_memory(device: torch.device = CPU) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return main_memory()
+
+
+def resident_memory(peak: bool = False) -> float | None:
+    """Return the resident memory of this process in MiB, or its peak so far. None where there is no /proc."""
+    if not PROC_STATUS.exists():
+        return None
+    name = "VmHWM:" if peak else "VmRSS:"
+    (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
+    return float(line.split()[1]) / 1024
 
 
 def check_memory(needed: int, what: str, advice: str, device: torch.device = CPU) -> None:

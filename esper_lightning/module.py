@@ -265,7 +265,7 @@ class TamiyoModule(LightningModule):
         weight_change = (torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before)).item()
         check_change(weight_change)
         rewards = {} if summary.reward_deviation is None else {"reward_deviation": summary.reward_deviation}
-        metrics = update_metrics(minibatch_terms, self.grad_norms, list(self.policy.heads.tables), finite=finite) | {
+        metrics = update_metrics(minibatch_terms, self.grad_norms, self.policy.heads.sizes, finite=finite) | {
             **rewards,
             "skipped": float(finite.count(False)),
             "left_out": float(summary.left_out),

@@ -16,6 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
+from esper_lightning import __version__
 from esper_lightning.checkpointing.validate import (
     SETTINGS_KEY,
     adapt_optimizer_state,
@@ -139,7 +140,7 @@ def versions() -> dict[str, str | None]:
         requirements = [re.split(r"[^\w.-]", one)[0] for one in requires(PACKAGE_NAME) or () if "extra ==" not in one]
     except PackageNotFoundError:  # run from a checkout without installation
         requirements = ["torch", "lightning", "jsonargparse"]
-    return {name: _version(name) for name in sorted({PACKAGE_NAME, "numpy", *requirements})}
+    return {PACKAGE_NAME: __version__} | {name: _version(name) for name in sorted({"numpy", *requirements})}
 
 
 def _version(name: str) -> str | None:

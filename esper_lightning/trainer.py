@@ -16,19 +16,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
-from esper_lightning.console import print_status
+from esper_lightning.console import EXIT_BAD_INPUT, exit_with_error, print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.errors import (
-    EXIT_BAD_INPUT,
     EXIT_DISK_FAILED,
     EXIT_DIVERGED,
     EXIT_INTERRUPTED,
     OUT_OF_MEMORY_MESSAGE,
     DivergedError,
     describe_disk_error,
-    exit_with_error,
     find_disk_error,
     find_missing_path,
     is_out_of_memory,
@@ -93,7 +91,12 @@ class EsperTrainer(Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train the policy, resuming from `ckpt_path` if it is given."""
+        """Train the policy.
+
+        Args:
+            ckpt_path: Checkpoint to resume from; `latest`: that of the newest run. None: a new run.
+            weights_only: Read a checkpoint without running any code in it. It cannot be switched off.
+        """
         with self._locked_run_folder() as folder, silent_threads("tensorboard"):
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from esper_lightning.console import MAX_LENGTH, print_status, printable, wide_console
-from esper_lightning.errors import exit_with_error
+from esper_lightning.console import MAX_LENGTH, exit_with_error, print_status, printable, wide_console
 
 FOREIGN = {
     "markup": ("plain [old] x [/x] [red]", "plain [old] x [/x] [red]"),

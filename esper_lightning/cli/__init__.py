@@ -1,1 +1,3 @@
 """Command line of Esper Lightning."""
+
+PROGRAM = "esper-lightning"

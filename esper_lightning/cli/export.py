@@ -9,7 +9,8 @@ import torch
 from jsonargparse import Namespace
 from torch import Tensor, nn
 
-from esper_lightning.cli.help import PROGRAM, Parser
+from esper_lightning.cli import PROGRAM
+from esper_lightning.cli.parser import Parser
 from esper_lightning.cli.trust import TRUST_OPTION, check_object, trusted_packages
 from esper_lightning.console import print_status
 from esper_lightning.errors import one_line_errors
@@ -39,11 +40,7 @@ INPUTS_HELP = "For a file: safetensors file with real inputs of the network as t
 
 def export_parser() -> Parser:
     """Return the parser of the command's arguments."""
-    parser = Parser(
-        prog=f"{PROGRAM} {COMMAND}",
-        description="Writes a grown network to a file for other programs, and checks its outputs on real inputs.",
-        usage=f"{PROGRAM} {COMMAND} FOLDER_OR_FILE --to FORMAT [--out FILE] [--trust PACKAGES] [--network PATH …]",
-    )
+    parser = Parser(prog=f"{PROGRAM} {COMMAND}")
     parser.add_argument("source", type=str, help=SOURCE_HELP)
     parser.add_argument("--to", type=Format, required=True, help=TO_HELP)
     parser.add_argument("--out", type=str | None, default=None, help=OUT_HELP)

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import isnan
@@ -19,9 +18,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
+from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import run_export
-from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
+from esper_lightning.cli.names import nearest_name
+from esper_lightning.cli.parser import Parser
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
@@ -83,10 +84,6 @@ MAX_THREADS = 1024
 RESERVED_CHECKPOINT_NAMES = frozenset({"last", "best", "hpc", "registry"})
 """Values of `ckpt_path` that Lightning gives a meaning of its own, refused: with some it silently starts a new run."""
 
-
-MISSING_CHECKPOINT_MESSAGE = """evaluate needs a trained policy or hosts: give --ckpt_path, or --config to compare rules
-and schedules alone"""
-
 POLICY_OPTIONS = ("more", "rivals", "transfer", "stand_ins")
 """Options of `evaluate` that only a comparison with a trained policy has."""
 
@@ -128,12 +125,6 @@ class EsperCLI(LightningCLI):
             "grow": {"model", "datamodule"},
         }
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = super().init_parser(**kwargs)
-        if kwargs.get("prog") == PROGRAM:  # the main parser, not that of a subcommand
-            add_completion(parser)
-        return parser
-
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "evaluate":
@@ -171,6 +162,7 @@ class EsperCLI(LightningCLI):
             raise ValueError(
                 f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
             )
+        check_accelerator(config.trainer.accelerator)
         if config.threads_per_operator > MAX_THREADS:
             raise ValueError(f"threads_per_operator must be at most {MAX_THREADS}, got {config.threads_per_operator}")
         if config.latest.monitor is not None:
@@ -191,11 +183,8 @@ class EsperCLI(LightningCLI):
         """Parse the arguments, find and check the checkpoints that they name; `evaluate` takes its run's settings."""
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
             self.opened: dict[str, dict[str, Any]] = {}
-            full_args = args_with_run_settings(sys.argv[1:] if args is None else args, self._open)
-            if full_args is None:
-                super().parse_arguments(parser, args)
-            else:
-                self.config = parser.parse_args(full_args)
+            full_args = args_with_run_settings(args, self._open)
+            self.config = parser.parse_args(args if full_args is None else full_args)
             config = self.config[self.config.subcommand]
             if full_args is None and config.get("trust") is not None:
                 raise ValueError(
@@ -216,7 +205,7 @@ class EsperCLI(LightningCLI):
             if self.config.subcommand == "evaluate":
                 config.more, config.rivals = path_list(config.more), path_list(config.rivals)
                 if config.ckpt_path is None:
-                    check_without_checkpoint(config, sys.argv[1:] if args is None else args)
+                    check_without_checkpoint(config, args)
                 else:
                     paths = [config.ckpt_path, *config.more, *config.rivals]
                     for path in paths:
@@ -327,6 +316,14 @@ def check_host_arguments(host: Any) -> None:
             )
 
 
+def check_accelerator(accelerator: Any) -> None:
+    """Raise ValueError if the trainer is to run on a GPU, and torch finds none."""
+    devices = {"cuda": torch.cuda, "mps": torch.mps}
+    wanted = list(devices) if accelerator == "gpu" else [accelerator]
+    if all(name in devices and devices[name].device_count() == 0 for name in wanted):
+        raise ValueError(f"trainer.accelerator is {accelerator}, and torch finds no GPU here; set cpu, or leave it out")
+
+
 def check_is_text(name: str, value: str | Path) -> None:
     """Raise ValueError if a text holds bytes that are no UTF-8: neither TensorBoard nor a config can name such a path.
 
@@ -369,20 +366,19 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
     """Return the arguments of `evaluate` with the settings in the config.yaml of the checkpoint's run.
 
     They are checked first, since the run may be from elsewhere; see `settings_beside_checkpoint`. Returns None for
-    other commands, and for arguments with a config or a request for help. `check` is called with the path of the
+    other commands, and for arguments with a config or without a checkpoint. `check` is called with the path of the
     checkpoint and raises ValueError if it is not valid.
 
-    Raises ValueError if the arguments name neither a config nor a checkpoint, or if the run folder of the checkpoint
-    has no config.yaml that can be trusted.
+    Raises ValueError if the run folder of the checkpoint has no config.yaml that can be trusted.
     """
     if not args or args[0] != "evaluate":
         return None
-    if any(arg.partition("=")[0] in (CONFIG_OPTION, "-c", "--help", "-h") for arg in args):
+    if any(arg.partition("=")[0] == CONFIG_OPTION for arg in args):
         return None
     trusted = trusted_packages(option_value(TRUST_OPTION, args))
     checkpoint_name = option_value("--ckpt_path", args)
     if checkpoint_name is None:
-        raise ValueError(MISSING_CHECKPOINT_MESSAGE)
+        return None
     path = find_checkpoint(checkpoint_name, root_folder(option_value("--trainer.default_root_dir", args)), "evaluating")
     check(path)
     config = run_folder(path) / "config.yaml"
@@ -461,14 +457,13 @@ class NewRunLogger(TensorBoardLogger):
         raise AssertionError("unreachable: there is no last number")
 
 
-def run(args: list[str] | None) -> None:
-    """Parse and check the arguments, then run the command. None: the arguments of the process."""
+def run(args: list[str]) -> None:
+    """Parse and check the arguments that `front.prepare` has let pass, then run the command."""
     # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
     # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-    given = sys.argv[1:] if args is None else args
-    if list(given[:1]) == [EXPORT]:  # it has no settings in common with the other commands
-        run_export(given[1:])
+    if args[:1] == [EXPORT]:  # it has no settings in common with the other commands
+        run_export(args[1:])
         return
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     refuse_duplicate_keys()
@@ -477,12 +472,7 @@ def run(args: list[str] | None) -> None:
         HostPoolData,
         args=args,
         parser_class=Parser,
-        parser_kwargs={
-            "prog": PROGRAM,
-            "description": "Grows neural networks while they train, under a learned policy. "
-            f"A grown network is exported by: {PROGRAM} {EXPORT} --help",
-            **{command: {"usage": USAGE} for command in EsperCLI.subcommands()},
-        },
+        parser_kwargs={"prog": PROGRAM},
         seed_everything_default=0,
         trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
         save_config_callback=RunRecord,

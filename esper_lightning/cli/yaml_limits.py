@@ -1,5 +1,7 @@
 """Limits of YAML texts, held before they are read: a text of 1 kB may otherwise take any amount of memory."""
 
+from collections import Counter
+
 import yaml
 
 MAX_SIZE = 2**20
@@ -10,6 +12,12 @@ MAX_DEPTH = 50
 
 HARMLESS_LENGTH = 100
 """Length in characters up to which a text without aliases keeps the limits, or nearly."""
+
+INTEGER_TAG = "tag:yaml.org,2002:int"
+
+MAX_DIGITS = 15
+"""Largest number of characters of an integer as a key: integers from 2^61 on share hashes with smaller ones, so the
+time to read many of them grows with the square of their number."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -46,3 +54,29 @@ def check_limits(text: str) -> None:
                 sizes[anchor] = size - before
         if size > MAX_SIZE:
             raise yaml.YAMLError(f"aliases make the text longer than {MAX_SIZE} characters")
+
+
+def check_unique_keys(text: str) -> None:
+    """Raise YAMLError, with the line, if a mapping in the text has a key twice, or a very large number as a key."""
+    nodes = [yaml.compose(text, Loader=_Loader)]
+    seen = set[int]()  # an alias leads to a node that was visited already
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            nodes += [value for _, value in node.value]
+            counts = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if key.tag == INTEGER_TAG and len(key.value) > MAX_DIGITS:
+                    raise yaml.YAMLError(
+                        f"key {key.value!r:.80} in line {line} is a number of more than {MAX_DIGITS} digits"
+                    )
+                if counts[key.tag, key.value] > 1:
+                    raise yaml.YAMLError(f"key {key.value!r:.80} is given twice, first in line {line}; remove one")

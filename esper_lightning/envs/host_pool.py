@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_lightning.envs.building import build_envs
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.device_transfer import (
@@ -101,7 +102,7 @@ class HostPool:
         self.data, self.space, growable = self.env_factory.data, self.env_factory.space, self.env_factory.growable
         first = self.env_factory.make(0, 0)
         check_host_memory(first.network, n_envs, device)
-        self.envs = [first, *(self.env_factory.make(i, i) for i in range(1, n_envs))]
+        self.envs = build_envs(lambda index: self.env_factory.make(index, index), n_envs)
         if config.training.compile is not None:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))

@@ -1,5 +1,6 @@
 """Output of a comparison: tables on the terminal, files and figures in a folder."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.figures import write_figures
 from esper_lightning.evaluation.networks import save_best
 from esper_lightning.evaluation.report import credit_table, make_tables, write_credits, write_report
+
+EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png|seeds\.csv")
+"""Pattern of the names of files that not every comparison writes."""
 
 NETWORKS_FOLDER = "networks"
 """Subfolder with the grown hosts of a comparison, numbered from the best."""
@@ -49,6 +53,16 @@ def run_comparison(
     return results
 
 
+def remove_earlier(folder: Path) -> None:
+    """Remove the files of an earlier comparison that a new one need not replace.
+
+    Their names depend on the number of policies. Schedules of a search stay, since a search takes long.
+    """
+    for path in folder.glob("*"):
+        if EARLIER.fullmatch(path.name) and path.is_file():
+            path.unlink()
+
+
 def publish(
     comparison: Comparison, result: ComparisonResult, slots: list[str], *, folder: Path, record: Mapping[str, Any]
 ) -> None:
@@ -61,6 +75,7 @@ def publish(
         folder: Output folder; results of an earlier comparison are replaced.
         record: Description of this process, saved in `evaluation.json`.
     """
+    remove_earlier(folder)
     write_report(result, folder, record)
     figures = write_figures(result, slots, folder)
     console = wide_console()

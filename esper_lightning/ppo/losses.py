@@ -1,7 +1,7 @@
 """PPO objective for recurrent policies, evaluated on whole sequences. T environment steps, n environments."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
@@ -277,14 +277,14 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
 
 
 def update_metrics(
-    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Sequence[str], *, finite: Sequence[bool]
+    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Mapping[str, int], *, finite: Sequence[bool]
 ) -> dict[str, float]:
     """Return the metrics of one update by name.
 
     Args:
         minibatch_terms: Terms of every minibatch, including the one at which the update ended early.
         grad_norms: Gradient norm of every minibatch that was not the one at which the update ended early.
-        heads: Names of the policy's heads.
+        heads: Number of choices of each of the policy's heads. A head with one choice has no entropy.
         finite: False for each of these minibatches that was skipped. They are left out, unless all were skipped.
     """
     if any(finite):
@@ -309,5 +309,6 @@ def update_metrics(
     }
     numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
     for name, values in (("entropy", first.head_entropy), ("choice_share", first.head_choice_share)):
-        numbers |= {f"{name}.{head}": number for head, number in zip(heads, values.tolist(), strict=True)}
+        by_head = zip(heads.items(), values.tolist(), strict=True)
+        numbers |= {f"{name}.{head}": number for (head, choices), number in by_head if choices > 1}
     return numbers | {"minibatches": float(sum(finite))}

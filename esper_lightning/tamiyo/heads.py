@@ -102,7 +102,8 @@ class Heads(nn.Module):
         self.space = space
         self.floors = dict(floors or {})
         shapes = space.mask_shapes if isinstance(space, ChoiceSpace) else table_shapes(space.sizes)
-        check_floors(self.floors, {head: choices for head, (_, choices) in shapes.items() if choices > 1})
+        self.sizes = {head: choices for head, (_, choices) in shapes.items()}  # number of choices of each head
+        check_floors(self.floors, {head: choices for head, choices in self.sizes.items() if choices > 1})
         self.tables = nn.ModuleDict({head: ConditionalHead(width, *shape) for head, shape in shapes.items()})
 
     def forward(self, hidden: Tensor) -> HeadTables:  # [..., width]

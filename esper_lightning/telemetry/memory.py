@@ -1,23 +1,8 @@
 """Memory in use by this process and on its GPU."""
 
-from pathlib import Path
-
 import torch
 
-from esper_lightning.machine import total_memory
-
-PROC_STATUS = Path("/proc/self/status")
-"""Linux's status of this process. `ru_maxrss` is no substitute: in a new process it starts at its parent's value."""
-
-
-def resident_memory(peak: bool = False) -> float | None:
-    """Return the resident memory of this process in MiB, or its peak so far. None where there is no /proc."""
-    if not PROC_STATUS.exists():
-        return None
-    name = "VmHWM:" if peak else "VmRSS:"
-    (line,) = (line for line in PROC_STATUS.read_text().splitlines() if line.startswith(name))
-    return float(line.split()[1]) / 1024
-
+from esper_lightning.machine import resident_memory, total_memory
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory of the process and of tensors on the GPU in MiB, by tag."""

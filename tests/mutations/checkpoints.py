@@ -362,14 +362,14 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A part of an option's name is taken for the option",
-        "esper_lightning/cli/help.py",
+        "esper_lightning/cli/parser.py",
         "allow_abbrev=False",
         "allow_abbrev=True",
         "tests/cli/test_main.py::test_bad_input_ends_in_one_line_that_names_it",
     ),
     Defect(
         "A key that is given twice hides its first value",
-        "esper_lightning/cli/unique_keys.py",
+        "esper_lightning/cli/yaml_limits.py",
         "counts[key.tag, key.value] > 1",
         "counts[key.tag, key.value] > 2",
         "tests/cli/test_unique_keys.py::test_a_key_that_is_given_twice_is_refused",

@@ -1,11 +1,13 @@
 """Factory of environments, which creates one per host index and architecture when first needed and reuses it."""
 
+import inspect
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from esper_lightning.blueprints import build_on
+from esper_lightning.blueprints import build_on, suggest_name
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.context.context import HostContext
 from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails
@@ -138,12 +140,22 @@ class EnvFactory:
             if find_user_part(error) is not None:
                 raise
             if context.architecture:
-                raise ValueError(f"family: the host cannot be made with {context.architecture}: {error}") from error
+                raise ValueError(
+                    f"family: the host cannot be made with {context.architecture}: {error}{self._nearest_argument(error)}"
+                ) from error
             raise ValueError(
                 f"data.host cannot be made with its arguments behind the shape of an input, {list(self.input_shape)}, "
                 f"and the number of classes, {self.num_classes}: {error}; for a network with other arguments use "
                 f"esper_lightning.hosts.Attached"
             ) from error
+
+    def _nearest_argument(self, error: TypeError) -> str:
+        """Return which argument of the host an unknown one may stand for, or an empty string for another error."""
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None:
+            return ""
+        known = inspect.signature(type(self.host(self.input_shape, self.num_classes))).parameters
+        return f"; {suggest_name(found[1], list(known))}"
 
     def _make_host_context(self, context: Context) -> HostContext:
         variant = context.variant

@@ -1,0 +1,36 @@
+"""Long description of the package: README.md with links that lead somewhere outside of the repository, too.
+
+All other metadata stand in pyproject.toml. The links are relative to `Repository` in [project.urls]; without it they
+become plain text, and pictures are left out.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
+"""Pattern of a relative link or picture in Markdown."""
+
+
+def absolute_links(text: str, repository: str | None) -> str:
+    """Return a Markdown text in which relative links and pictures lead to files of the repository."""
+
+    def absolute(found: re.Match[str]) -> str:
+        picture, words, target = found.groups()
+        if repository is None:
+            return "" if picture else words
+        return f"{picture}[{words}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/main/{target})"
+
+    return LINK.sub(absolute, text)
+
+
+if __name__ == "__main__":
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    setup(
+        long_description=absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), urls.get("Repository")),
+        long_description_content_type="text/markdown",
+    )
