@@ -22,6 +22,7 @@ from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity,
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import run_export
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
+from esper_lightning.cli.imports import IMPORTS_HELP, import_parts
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
@@ -30,6 +31,7 @@ from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors, user_code_told_apart
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
+from esper_lightning.plugins import IMPORTS
 from esper_lightning.process import BEFORE_TRAINING, exits_on_signals
 from esper_lightning.provenance import RunRecord
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
@@ -142,6 +144,7 @@ class EsperCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
+        parser.add_argument(f"--{IMPORTS}", type=str | list[str] | None, default=None, help=IMPORTS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
         for name in ("gamma", "horizon_is_end"):
             parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
@@ -191,7 +194,9 @@ class EsperCLI(LightningCLI):
         """Parse the arguments, find and check the checkpoints that they name; `evaluate` takes its run's settings."""
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
             self.opened: dict[str, dict[str, Any]] = {}
-            full_args = args_with_run_settings(sys.argv[1:] if args is None else args, self._open)
+            given = sys.argv[1:] if args is None else args
+            full_args = args_with_run_settings(given, self._open)
+            import_parts(given if full_args is None else full_args)
             if full_args is None:
                 super().parse_arguments(parser, args)
             else:
@@ -216,7 +221,7 @@ class EsperCLI(LightningCLI):
             if self.config.subcommand == "evaluate":
                 config.more, config.rivals = path_list(config.more), path_list(config.rivals)
                 if config.ckpt_path is None:
-                    check_without_checkpoint(config, sys.argv[1:] if args is None else args)
+                    check_without_checkpoint(config, given)
                 else:
                     paths = [config.ckpt_path, *config.more, *config.rivals]
                     for path in paths:
@@ -284,6 +289,8 @@ class EsperCLI(LightningCLI):
 
     def _build(self) -> None:
         self.model.check(self.datamodule)
+        if self.saved_identity is not None and not self._get(self.config_init, "transfer", False):
+            self.datamodule.keep_blueprints(self.saved_identity)
         self.datamodule.build(self.trainer.strategy.root_device)
         for pool in self.datamodule.pools.values():
             self._get(self.config_init, "evaluation").check(pool)

@@ -144,7 +144,7 @@ FORBIDDEN: dict[str, tuple[Attack, str]] = {
         "package that is not trusted",
     ),
     "a function of this package": (
-        in_data(host=attached(network="esper_lightning.hosts.attached.import_object")),
+        in_data(host=attached(network="esper_lightning.hosts.attached.make_network")),
         "package that is not trusted",
     ),
     "a function of the callbacks": (

@@ -106,7 +106,7 @@ def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decider": "climing"}, "unknown decider 'climing'; did you mean 'climbing'"),
+        ({"decider": "climing"}, "unknown controller 'climing'; did you mean 'climbing'"),
         ({"decider": object()}, "object has no method 'reset'"),
         ({"decider": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),
