@@ -106,6 +106,14 @@ def module_names(value: Any) -> list[str]:
     return [name.strip() for name in names]
 
 
+_imported: dict[str, None] = {}  # names of modules in the order of their import
+
+
+def imported_modules() -> tuple[str, ...]:
+    """Return the names of the modules that `import_modules` has imported, for a further process."""
+    return tuple(_imported)
+
+
 def import_modules(names: Sequence[str]) -> None:
     """Import modules that register parts. Raises ValueError, naming the module, if one cannot be imported."""
     for name in names:
@@ -113,6 +121,7 @@ def import_modules(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except (ImportError, ValueError) as error:
             raise ValueError(f"{IMPORTS}: cannot import {name!r}: {error}") from error
+        _imported[name] = None
 
 
 @cache

@@ -23,6 +23,8 @@ from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import run_export
 from esper_lightning.cli.help import PROGRAM, USAGE, Parser, add_completion, nearest_name
 from esper_lightning.cli.imports import IMPORTS_HELP, import_parts
+from esper_lightning.cli.sweep import COMMAND as SWEEP
+from esper_lightning.cli.sweep import run_sweep
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
@@ -476,6 +478,9 @@ def run(args: list[str] | None) -> None:
     given = sys.argv[1:] if args is None else args
     if list(given[:1]) == [EXPORT]:  # it has no settings in common with the other commands
         run_export(given[1:])
+        return
+    if list(given[:1]) == [SWEEP]:
+        run_sweep(given[1:], run, PROGRAM)
         return
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     refuse_duplicate_keys()
