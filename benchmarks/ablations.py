@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper_lightning.console import wide_console
+from esper_lightning.parallel import Processes
 
 SINGLE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 """Configs with one kind of host, and with a family of hosts."""
@@ -118,14 +118,13 @@ def main() -> None:
     known = {Run(row["ablation"], int(row["seed"])) for row in rows}
     wanted = [run for name in args.only for seed in args.seeds if (run := Run(name, seed)) not in known]
     args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(args.jobs) as workers:
-        for row in workers.map(train, wanted):
-            rows.append(row)
-            with args.csv.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
+    for row in Processes(args.jobs).map(train, wanted):
+        rows.append(row)
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        Console().print(f"{row['ablation']}, seed {row['seed']}: {row['objective']}")
     wide_console().print(table(rows))  # Markdown rows must not be wrapped
 
 

@@ -1,16 +1,37 @@
 """Neural networks that grow while they train, under a learned policy.
 
 Importing this module imports nothing else, so `esper_lightning.growth` and the modules it needs work without Lightning,
-in any training loop. `load_controller` is imported at its first use.
+in any training loop. The names of `EXPORTS` are imported at their first use.
 """
 
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
+EXPORTS = {
+    "train": "api",
+    "evaluate": "api",
+    "grow": "api",
+    "HostPoolData": "datamodules.hosts",
+    "HostPool": "envs",
+    "EnvConfig": "envs",
+    "ActionConfig": "envs",
+    "HostTraining": "envs.host_training",
+    "LifecycleConfig": "growth.gates",
+    "RewardConfig": "rewards",
+    "PPOConfig": "ppo.losses",
+    "PolicyConfig": "tamiyo.policy",
+    "Grow": "callbacks",
+    "load_controller": "evaluation.checkpoints",
+}
+"""Module of each public name, below this package."""
 
 
 def __getattr__(name: str) -> Any:
-    if name != "load_controller":
+    if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(".evaluation.checkpoints", __name__).load_controller
+    return getattr(importlib.import_module(f".{EXPORTS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *EXPORTS])

@@ -1,5 +1,34 @@
+from esper_lightning.api import evaluate as evaluate
+from esper_lightning.api import grow as grow
+from esper_lightning.api import train as train
+from esper_lightning.callbacks import Grow as Grow
+from esper_lightning.datamodules.hosts import HostPoolData as HostPoolData
+from esper_lightning.envs import ActionConfig as ActionConfig
+from esper_lightning.envs import EnvConfig as EnvConfig
+from esper_lightning.envs import HostPool as HostPool
+from esper_lightning.envs.host_training import HostTraining as HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller as load_controller
+from esper_lightning.growth.gates import LifecycleConfig as LifecycleConfig
+from esper_lightning.ppo.losses import PPOConfig as PPOConfig
+from esper_lightning.rewards import RewardConfig as RewardConfig
+from esper_lightning.tamiyo.policy import PolicyConfig as PolicyConfig
 
 __version__: str
 
-__all__ = ["__version__", "load_controller"]
+__all__ = [
+    "ActionConfig",
+    "EnvConfig",
+    "Grow",
+    "HostPool",
+    "HostPoolData",
+    "HostTraining",
+    "LifecycleConfig",
+    "PPOConfig",
+    "PolicyConfig",
+    "RewardConfig",
+    "__version__",
+    "evaluate",
+    "grow",
+    "load_controller",
+    "train",
+]

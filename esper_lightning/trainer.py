@@ -226,8 +226,8 @@ class EsperTrainer(Trainer):
         """Train one host while a controller grows it, and save the network for use in other programs.
 
         Args:
-            controller: A rule (`periodic`, `climbing`, `heuristic` …), the file of a schedule (.json), or the
-                checkpoint of a trained policy (.ckpt).
+            controller: A rule (`periodic`, `climbing`, `heuristic` …), the name or import path of your own, the file of
+                a schedule (.json), or the checkpoint of a trained policy (.ckpt).
             out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
                 None: `grown` in trainer.default_root_dir.
         """

@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 SMALL = EnvConfig(
     horizon=6,
-    training=HostTraining(batches=2),
+    training=HostTraining(batches=2, lr=0.02),  # tiny hosts learn at once
     # Short lifecycles: within six ticks a seed can reach every stage.
     lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
     actions=ActionConfig(blueprints=["norm", "conv_small", "conv_light"], tempos={"FAST": 1, "SLOW": 2}),

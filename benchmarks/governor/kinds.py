@@ -82,7 +82,7 @@ QUICK = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False
 
 def open_pool(kind: HostKind, horizon: int, hosts: int, lifecycle: LifecycleConfig, executor: str) -> HostPool:
     """Return a pool of hosts of one kind, watched by the default rules."""
-    training = HostTraining(**{"batches": 8, "max_grad_norm": None, "onednn": False} | kind.training)
+    training = HostTraining(**{"batches": 8, "lr": 0.02, "max_grad_norm": None, "onednn": False} | kind.training)
     config = EnvConfig(horizon=horizon, executor=executor, training=training, lifecycle=lifecycle, actions=ACTIONS)
     overseer = Overseer(GovernorConfig())
     return HostPool(kind.task, kind.task.load(), kind.host, config=config, n_envs=hosts, device=CPU, overseer=overseer)

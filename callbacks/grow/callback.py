@@ -67,9 +67,10 @@ class Grow(Callback):
     Args:
         slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
-        blueprints: Kinds of seeds on offer. None: all that fit the network's features.
-        decider: `climbing`, `heuristic` or `periodic`; a schedule (`x.json`); a checkpoint of a trained policy
-            (`x.ckpt`); or any object with `reset(pool)` and `act(pool)`.
+        blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network's
+            features.
+        decider: `climbing`, `heuristic`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
+            checkpoint of a trained policy (`x.ckpt`); or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.

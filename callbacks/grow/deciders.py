@@ -3,17 +3,11 @@
 from typing import Any, Protocol
 
 from esper_lightning import load_controller
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
-from esper_lightning.controllers.heuristic import Heuristic
-from esper_lightning.controllers.hill_climbing import HillClimbing
-from esper_lightning.controllers.periodic import Periodic
+from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
-
-RULES = {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}
-"""Rules by name, with their default settings."""
 
 SCHEDULE_SUFFIX, POLICY_SUFFIX = ".json", ".ckpt"
 
@@ -35,21 +29,20 @@ def make_decider(decider: str | Decider) -> Decider:
     Raises ValueError if the name is unknown, or the file missing or damaged.
     """
     if not isinstance(decider, str):
-        for method in ("reset", "act"):
-            if not callable(getattr(decider, method, None)):
-                raise ValueError(f"Grow: decider {type(decider).__name__} has no method {method!r}; give it one")
+        check_methods(decider, "Grow: decider")
         return decider
-    if decider in RULES:
-        return RULES[decider]()
     if decider.endswith(SCHEDULE_SUFFIX):
         return FixedSchedule(read_schedule(decider))
     if decider.endswith(POLICY_SUFFIX):
         return load_controller(decider)
-    names = suggest_name(decider, list(RULES))
-    raise ValueError(
-        f"Grow: unknown decider {decider!r}; {names}, or name a schedule ({SCHEDULE_SUFFIX}) or a checkpoint of a "
-        f"policy ({POLICY_SUFFIX})"
-    )
+    try:
+        CONTROLLERS.find(decider)
+    except ValueError as error:
+        raise ValueError(
+            f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}) or a checkpoint of a policy "
+            f"({POLICY_SUFFIX})"
+        ) from error
+    return make_controller(decider)
 
 
 def decider_state(decider: Decider) -> dict[str, Any]:

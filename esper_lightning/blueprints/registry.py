@@ -1,7 +1,6 @@
 """Registry of blueprints by layout and name."""
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple, TypeVar
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints.initialise import build_on
+from esper_lightning.plugins import check_part_name, import_installed, import_object, is_of_this_package, suggest_name
 
 Birth = Literal["identity", "random"]
 """Initial state of a seed: its output is exactly its input, or every layer has its usual random initialisation."""
@@ -53,8 +53,10 @@ def register(
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that registers a seed module as `name` for `layouts`; arguments are the fields of `Blueprint`.
 
-    Raises ValueError if the name is already registered for one of the layouts.
+    Raises ValueError if the name is already registered for one of the layouts, or has a dot.
     """
+
+    check_part_name("blueprint", name)
 
     def add(build: Builder) -> Builder:
         for layout in sorted(layouts):
@@ -77,17 +79,40 @@ def blueprint_names(layout: str, device: torch.device | None = None) -> list[str
     ]
 
 
+def default_blueprints(layout: str) -> list[str]:
+    """Return the names of this package's blueprints for `layout` on every device: what settings offer that name none.
+
+    A blueprint that runs on some devices only must be named, so that the action space does not depend on the device.
+    """
+    blueprints = [_BLUEPRINTS[layout, name] for name in blueprint_names(layout)]
+    return [b.name for b in blueprints if b.devices is None and is_of_this_package(b.build)]
+
+
+def find_blueprint(name: str) -> str:
+    """Return the name of the blueprint with a name or an import path, whose module is then imported.
+
+    Raises ValueError, with a suggestion, if there is none.
+    """
+    if "." not in name:
+        check_blueprint_name(name)
+        return name
+    build = import_object(name, "blueprint")
+    for blueprint in _BLUEPRINTS.values():
+        if blueprint.build is build:
+            return blueprint.name
+    raise ValueError(f"blueprint {name!r} is not one; register it by esper_lightning.blueprints.register")
+
+
 def check_blueprint_name(name: str) -> None:
-    """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`."""
-    known = list(dict.fromkeys(known for _, known in _BLUEPRINTS))
-    if name not in known:
+    """Raise ValueError, with a suggestion, if no layout has a blueprint called `name`, not even an installed one."""
+    if name not in _known_names():
+        import_installed()
+    if name not in (known := _known_names()):
         raise ValueError(f"unknown blueprint {name!r}; {suggest_name(name, known)}")
 
 
-def suggest_name(name: str, available: Sequence[str]) -> str:
-    """Return the end of an error message for an unknown `name`: the most similar available name, or all of them."""
-    matches = difflib.get_close_matches(name, available, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else f"there are: {', '.join(available)}"
+def _known_names() -> list[str]:
+    return list(dict.fromkeys(name for _, name in _BLUEPRINTS))
 
 
 def get_blueprint(name: str, layout: str) -> Blueprint:

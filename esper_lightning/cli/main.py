@@ -21,8 +21,11 @@ from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity,
 from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import run_export
+from esper_lightning.cli.imports import IMPORTS_HELP, import_parts
 from esper_lightning.cli.names import nearest_name
 from esper_lightning.cli.parser import Parser
+from esper_lightning.cli.sweep import COMMAND as SWEEP
+from esper_lightning.cli.sweep import run_sweep
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
 from esper_lightning.console import print_status
@@ -31,6 +34,7 @@ from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors, user_code_told_apart
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
+from esper_lightning.plugins import IMPORTS
 from esper_lightning.process import BEFORE_TRAINING, exits_on_signals
 from esper_lightning.provenance import RunRecord
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
@@ -133,6 +137,7 @@ class EsperCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
+        parser.add_argument(f"--{IMPORTS}", type=str | list[str] | None, default=None, help=IMPORTS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
         for name in ("gamma", "horizon_is_end"):
             parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
@@ -184,6 +189,7 @@ class EsperCLI(LightningCLI):
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
             self.opened: dict[str, dict[str, Any]] = {}
             full_args = args_with_run_settings(args, self._open)
+            import_parts(args if full_args is None else full_args)
             self.config = parser.parse_args(args if full_args is None else full_args)
             config = self.config[self.config.subcommand]
             if full_args is None and config.get("trust") is not None:
@@ -273,6 +279,8 @@ class EsperCLI(LightningCLI):
 
     def _build(self) -> None:
         self.model.check(self.datamodule)
+        if self.saved_identity is not None and not self._get(self.config_init, "transfer", False):
+            self.datamodule.keep_blueprints(self.saved_identity)
         self.datamodule.build(self.trainer.strategy.root_device)
         for pool in self.datamodule.pools.values():
             self._get(self.config_init, "evaluation").check(pool)
@@ -464,6 +472,9 @@ def run(args: list[str]) -> None:
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     if args[:1] == [EXPORT]:  # it has no settings in common with the other commands
         run_export(args[1:])
+        return
+    if args[:1] == [SWEEP]:
+        run_sweep(args[1:], run, PROGRAM)
         return
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     refuse_duplicate_keys()

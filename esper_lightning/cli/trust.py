@@ -23,6 +23,7 @@ from jsonargparse.typing import path_type
 from torch import nn
 
 from esper_lightning.cli.yaml_limits import MAX_SIZE
+from esper_lightning.plugins import IMPORTS, PLUGIN_SETTINGS, module_names
 from esper_lightning.tasks import Task
 
 CONFIG_OPTION, TRUST_OPTION = "--config", "--trust"
@@ -51,6 +52,11 @@ which runs code from any repository, and loggers, which write to any folder.
 
 IMPORT_PATH = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", re.ASCII)
 """Pattern of the import path of a public object."""
+
+MODULE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*", re.ASCII)
+"""Pattern of the name of a public module or package."""
+
+UNTRUSTED = "which would run code of a package that is not trusted"
 
 NETWORK = "network"
 """Argument of `hosts.Attached` that is an import path; a family may vary it as `host.network`."""
@@ -85,6 +91,8 @@ def settings_beside_checkpoint(config: Path, groups: Mapping[str, type], trusted
         raise ValueError(f"{config} is no valid config: it holds no settings")
     reader = _Reader(config, tuple(trusted))
     taken = {name: settings[name] for name in TAKEN_SETTINGS if name in settings and is_plain(settings[name])}
+    if settings.get(IMPORTS) is not None:
+        taken[IMPORTS] = [reader.module(name) for name in module_names(settings[IMPORTS])]
     for name in TAKEN_GROUPS:
         if name in settings:
             taken[name] = reader.group(settings[name], _parameter_hints(groups[name]), name)
@@ -120,7 +128,7 @@ def trusted_packages(option: str | None) -> list[str]:
     """
     packages = [] if option is None else [name.strip() for name in option.split(",")]
     for name in packages:
-        if not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)*", name, re.ASCII):
+        if not MODULE.fullmatch(name):
             raise ValueError(f"{TRUST_OPTION} takes names of packages, with commas between them; got {name!r:.80}")
         if name.partition(".")[0] in sys.stdlib_module_names:
             raise ValueError(f"{TRUST_OPTION} {name}: it is part of Python, whose functions can do anything")
@@ -154,9 +162,19 @@ class _Reader:
                 for path in item if isinstance(item, list) else [item]:
                     self._check_network(path, here)
                 checked[key] = item
-            else:
-                checked[key] = self._value(item, hints.get(key, other), here)
+                continue
+            if last in PLUGIN_SETTINGS:
+                for path in item if isinstance(item, list) else [item]:
+                    if isinstance(path, str) and "." in path:
+                        self._resolve(path, here)
+            checked[key] = self._value(item, hints.get(key, other), here)
         return checked
+
+    def module(self, name: str) -> str:
+        """Return the name of a module to import, if it is trusted."""
+        if self._trusted_package(f"{name}.") is None:
+            self._refuse(name, IMPORTS, UNTRUSTED, MODULE)
+        return name
 
     def _value(self, value: Any, hint: Any, where: str) -> Any:
         """Return a value of the type `hint`."""
@@ -214,7 +232,7 @@ class _Reader:
         module, _, name = path.rpartition(".")
         package = module if module in KNOWN_CLASSES else self._trusted_package(path)
         if package is None:
-            self._refuse(path, where, "which would run code of a package that is not trusted")
+            self._refuse(path, where, UNTRUSTED)
         try:
             found = getattr(importlib.import_module(module), name, None)
         except ImportError as error:
@@ -230,9 +248,11 @@ class _Reader:
     def _trusted_package(self, path: str) -> str | None:
         return next((package for package in self.trusted if path.startswith(f"{package}.")), None)
 
-    def _refuse(self, path: object, where: str, reason: str) -> NoReturn:
+    def _refuse(
+        self, path: object, where: str, reason: str, pattern: re.Pattern[str] = IMPORT_PATH
+    ) -> NoReturn:
         package = str(path).partition(".")[0]
-        could_be_trusted = IMPORT_PATH.fullmatch(str(path)) and package not in sys.stdlib_module_names
+        could_be_trusted = pattern.fullmatch(str(path)) and package not in sys.stdlib_module_names
         ways = [f"{TRUST_OPTION} {package}"] * bool(could_be_trusted) + [
             f"{CONFIG_OPTION} {self.file}"
         ] * self.is_config

@@ -14,7 +14,7 @@ from torch import Tensor
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Hosts, PolicyController
 from esper_lightning.envs import HEADS, Action, Masks, Op
-from esper_lightning.envs.spaces.actions import ActionSpace
+from esper_lightning.envs.spaces.actions import CHOICES_KEY, ActionSpace
 from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization.excerpt import excerpt
@@ -22,7 +22,7 @@ from esper_lightning.serialization.excerpt import excerpt
 MAPPED_HEADS = ("slot", "blueprint")
 """Heads whose choices may differ between training and new hosts."""
 
-CHOICES_KEY, FEATURES_KEY = "choices of the {} head", "observed features"
+FEATURES_KEY = "observed features"
 
 
 class TrainingSpaces(NamedTuple):

@@ -1,11 +1,13 @@
 """Data module that owns the environments; a Lightning batch is one tick."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning import LightningDataModule
 
+from esper_lightning.blueprints import check_blueprint_name
 from esper_lightning.checkpointing.resize import (
     count_saved_envs,
     move_environments,
@@ -18,12 +20,16 @@ from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_c
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
+from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.tasks import Task
 from esper_lightning.user_code import find_user_part
 
 Result = TypeVar("Result")
+
+BLUEPRINT_CHOICES = CHOICES_KEY.format("blueprint")
+"""Key of the blueprints in the identity of a run."""
 
 
 class TickLoader:
@@ -120,8 +126,28 @@ class HostPoolData(LightningDataModule):
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
         self.overseer: Overseer | None = None
+        self.saved_blueprints: list[str] | None = None  # those of the run that this one continues or evaluates
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
+
+    def keep_blueprints(self, identity: Mapping[str, Any]) -> None:
+        """Offer the blueprints of a saved run where the settings name none, so that later ones change nothing.
+
+        Args:
+            identity: Identity of the saved run; see `identity`. Hosts must not be built yet.
+
+        Raises ValueError if a blueprint of the saved run is not registered.
+        """
+        assert self._pool is None, "hosts are built for their action space"
+        saved = identity.get(BLUEPRINT_CHOICES)
+        if not isinstance(saved, list) or all(config.blueprints is not None for config in self.task_configs.values()):
+            return
+        for name in saved:
+            try:
+                check_blueprint_name(str(name))  # a name alone: a checkpoint must not import anything
+            except ValueError as error:
+                raise ValueError(f"the checkpoint is of hosts with an {error}; give its module by --imports") from error
+        self.saved_blueprints = saved
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None, "the trainer calls this"
@@ -131,11 +157,15 @@ class HostPoolData(LightningDataModule):
         """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
         if self._pool is not None:
             return
+        several = len(self.task_configs) > 1
+        if self.saved_blueprints is not None and not several:
+            ((name, config),) = self.task_configs.items()
+            self.task_configs[name] = replace(config, blueprints=config.blueprints or self.saved_blueprints)
         self.loaded_tasks = self._for_each_task(lambda name: load_task(self.task_configs[name], self.env, device))
-        several = len(self.loaded_tasks) > 1
         shared_space = (
             union_of_slots(
-                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values())
+                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values()),
+                self.saved_blueprints,
             )
             if several
             else None
@@ -206,7 +236,7 @@ class HostPoolData(LightningDataModule):
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
-            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
             "host": pool.host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),

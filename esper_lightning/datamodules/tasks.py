@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ class TaskConfig:
     n_envs: int = 16
     """Number of hosts trained side by side."""
 
-    executor: Literal["loop", "threads", "streams", "fused", "auto"] | None = None
-    """Executor that trains these hosts. None: data.env.executor."""
+    executor: str | None = None
+    """Name or import path of the executor that trains these hosts. None: data.env.executor."""
 
     training: HostTraining | None = None
     """Optimizer and batch settings of these hosts. None: data.env.training."""
 
     blueprints: list[str] | None = None
-    """Blueprints available on these hosts. None: all that can grow there."""
+    """Names or import paths of the blueprints available on these hosts. None: all of this package that can grow
+    there."""
 
     def env_config(self, env: EnvConfig) -> EnvConfig:
         """Return the environment settings of these hosts: `env` with the changes of this task."""

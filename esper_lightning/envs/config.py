@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
 
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, FamilyConfig
+from esper_lightning.envs.execution import check_executor
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.actions import ActionConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -44,8 +44,8 @@ class EnvConfig:
     horizon: int = 12
     """Length T of an episode in environment steps (host epochs)."""
 
-    executor: Literal["loop", "threads", "streams", "fused", "auto"] = "loop"
-    """Executor of host training. loop: one host after the other. threads (CPU): one host per core. streams (CUDA): one
+    executor: str = "loop"
+    """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per core. streams (CUDA): one
     host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many small hosts. The first three
     give the same results bit for bit, fused gives them up to rounding. auto: the fastest one for these hosts, measured
     at the start, cached on this machine, and used again when a run is resumed."""
@@ -74,6 +74,7 @@ class EnvConfig:
     def __post_init__(self) -> None:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
+        check_executor(self.executor)
         if self.objective.price_to is not None and any(PRICE_VARIABLE in grid for grid in self.family.train):
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.fixed_schedule import (
     FixedSchedule,
     RecordingController,
@@ -21,6 +20,7 @@ from esper_lightning.controllers.heuristic import HeuristicConfig
 from esper_lightning.controllers.hill_climbing import ClimbingConfig
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import PeriodicConfig
+from esper_lightning.controllers.registry import CONTROLLERS, make_controller
 from esper_lightning.controllers.schedule import Schedule
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, check_host_count
@@ -153,7 +153,7 @@ class Comparison:
         schedule: File with a schedule to add to the comparison.
         schedules: Further schedule files, by the names under which they appear in the table.
         against: Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best
-            fixed`, `best per price`. None: all. Without a trained policy the other rows are compared with the first
+            fixed`, `best per price`, and your own by name or import path. None: all of this package. Without a trained policy the other rows are compared with the first
             name, by default `small static`.
         controls: Play static controls: the final networks of the policy and of the best baseline compared, complete
             from the first tick, with as many host epochs and with as much training compute.
@@ -199,10 +199,15 @@ class Comparison:
         for name in schedules or {}:
             if name in taken or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"evaluation.schedules: {name!r} is another controller's name; choose a new one")
-        known = [*reserved, *self.make_controllers()]
-        for name in against or ():
-            if name not in known:
-                raise ValueError(f"evaluation.against: unknown controller {name!r}; {suggest_name(name, known)}")
+        known = [*reserved, *self._named_controllers()]
+        self.own = [name for name in against or () if name not in known]
+        for name in self.own:
+            try:
+                CONTROLLERS.find(name, known)
+            except ValueError as error:
+                raise ValueError(f"evaluation.against: {error}") from error
+        self.hand_written = (*HAND_WRITTEN, *self.own)
+        self.make_controllers()  # raises ValueError now if one cannot be made
         per_price = search is not None and (
             search.per_price if self.found_schedules is None else bool(self.found_schedules.per_price)
         )
@@ -247,9 +252,13 @@ class Comparison:
                 "evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
             )
 
+    def _named_controllers(self) -> dict[str, Controller]:
+        """Return new instances of the baselines and the schedules, by name."""
+        return make_baselines(self.seed, **self.rule_configs) | make_fixed_schedules(self.schedules)
+
     def make_controllers(self) -> dict[str, Controller]:
         """Return new instances of all controllers that do not depend on training, by name."""
-        return make_baselines(self.seed, **self.rule_configs) | make_fixed_schedules(self.schedules)
+        return self._named_controllers() | {name: make_controller(name) for name in self.own}
 
     def run(
         self,
@@ -291,7 +300,7 @@ class Comparison:
             if name == reference:
                 networks = best_hosts(pool, outcome, save_networks)
         policy, sampled, replayed, yoked = learned.entries.values()
-        twinned = [policy, *best_hand_written(rules)] if self.controls else []
+        twinned = [policy, *best_hand_written(rules, self.hand_written)] if self.controls else []
         twins = [twin for entry in twinned for twin in play_static_twins(pool, rng_seeds, entry)]
         entries = [policy, sampled, *rival_entries, *rules.values(), replayed, yoked, *twins]
         return ComparisonResult(
@@ -380,9 +389,9 @@ class Comparison:
         return Entry(name, [play_episode(pool, name, rival.greedy(), rng_seeds=rng_seeds)], [rival.training_seed])
 
 
-def best_hand_written(rules: Mapping[str, Entry]) -> list[Entry]:
-    """Return the hand-written controller with the best mean objective, or no controller if none was played."""
-    played = [rules[name] for name in HAND_WRITTEN if name in rules]
+def best_hand_written(rules: Mapping[str, Entry], names: Sequence[str]) -> list[Entry]:
+    """Return the controller among `names` with the best mean objective, or no controller if none was played."""
+    played = [rules[name] for name in names if name in rules]
     return sorted(played, key=lambda entry: -entry.values("objective").mean())[:1]
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.console import print_status
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.registry import CONTROLLERS, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.errors import one_line_errors
@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
 
 def find_controller(name: str, rules: Mapping[str, Controller], device: torch.device) -> Controller:
-    """Return the controller with this name: a rule, the file of a schedule, or the checkpoint of a trained policy.
+    """Return the controller with this name: a rule, the file of a schedule, the checkpoint of a policy, or one's own.
 
     Raises ValueError if there is none, or if the file is damaged.
     """
@@ -63,9 +63,11 @@ def find_controller(name: str, rules: Mapping[str, Controller], device: torch.de
         return FixedSchedule(read_schedule(Path(name)))
     if name.endswith(".ckpt"):
         return load_controller(name, device)
-    raise ValueError(
-        f"--controller {name!r} is no rule, schedule (.json) or checkpoint (.ckpt); {suggest_name(name, list(rules))}"
-    )
+    try:
+        CONTROLLERS.find(name, list(rules))
+    except ValueError as error:
+        raise ValueError(f"--controller: {error}; or name a schedule (.json) or a checkpoint (.ckpt)") from error
+    return make_controller(name)
 
 
 def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: int, folder: Path) -> list[Step]:

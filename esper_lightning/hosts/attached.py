@@ -1,6 +1,5 @@
 """Hosts made from any network by attaching slots behind its modules."""
 
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach import attach_from_records, attach_slots, attachment_records
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.machine import check_memory
+from esper_lightning.plugins import import_object
 from esper_lightning.user_code import find_user_part
 
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ class Attached(nn.Module):
         channels_last: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self._make = import_object(network)
+        self._make = import_object(network, "host Attached")
         self._settings = (settings or {}) | ({} if classes_as is None else {classes_as: outputs})
         records = find_slot_records(
             network,
@@ -101,7 +100,7 @@ def find_slot_records(
     """
     with CPU, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         check_network_size(network, json.loads(settings))
-        trial = make_network(import_object(network), json.loads(settings)).eval()
+        trial = make_network(import_object(network, "host Attached"), json.loads(settings)).eval()
         shape = (TRIAL_BATCH_SIZE, *input_shape)
         example = torch.zeros(shape, dtype=torch.int64) if tokens else torch.randn(shape)
         try:
@@ -127,7 +126,7 @@ def check_network_size(network: str, settings: dict[str, Any]) -> None:
     """
     try:
         with torch.device("meta"):
-            outline = make_network(import_object(network), settings)
+            outline = make_network(import_object(network, "host Attached"), settings)
     except (NotImplementedError, RuntimeError):
         return
     needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
@@ -145,15 +144,3 @@ def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn
     if not isinstance(network, nn.Module):
         raise ValueError(f"host Attached: data.host.init_args.network made a {type(network).__name__}, not a network")
     return network
-
-
-def import_object(path: str) -> Callable[..., nn.Module]:
-    """Return the object with the import path `package.module.name`. Raises ValueError if there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        module_object = importlib.import_module(module)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"host Attached: cannot import {module!r} for {path!r}: {error}") from error
-    if not hasattr(module_object, name):
-        raise ValueError(f"host Attached: {module} has no {name!r}; {suggest_name(name, dir(module_object))}")
-    return getattr(module_object, name)

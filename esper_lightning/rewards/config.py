@@ -1,20 +1,70 @@
-"""Settings of the reward."""
+"""Settings of the reward, and the registry of rewards."""
 
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
+
+from esper_lightning.plugins import Registry
+from esper_lightning.rewards.tick import HostStep
 
 ModeName = Literal[
     "objective", "kept", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
 ]  # fmt: skip
+"""Names of the rewards of this package."""
+
+
+class Reward(NamedTuple):
+    """Reward of one environment step of one host, as a sum of named terms."""
+
+    terms: tuple[str, ...]
+    """Names of the terms; they appear in plots as `reward/<name>`."""
+    compute: "Callable[[HostStep, RewardConfig], Mapping[str, float]]"
+    """Function that returns every term by name."""
+    depends_on_seeds: bool = True
+    """True if the records of slots are needed; without them `HostStep.slots` is empty."""
+    needs_host_only: bool = False
+    """True if every host must also be validated with all seeds switched off."""
+
+
+REWARDS: Registry[Reward] = Registry("reward")
+"""Rewards by name."""
+
+RewardFunction = TypeVar("RewardFunction", bound="Callable[[HostStep, RewardConfig], Mapping[str, float]]")
+
+
+def register(
+    name: str, terms: Collection[str], *, needs_host_only: bool = False
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Return a decorator that registers a reward as `name`.
+
+    The function takes the record of one environment step of one host and the settings, and returns every term by name.
+    Their sum is the reward. It is not called for the step in which a host is rolled back, whose terms are 0.
+
+    Args:
+        name: Value of `data.env.reward.mode`.
+        terms: Names of the terms.
+        needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
+
+    Raises ValueError if the name is taken, or if there are no terms.
+    """
+
+    def add(compute: RewardFunction) -> RewardFunction:
+        if not terms or isinstance(terms, str):
+            raise ValueError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+        reward = Reward(tuple(terms), compute, needs_host_only=needs_host_only)
+        REWARDS.add(name, reward, compute)
+        return compute
+
+    return add
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Settings of a controller's reward. Evaluation always uses the objective, whatever the reward."""
 
-    mode: ModeName = "objective"
-    """objective: the change of the objective in each tick. kept: the change of the objective with fossilized seeds
+    mode: str = "objective"
+    """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the objective with fossilized seeds
     only: the same sum, but a seed is rewarded when it is fossilized, not when it is blended. sparse: the objective at
     the end only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks. simplified: shaping by stages, a
     small cost for every op, and at the end 3 times the accuracy plus 2 for every fossilized seed that contributes.
@@ -22,7 +72,7 @@ class RewardConfig:
     for fossilizing a good seed, and at the end 5 times the gain in accuracy. basic_plus: basic, with most of the bonus
     spread over the rest of the episode. escrow: credit for progress that depends on a seed, taken back unless the seed
     is fossilized. loss: the fall of the validation loss minus rent, and at the end the share of the loss of guessing
-    that was overcome. See docs/concepts/rewards.md."""
+    that was overcome. See docs/concepts/rewards.md; docs/guides/extending.md shows how to add your own."""
 
     shaping: float = 0.3
     """Weight of the shaping by stages (simplified, shaped, basic, basic_plus)."""
@@ -51,14 +101,15 @@ class RewardConfig:
     @property
     def needs_host_only(self) -> bool:
         """True if every host must also be validated with all seeds switched off."""
-        return self.mode == "shaped"
+        return REWARDS.find(self.mode).needs_host_only
 
     @property
     def depends_on_seeds(self) -> bool:
         """True if the reward depends on what happens to seeds."""
-        return self.mode not in ("objective", "kept", "sparse")
+        return REWARDS.find(self.mode).depends_on_seeds
 
     def __post_init__(self) -> None:
+        REWARDS.find(self.mode)  # raises ValueError if there is none
         for name in ("shaping", "rent", "rent_cap", "fossilize_bonus"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"reward.{name} must be finite and not negative, got {getattr(self, name)}")

@@ -7,11 +7,12 @@ the same in every mode.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, get_args
 
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
 from esper_lightning.rewards import terms
-from esper_lightning.rewards.config import ModeName, RewardConfig
+from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig
 from esper_lightning.rewards.terms import MAX_POINTS
 from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStep
 
@@ -245,18 +246,46 @@ MODES: Mapping[ModeName, Mapping[str, Term]] = {
         "end": Term(loss_at_end),
     },
 }
-"""Terms by mode and name. The names appear in plots as `reward/<name>`."""
+"""Terms of this package's rewards by name of the reward and of the term."""
 
 assert set(MODES) == set(get_args(ModeName))
 
 
+def compute_mode(step: HostStep, config: RewardConfig, mode: ModeName) -> dict[str, float]:
+    """Return every term of a mode for one step; after a rollback only those with `paid_after_rollback` are paid."""
+    return {
+        name: term.compute(step, config) if term.paid_after_rollback or not step.diverged else 0.0
+        for name, term in MODES[mode].items()
+    }
+
+
+REWARDS.update(
+    {
+        mode: Reward(
+            tuple(MODES[mode]),
+            partial(compute_mode, mode=mode),
+            depends_on_seeds=mode not in ("objective", "kept", "sparse"),
+            needs_host_only=mode == "shaped",
+        )
+        for mode in MODES
+    }
+)
+
+
 def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
-    """Return every term of the config's mode for one step; their sum is the reward.
+    """Return every term of the config's reward for one step by name; their sum is the reward.
 
-    In a step that ends with a rollback only terms with `paid_after_rollback` are paid.
+    In a step that ends with a rollback, terms are 0 unless they take back what earlier steps lent.
+    Raises ValueError if the function of the reward returns other terms than it has declared.
     """
-
-    def is_paid(term: Term) -> bool:
-        return not step.already_ended and (term.paid_after_rollback or not step.diverged)
-
-    return {name: term.compute(step, config) if is_paid(term) else 0.0 for name, term in MODES[config.mode].items()}
+    reward = REWARDS.find(config.mode)
+    if step.already_ended or (step.diverged and config.mode not in MODES):
+        return dict.fromkeys(reward.terms, 0.0)
+    terms = dict(reward.compute(step, config))
+    if tuple(terms) != reward.terms:
+        if set(terms) != set(reward.terms):
+            raise ValueError(
+                f"reward {config.mode!r} returned the terms {list(terms)}, not those declared, {list(reward.terms)}"
+            )
+        terms = {name: terms[name] for name in reward.terms}
+    return terms

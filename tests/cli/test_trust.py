@@ -144,7 +144,7 @@ FORBIDDEN: dict[str, tuple[Attack, str]] = {
         "package that is not trusted",
     ),
     "a function of this package": (
-        in_data(host=attached(network="esper_lightning.hosts.attached.import_object")),
+        in_data(host=attached(network="esper_lightning.hosts.attached.make_network")),
         "package that is not trusted",
     ),
     "a function of the callbacks": (
@@ -163,6 +163,23 @@ FORBIDDEN: dict[str, tuple[Attack, str]] = {
     "a helper of torchvision's models": (
         in_data(host=attached(network="torchvision.models.get_model")),
         "which is no Module",
+    ),
+    "a module to import": (lambda config, folder: config.update(imports=["shutil"]), "imports names 'shutil'"),
+    "a reward": (
+        lambda config, folder: config["data"]["env"]["reward"].update(mode="os.system"),
+        "data.env.reward.mode names 'os.system'",
+    ),
+    "a blueprint": (
+        lambda config, folder: config["data"]["env"]["actions"].update(blueprints=["norm", "os.system"]),
+        "data.env.actions.blueprints names 'os.system'",
+    ),
+    "an executor": (
+        lambda config, folder: config["data"]["env"].update(executor="os.system"),
+        "data.env.executor names 'os.system'",
+    ),
+    "a controller": (
+        lambda config, folder: config["evaluation"].update(against=["os.system"]),
+        "evaluation.against names 'os.system'",
     ),
     "an escape in a name": (
         as_text('data: {host: {"class_\\u0070ath": "\\u006fs.system"}}'),
@@ -312,6 +329,18 @@ def test_a_trusted_package_stands_for_what_is_defined_in_it(run: Run, own_packag
     }.items():
         with pytest.raises(ValueError, match=reason):
             settings(run, attached(network=path), own_package)
+
+
+def test_imports_of_a_trusted_package_are_taken(run: Run, own_package: str) -> None:
+    path = run.folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config_of(run) | {"imports": f"{own_package}, {own_package}.more"}))
+
+    with pytest.raises(ValueError, match=f"imports names '{own_package}', .* give --trust {own_package}, or --config"):
+        settings_beside_checkpoint(path, GROUPS, ("other",))
+    taken = yaml.safe_load(settings_beside_checkpoint(path, GROUPS, (own_package,)))
+
+    assert taken["imports"] == [own_package, f"{own_package}.more"]
+    assert not Path("IMPORTED").exists(), "they are imported by the command line"
 
 
 def test_networks_of_torchvision_need_no_trust(run: Run) -> None:

@@ -13,7 +13,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.growing_network import GrowingNetwork
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.hosts import Attached
-from esper_lightning.hosts.attached import import_object
+from esper_lightning.plugins import import_object
 from esper_lightning.tasks import Synthetic
 from tests.tiers import rest_is_slow
 
@@ -93,7 +93,7 @@ def test_networks_of_others_grow_in_a_pool(network: str, slots: tuple[str, ...],
 
     assert pool.space.slot == list(slots)
     assert torch.isfinite(step.metrics.objective).all()
-    alone = sum(parameter.numel() for parameter in import_object(network)(num_classes=5).parameters())
+    alone = sum(parameter.numel() for parameter in import_object(network, "network")(num_classes=5).parameters())
     assert pool.envs[0].host_parameters == alone
 
 

@@ -82,7 +82,7 @@ class ExecutorChoice(NamedTuple):
 
     def make(self, task: Task, training: HostTraining) -> LoopExecutor:
         """Create the executor. Raises ValueError if it does not support the training settings."""
-        return EXECUTORS[self.executor](task, replace(training, onednn=self.onednn))
+        return EXECUTORS.find(self.executor)(task, replace(training, onednn=self.onednn))
 
 
 def available_choices(
@@ -97,7 +97,8 @@ def available_choices(
     names = [
         name
         for name in EXECUTORS
-        if (training.compile is None or name in COMPILING_EXECUTORS)
+        if name not in EXECUTORS.registered
+        and (training.compile is None or name in COMPILING_EXECUTORS)
         and (isolation != "trial" or name in TRIAL_EXECUTORS)
     ]
     return [

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.blueprints import Birth, blueprint_names, get_blueprint
+from esper_lightning.blueprints import Birth, default_blueprints
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
@@ -24,10 +24,15 @@ class SharedSpace(NamedTuple):
     """Names of the blueprints that can grow on the hosts of at least one task."""
 
 
-def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
-    """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint."""
+def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]], only: Sequence[str] | None = None) -> SharedSpace:
+    """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint.
+
+    Args:
+        spaces: Action space of each task, and which of its blueprints can grow in which slot.
+        only: Names of the blueprints to leave out all others. None: every blueprint.
+    """
     num_slots = max(len(space.slot) for space, _ in spaces)
-    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint)
+    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint if only is None or name in only)
     return SharedSpace([f"place{i + 1}" for i in range(num_slots)], list(blueprints))
 
 
@@ -103,10 +108,7 @@ def probe_action_space(
     if not slots:
         raise ValueError("the host has no slots; name at least one where seeds may grow")
     layouts = {slot.layout: None for slot in slots.values()}
-    # A blueprint that runs on some devices only must be named: the action space does not depend on the device.
-    available = dict.fromkeys(
-        name for layout in layouts for name in blueprint_names(layout) if get_blueprint(name, layout).devices is None
-    )
+    available = dict.fromkeys(name for layout in layouts for name in default_blueprints(layout))
     blueprints = shared_space.blueprints if shared_space is not None else actions.blueprints or list(available)
     reasons = probe_seeds(host, blueprints, loss_of, birth=birth)
     growable = torch.tensor([[not reasons[slot, blueprint] for blueprint in blueprints] for slot in slots])

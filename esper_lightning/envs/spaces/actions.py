@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import check_blueprint_name, suggest_name
+from esper_lightning.blueprints import find_blueprint, suggest_name
 from esper_lightning.envs.device_transfer import copy_to_device
 from esper_lightning.growth.alpha import Curve
 from esper_lightning.growth.blend import BlendStyle
@@ -42,6 +42,9 @@ class Action(NamedTuple):
 
 
 HEADS = Action._fields
+
+CHOICES_KEY = "choices of the {} head"
+"""Key of a head's choices in the identity of a run."""
 
 RELEVANT_OPS: dict[str, frozenset[Op]] = {
     "op": frozenset(Op),
@@ -89,7 +92,8 @@ class ActionConfig:
     """Choices that each head offers. A head with one choice has no effect on learning."""
 
     blueprints: list[str] | None = None
-    """Blueprints of seeds to offer. None: all that fit the host's features."""
+    """Names or import paths of the blueprints of seeds to offer. None: all of this package that fit the host's
+    features; your own are offered only where they are named."""
 
     styles: list[str] = field(default_factory=lambda: ["linear_add"])
     """Blend styles: a curve of the alpha ramp (linear, cosine, sigmoid6, sigmoid12, sigmoid24), an underscore, and
@@ -120,8 +124,8 @@ class ActionConfig:
     """Maximum number of slots that hold a seed at the same time. None: all of them."""
 
     def __post_init__(self) -> None:
-        for name in self.blueprints or ():
-            check_blueprint_name(name)
+        if self.blueprints is not None:
+            object.__setattr__(self, "blueprints", [find_blueprint(name) for name in self.blueprints])
         for name in self.styles:
             if name not in STYLES:
                 raise ValueError(f"actions.styles: unknown style {name!r}; {suggest_name(name, list(STYLES))}")

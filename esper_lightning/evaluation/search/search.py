@@ -7,9 +7,12 @@ all races and the schedules known beforehand are ranked together.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.schedule import Schedule, read_schedule
@@ -20,6 +23,7 @@ from esper_lightning.evaluation.play import paired_difference, play_episode
 from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
 from esper_lightning.evaluation.statistics import Interval, mean_interval
+from esper_lightning.parallel import InTurn, Mapper, Processes
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""
@@ -68,6 +72,9 @@ class SearchConfig:
     elites: int = 6
     """Best candidates of a race that enter the next one, together with their crossovers."""
 
+    jobs: int = 1
+    """Processes that search the schedules for single prices side by side. The number does not change the result."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
             raise ValueError(f"search.steps must lie in 1 … {MAX_STEPS}, got {self.steps}")
@@ -76,7 +83,7 @@ class SearchConfig:
             raise ValueError(f"search.max_seeds must be at least 1, got {self.max_seeds}")
         if not 0.0 < self.explore <= 1.0:
             raise ValueError(f"search.explore must lie in (0, 1], got {self.explore}")
-        for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1)):
+        for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1), ("jobs", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -262,15 +269,33 @@ def check_steps(min_steps: int, config: SearchConfig, n_envs: int, *, searches: 
         )
 
 
-def search_per_price(pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = ()) -> dict[float, Schedule]:
+def search_per_price(
+    pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = (), executor: Mapper | None = None
+) -> dict[float, Schedule]:
     """Return the best fixed schedule for each price, with `config.steps` divided among the searches.
+
+    Args:
+        pool: The hosts; their state is overwritten.
+        config: Budget and parameters.
+        known: Schedules that enter the last race of each search.
+        executor: Has a method `map(function, items)`, which runs one search per price. None: processes, if
+            `config.jobs` is larger than 1.
 
     Raises ValueError if all contexts have the same price.
     """
     prices, contexts = prices_of(pool), pool.env_factory.context_distribution.contexts
     share = replace(config, steps=config.steps // len(prices))
-    schedules = {}
-    for price in prices:
-        matching = [context for context in contexts if price_of(context, pool) == price]
-        schedules[price] = search(pool, share, known, contexts=matching).schedule
-    return schedules
+    matching = [[context for context in contexts if price_of(context, pool) == price] for price in prices]
+    if executor is None:
+        executor = InTurn() if config.jobs == 1 else Processes(config.jobs)
+    search_contexts = partial(_search_contexts, torch.get_num_threads(), pool, share, tuple(known))
+    schedules = executor.map(search_contexts, matching)
+    return dict(zip(prices, schedules, strict=True))
+
+
+def _search_contexts(
+    threads: int, pool: HostPool, config: SearchConfig, known: tuple[Schedule, ...], contexts: Sequence[Context]
+) -> Schedule:
+    """Return the best schedule for hosts of some contexts, found with as many threads per operator as elsewhere."""
+    torch.set_num_threads(threads)
+    return search(pool, config, known, contexts=contexts).schedule

@@ -178,7 +178,7 @@ def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decider": "climing"}, "unknown decider 'climing'; did you mean 'climbing'"),
+        ({"decider": "climing"}, "unknown controller 'climing'; did you mean 'climbing'"),
         ({"decider": object()}, "object has no method 'reset'"),
         ({"decider": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"decider": "nowhere.ckpt"}, "nowhere.ckpt"),

@@ -236,6 +236,13 @@ def test_for_each_price_another_schedule_is_found_with_its_share_of_the_steps(
     assert all(times[price] == pytest.approx(12 * 8, abs=16) for price in found)
 
 
+@pytest.mark.slow
+def test_processes_find_the_schedules_that_one_process_finds(varied: HostPool) -> None:
+    config = SearchConfig(steps=12 * EPISODE, decisive=2)
+
+    assert search_per_price(varied, replace(config, jobs=2)) == search_per_price(varied, config)
+
+
 def test_where_all_hosts_have_one_price_there_is_nothing_to_search_by(pool: HostPool) -> None:
     with pytest.raises(ValueError, match=r"search\.per_price: all hosts have one price; name several in"):
         search_per_price(pool, SearchConfig(steps=36 * EPISODE))

@@ -1,0 +1,274 @@
+"""Doors for Python programs: train a policy, compare it, and grow a network of your own.
+
+All of them can be imported from `esper_lightning`. They raise ValueError where the command line ends with one line.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from esper_lightning.callbacks import Governor, Grow, Preemption, ProgressReport, RolloutState, Telemetry
+from esper_lightning.callbacks.grow.deciders import Decider
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
+from esper_lightning.cli.main import make_logger
+from esper_lightning.console import wide_console
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import Overseer
+from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
+from esper_lightning.evaluation.report import make_tables
+from esper_lightning.evaluation.run import publish
+from esper_lightning.governor.judge import GovernorConfig
+from esper_lightning.growth.stages import OCCUPIED
+from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.ppo.losses import PPOConfig
+from esper_lightning.provenance import provenance
+from esper_lightning.tamiyo.policy import PolicyConfig
+from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+"""Minibatches of inputs and targets, such as a DataLoader."""
+
+
+class TrainedRun(NamedTuple):
+    """Run of `train`."""
+
+    folder: Path
+    """Folder with checkpoints, events and TensorBoard's files."""
+    module: TamiyoModule
+    """Trained policy."""
+    data: HostPoolData
+    """Hosts on which it was trained."""
+    metrics: dict[str, float]
+    """Metrics of the last rollout and update, by name."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Checkpoint of the last rollout."""
+        return self.folder / CHECKPOINTS_FOLDER / "latest.ckpt"
+
+
+def train(
+    data: HostPoolData,
+    *,
+    rollouts: int = 30,
+    policy: PolicyConfig = PolicyConfig(),
+    ppo: PPOConfig = PPOConfig(),
+    governor: GovernorConfig | None = GovernorConfig(),
+    folder: str | Path = "runs",
+    callbacks: Sequence[Callback] = (),
+    accelerator: str = "auto",
+    resume: str | Path | None = None,
+) -> TrainedRun:
+    """Train a policy that grows hosts. It is the policy of `esper-lightning fit` with the same settings.
+
+    Args:
+        data: Hosts; `data.seed` is the RNG seed of the run.
+        rollouts: Rollouts, each an episode of every host and one update of the policy.
+        policy: Architecture of the policy.
+        ppo: Settings of PPO.
+        governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
+        folder: Folder in which the run makes a folder of its own.
+        callbacks: Further Lightning callbacks.
+        accelerator: Device of policy and hosts, as Lightning's Trainer names it.
+        resume: Checkpoint of a run with the same settings to go on from.
+
+    Raises ValueError if the settings do not fit together.
+    """
+    if rollouts < 1:
+        raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+    for name in ("gamma", "horizon_is_end"):
+        if getattr(data.env.reward, name) != getattr(ppo, name):
+            raise ValueError(
+                f"RewardConfig.{name} is {getattr(data.env.reward, name)} and PPOConfig.{name} {getattr(ppo, name)}; "
+                f"give both the same"
+            )
+    seed_everything(data.seed, verbose=False)
+    module = TamiyoModule(policy, ppo)
+    trainer = EsperTrainer(
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=rollouts,
+        logger=make_logger(Path(folder), None if resume is None else str(resume)),
+        callbacks=[
+            *callbacks,
+            RolloutState(),
+            Telemetry(),
+            *([] if governor is None else [Governor(governor)]),
+            ProgressReport(),
+            ModelCheckpoint(filename="latest", save_on_train_epoch_end=True, enable_version_counter=False),
+            Preemption(),
+        ],
+        plugins=[AtomicCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    module.check(data)
+    if resume is not None:
+        data.keep_blueprints(identity := open_checkpoint(resume)[IDENTITY_KEY])
+    data.build(trainer.strategy.root_device)
+    if resume is not None:
+        check_identity(identity, run_identity(module, data))
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    assert module.report is not None and trainer.log_dir is not None, "a rollout has been played, and was logged"
+    return TrainedRun(Path(trainer.log_dir), module, data, module.report.metrics)
+
+
+def evaluate(
+    policy: TrainedRun | str | Path | None,
+    data: HostPoolData | None = None,
+    *,
+    against: list[str] | None = None,
+    hosts: int = 64,
+    rng_seed: int = 0,
+    controls: bool = False,
+    governor: GovernorConfig | None = GovernorConfig(),
+    folder: str | Path | None = None,
+) -> ComparisonResult:
+    """Compare a policy with other controllers on fresh hosts and test data, and print the tables.
+
+    Args:
+        policy: Run of `train`, or the path of a checkpoint. None: the other controllers are compared alone.
+        data: Hosts; they need not be built. None: those of the run.
+        against: Names or import paths of controllers, as in `evaluation.against`. None: all of this package.
+        hosts: Number of hosts.
+        rng_seed: RNG seed that selects the hosts.
+        controls: Train the final networks from the start, too, as static controls.
+        governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
+        folder: Folder for tables and figures. None: they are only printed.
+
+    Raises ValueError if a controller is unknown, or if the checkpoint is damaged or of other hosts.
+    """
+    comparison = Comparison(hosts=hosts, seed=rng_seed, against=against, controls=controls)
+    if isinstance(policy, TrainedRun):
+        data = data or policy.data
+    if data is None:
+        raise ValueError("evaluate needs hosts; give data")
+    if policy is None:
+        comparison.check_without_policy()
+    checkpoints = {str(policy): policy_parts(open_checkpoint(policy))} if isinstance(policy, str | Path) else {}
+    if not data.pools:
+        for checkpoint in checkpoints.values():
+            data.keep_blueprints(checkpoint[IDENTITY_KEY])
+        data.build(torch.device("cpu"))
+    comparison.check(next(iter(data.pools.values())))
+    policies: list[TrainedPolicy] = []
+    if isinstance(policy, TrainedRun):
+        module = policy.module.to(data.pool.device)
+        policies = [TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)]
+    for path, checkpoint in checkpoints.items():
+        policies = load_policies(TamiyoModule.from_checkpoint(checkpoint), data, {path: checkpoint})
+    data.oversee(None if governor is None else Overseer(governor))
+    try:
+        result = comparison.run(data, policies, {})
+    finally:
+        data.oversee(None)
+    if folder is None:
+        for table in make_tables(result):
+            wide_console().print(table)
+    else:
+        record = {"run": provenance(data.seed, data.pool.device, str(data.pool.executor_choice))}
+        publish(comparison, result, data.pool.space.slot, folder=Path(folder), record=record)
+    return result
+
+
+class GrownNetwork(NamedTuple):
+    """Result of `grow`."""
+
+    network: nn.Module
+    """The network with its seeds; it is the object that was given."""
+    accuracy: list[float]
+    """Validation accuracy after each epoch, 0 … 1."""
+    seeds: dict[str, str]
+    """Blueprint and stage of the seed in each slot that has one."""
+
+
+class _Classifier(LightningModule):
+    """LightningModule of a network that classifies."""
+
+    def __init__(self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], lr: float) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = loss
+        self.lr = lr
+        self.accuracy: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        correct = (self.network(batch[0]).argmax(1) == batch[1]).float().mean()
+        self.log("val_acc", correct, batch_size=len(batch[1]), on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.accuracy.append(float(self.trainer.callback_metrics["val_acc"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.network.parameters(), lr=self.lr)
+
+
+def _loader(batches: Batches) -> Batches:
+    """Return batches as Lightning takes them: it would take a list for one loader per element."""
+    return DataLoader(batches, batch_size=None) if isinstance(batches, list | tuple) else batches
+
+
+def grow(
+    network: nn.Module,
+    training: Batches,
+    validation: Batches,
+    slots: Sequence[str],
+    *,
+    epochs: int = 12,
+    controller: str | Decider = "climbing",
+    blueprints: list[str] | None = None,
+    lr: float = 0.001,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    accelerator: str = "auto",
+    rng_seed: int = 0,
+) -> GrownNetwork:
+    """Train a network of your own with Adam while a controller grows it.
+
+    For another optimizer, metric or data of another form, give the callback `Grow` to your own Trainer.
+
+    Args:
+        network: Network that classifies; it is changed in place.
+        training: Minibatches of one epoch.
+        validation: Minibatches on which seeds are judged.
+        slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
+        epochs: Epochs of training; after each, the controller chooses one action.
+        controller: Name of a rule, import path, schedule (`x.json`), checkpoint of a policy (`x.ckpt`), or an object.
+        blueprints: Kinds of seeds, by name or import path. None: all of this package that fit.
+        lr: Learning rate.
+        loss: Function of outputs and targets.
+        accelerator: Device, as Lightning's Trainer names it.
+        rng_seed: RNG seed of the order of data and of the seeds' weights.
+
+    Raises ValueError if a slot or a blueprint does not exist, or if nothing can grow there.
+    """
+    seed_everything(rng_seed, verbose=False)
+    module = _Classifier(network, loss, lr)
+    growing = Grow(slots, network="network", blueprints=blueprints, decider=controller, rng_seed=rng_seed)
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=epochs,
+        callbacks=[growing],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, _loader(training), _loader(validation))
+    filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
+    return GrownNetwork(
+        network, module.accuracy, {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
+    )

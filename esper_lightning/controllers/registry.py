@@ -1,0 +1,58 @@
+"""Registry of controllers that settings name: rules of this package with their default settings, and your own."""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, TypeVar
+
+from esper_lightning.controllers.heuristic import Heuristic
+from esper_lightning.controllers.hill_climbing import HillClimbing
+from esper_lightning.controllers.periodic import Periodic
+from esper_lightning.plugins import Registry
+
+METHODS = ("reset", "act")
+"""Methods of a controller."""
+
+CONTROLLERS: Registry[Callable[[], Any]] = Registry(
+    "controller", {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}, takes=callable
+)
+"""Functions or classes without required arguments that make a controller, by name."""
+
+MakeController = TypeVar("MakeController", bound=Callable[[], Any])
+
+
+def register(name: str) -> Callable[[MakeController], MakeController]:
+    """Return a decorator that registers a controller as `name`.
+
+    The decorated class, or function that returns a controller, takes no arguments. The name may then stand in
+    `evaluation.against`, in `grow --controller` and as the `decider` of `callbacks.Grow`.
+
+    Raises ValueError if the name is taken.
+    """
+
+    def add(make: MakeController) -> MakeController:
+        CONTROLLERS.add(name, make, make)
+        return make
+
+    return add
+
+
+def make_controller(name: str) -> Any:
+    """Return a new controller with a registered name or an import path.
+
+    Raises ValueError if there is none, if it needs arguments, or if it lacks a method of a controller.
+    """
+    make = CONTROLLERS.find(name)
+    try:
+        signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"controller {name!r}: {error}; give every argument a default") from error
+    made = make()
+    check_methods(made, f"controller {name!r}")
+    return made
+
+
+def check_methods(controller: Any, what: str) -> None:
+    """Raise ValueError, which begins with `what`, unless an object has the methods of a controller."""
+    for method in METHODS:
+        if not callable(getattr(controller, method, None)):
+            raise ValueError(f"{what}: {type(controller).__name__} has no method {method!r}; give it one")

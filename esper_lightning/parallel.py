@@ -1,0 +1,108 @@
+"""Independent work in several processes: the same results, in the same order, whatever the number of processes.
+
+Whatever has a method `map(function, items)` can do such work: `InTurn` and `Processes` here, executors of
+`concurrent.futures` and joblib's loky, pools of `multiprocessing` and of Ray.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from esper_lightning.plugins import import_modules, imported_modules
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+ATTEMPTS = 2
+"""Number of workers that try an item before it is given up."""
+
+
+class Mapper(Protocol):
+    """Applies a function to independent items."""
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterable[Any]:
+        """Return the results in the order of the items."""
+        ...
+
+
+class InTurn:
+    """Applies a function to one item after the other, in this process."""
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
+        return map(function, items)
+
+
+class WorkerDied(RuntimeError):
+    """Error of an item whose worker process has died in every attempt, killed or out of memory."""
+
+
+class Processes:
+    """Applies a function to items in processes of its own, which are started by `spawn`.
+
+    A process serves many items. If it dies, another one tries the item once more. Function, items and results must be
+    picklable. The processes import the modules that `imports` names, so that parts can be named there, too.
+
+    Args:
+        jobs: Number of processes.
+        on_death: Function that returns the result in place of an item whose workers have died. None: the error
+            `WorkerDied` is raised.
+    """
+
+    def __init__(self, jobs: int, on_death: Callable[[Any], Any] | None = None) -> None:
+        if jobs < 1:
+            raise ValueError(f"jobs must be at least 1, got {jobs}")
+        self.jobs = jobs
+        self.on_death = on_death
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
+        """Yield the results in the order of the items, each as soon as all before it are there."""
+        workers = [_Worker() for _ in range(self.jobs)]
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in workers:
+            idle.put(worker)
+
+        def run(item: Item) -> Result:
+            worker = idle.get()
+            try:
+                return worker.run(function, item)
+            except WorkerDied:
+                if self.on_death is None:
+                    raise
+                return self.on_death(item)
+            finally:
+                idle.put(worker)
+
+        threads = ThreadPoolExecutor(self.jobs)
+        try:
+            yield from threads.map(run, items)
+        finally:
+            threads.shutdown(cancel_futures=True)
+            for worker in workers:
+                worker.close()
+
+
+class _Worker:
+    """One process, which is replaced when it dies. It is a pool of its own, so that its death concerns no other."""
+
+    def __init__(self) -> None:
+        self._process: ProcessPoolExecutor | None = None
+
+    def run(self, function: Callable[[Item], Result], item: Item) -> Result:
+        for _ in range(ATTEMPTS):
+            if self._process is None:
+                self._process = ProcessPoolExecutor(
+                    1, multiprocessing.get_context("spawn"), import_modules, (imported_modules(),)
+                )
+            try:
+                return self._process.submit(function, item).result()
+            except BrokenProcessPool:
+                self.close()
+        raise WorkerDied(f"the worker process died {ATTEMPTS} times, killed or out of memory, with {item!r:.200}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.shutdown()
+            self._process = None

@@ -1,0 +1,138 @@
+"""The command `sweep`: every setting with every RNG seed, one table, and the same numbers whatever the order."""
+
+import csv
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esper_lightning.__main__ import main
+from esper_lightning.cli.main import run as run_command_line
+from esper_lightning.cli.sweep import (
+    COLUMNS,
+    DIED,
+    SweepResult,
+    SweepRun,
+    plan,
+    run_rows,
+    split_values,
+    sweep,
+    table_rows,
+    train_once,
+)
+from esper_lightning.evaluation.statistics import mean_interval
+from tests.runs import CONFIGS
+
+SHORT = """
+trainer: {max_epochs: 1}
+data: {env: {horizon: 2, executor: loop, training: {batches: 1}}}
+evaluation: {hosts: 2}
+telemetry: {figures_every: 0}
+"""
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def result(run: SweepRun, *objectives: float, problem: str = "") -> SweepResult:
+    """Return the result of a run with these objectives on its hosts, and accuracies that are .1 higher."""
+    values = {column: [1.0] * len(objectives) for column in COLUMNS}
+    values |= {"objective": list(objectives), "accuracy": [objective + 0.1 for objective in objectives]}
+    return SweepResult(run, {} if problem else {"": values}, problem)
+
+
+def test_every_combination_of_values_meets_every_rng_seed_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    runs = plan(["a.yaml", "b.yaml"], {"x.lr": ["0.1", "[1, 2]"], "y": ["no"]}, [0, 1], tmp_path)
+
+    assert [(dict(run.settings), run.rng_seed) for run in runs] == [
+        ({"x.lr": value, "y": "no"}, seed) for value in ("0.1", "[1, 2]") for seed in (0, 1)
+    ]
+    assert len({run.folder for run in runs}) == 4
+    assert runs[3].folder == tmp_path / "001_lr=-1-2-_y=no" / "seed1"
+    arguments = runs[3].arguments
+    assert arguments[:4] == ["--config", "a.yaml", "--config", "b.yaml"]
+    assert arguments[-4:-1] == ["--x.lr=[1, 2]", "--y=no", "--seed_everything=1"]
+
+
+def test_commas_within_brackets_separate_nothing() -> None:
+    assert split_values("0.001,0.003") == ["0.001", "0.003"]
+    assert split_values("[norm], [norm, attention],null") == ['["norm"]', '["norm", "attention"]', "null"]
+    assert split_values("true,auto") == ["true", "auto"]
+
+
+def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: Path) -> None:
+    runs = plan(["a.yaml"], {"lr": ["1", "2"]}, [0, 1], tmp_path)
+    results = [result(runs[0], 0.1, 0.3), result(runs[1], 0.5, 0.9), result(runs[2], 0.2, 0.4)]
+    results.append(result(runs[3], problem=DIED))
+
+    first, second = table_rows(results)
+
+    interval = mean_interval(np.array([[0.1, 0.3], [0.5, 0.9]]))
+    assert (first["lr"], first["runs"], first["failed"], first["objective"]) == ("1", "2", "0", "0.45")
+    assert (float(first["objective_low"]), float(first["objective_high"])) == pytest.approx(interval[1:], rel=1e-5)
+    assert (first["accuracy"], first["fossils"]) == ("0.55", "1")
+    assert (second["runs"], second["failed"], second["objective"]) == ("1", "1", "0.3")
+    *_, last = run_rows(results)
+    assert (last["problem"], last["rng_seed"], "objective" in last) == (DIED, "1", False)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--set", "lr=1"], "the following arguments are required: --config"),
+        (["--config", "a", "--set", "lr"], "--set 'lr': give a setting and its values, as --set"),
+        (["--config", "a", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
+        (["--config", "a", "--jobs", "0"], "--seeds and --jobs must be at least 1, got 3 and 0"),
+        (["--config", "a", "--out", "."], "folder '.' is not empty; name another one by --out"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_in_a_line(
+    args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", *args])
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def die_or_train(args: list[str]) -> None:
+    """Run the command line, but for RNG seed 1, which ends the process without a word."""
+    if "--seed_everything=1" in args:
+        os._exit(9)
+    run_command_line(args)
+
+
+@pytest.mark.slow
+def test_a_sweep_has_the_same_numbers_in_any_order_and_survives_the_death_of_a_worker(tmp_path: Path) -> None:
+    config = tmp_path / "short.yaml"
+    config.write_text(SHORT)
+    configs, varied = [str(CONFIGS / "smoke.yaml"), str(config)], {"data.env.training.lr": ["0.001", "0.02"]}
+    for name in ("forward", "backward", "dying"):
+        (tmp_path / name).mkdir()
+    forward, backward = (plan(configs, varied, [0, 2], tmp_path / name) for name in ("forward", "backward"))
+
+    one = sweep(run_command_line, forward, jobs=1, folder=tmp_path / "forward")
+    two = sweep(run_command_line, backward[::-1], jobs=2, folder=tmp_path / "backward")
+    dying = sweep(die_or_train, plan(configs, {}, [0, 1], tmp_path / "dying"), jobs=1, folder=tmp_path / "dying")
+
+    assert [result.problem for result in (*one, *two)] == [""] * 8
+    assert [result.values for result in one] == [result.values for result in two[::-1]]
+    assert one[0].values != one[1].values != one[2].values
+    assert [result.problem for result in dying] == ["", DIED]
+    assert [row["problem"] for row in rows_of(tmp_path / "dying" / "runs.csv")] == ["", DIED]
+    assert {path.name for path in forward[0].folder.iterdir()} == {"version_0", "output.txt"}
+
+
+def test_a_run_that_is_refused_is_reported_with_its_last_line(tmp_path: Path) -> None:
+    (run,) = plan([str(CONFIGS / "smoke.yaml")], {"data.n_envs": ["0"]}, [0], tmp_path)
+
+    found = train_once(main, run)
+
+    assert found.exit_code == 2 and found.values == {}
+    assert found.problem.startswith("error: ") and "n_envs must be at least 1, got 0" in found.problem

@@ -1,0 +1,117 @@
+"""The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import esper_lightning
+from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
+from esper_lightning.api import TrainedRun
+from esper_lightning.envs import ActionConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import CNN
+from esper_lightning.tasks import Digits
+from tests.runs import HORIZON, differences, fit, load, only_run
+
+HOST = partial(
+    CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
+)
+PPO = PPOConfig(minibatches=2)
+
+
+def hosts() -> HostPoolData:
+    """Return the hosts of `tests.runs.TINY`."""
+    env = EnvConfig(
+        horizon=HORIZON,
+        training=HostTraining(batches=2, lr=0.02, max_grad_norm=None),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        actions=ActionConfig(tempos={"FAST": 2}),
+    )
+    return HostPoolData(Digits(), HOST, env, n_envs=2)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    root = tmp_path_factory.mktemp("python")
+    return train(hosts(), rollouts=2, policy=PolicyConfig(width=64), ppo=PPO, folder=root, accelerator="cpu")
+
+
+def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=2")
+
+    weights = load(only_run(tmp_path).latest)["state_dict"]
+    assert differences(load(run.checkpoint)["state_dict"], weights) == []
+    assert run.metrics["weight_change"] > 0.0
+    assert (run.folder / "events.jsonl").is_file()
+
+
+def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
+    longer = train(
+        *(hosts(),),
+        **{"rollouts": 3, "policy": PolicyConfig(width=64), "ppo": PPO, "accelerator": "cpu"},
+        resume=run.checkpoint,
+    )
+
+    assert longer.folder == run.folder
+    assert load(longer.checkpoint)["epoch"] == 2
+
+
+def test_a_run_and_its_checkpoint_are_compared_alike(
+    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(load(run.checkpoint), tmp_path / "copy.ckpt")
+    results = [
+        evaluate(TrainedRun(*run), against=["periodic"], hosts=2),
+        evaluate(run.checkpoint, hosts(), against=["periodic"], hosts=2, folder=tmp_path / "tables"),
+    ]
+
+    assert [entry.name for entry in results[0].entries] == ["tamiyo", "periodic"]
+    for ours, theirs in zip(*(result.entries for result in results), strict=True):
+        assert ours.values("objective").tolist() == theirs.values("objective").tolist()
+    assert "test accuracy" in capsys.readouterr().out
+    assert (tmp_path / "tables" / "evaluation.csv").is_file()
+
+
+def test_what_does_not_fit_together_is_a_value_error(run: TrainedRun) -> None:
+    with pytest.raises(ValueError, match=r"RewardConfig.gamma is 1.0 and PPOConfig.gamma 0.9; give both the same"):
+        train(hosts(), ppo=PPOConfig(minibatches=2, gamma=0.9))
+    with pytest.raises(ValueError, match="rollouts must be at least 1, got 0"):
+        train(hosts(), rollouts=0)
+    with pytest.raises(ValueError, match="evaluate needs hosts; give data"):
+        evaluate(run.checkpoint)
+    with pytest.raises(ValueError, match="unknown controller 'climbin'; did you mean 'climbing'"):
+        evaluate(run, against=["climbin"])
+
+
+def batches(size: int) -> list[tuple[Tensor, Tensor]]:
+    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = (images.float() / 16.0).view(-1, 1, 8, 8)
+    return list(zip(images.split(size), digits.split(size), strict=True))
+
+
+def test_a_network_of_ones_own_grows() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10))
+    data = batches(64)
+    before = sum(parameter.numel() for parameter in network.parameters())
+
+    grown = grow(network, data[:10], data[20:24], ["2"], epochs=4, lr=0.01, controller="periodic", accelerator="cpu")
+
+    assert grown.network is network and len(grown.accuracy) == 4
+    assert list(grown.seeds) == ["2"]
+    assert sum(parameter.numel() for parameter in network.parameters()) > before
+    assert grown.accuracy[-1] > grown.accuracy[0]
+    with pytest.raises(ValueError, match="layer1"):
+        grow(network, data[:10], data[20:24], ["layer1"])
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    for name in esper_lightning.EXPORTS:
+        assert getattr(esper_lightning, name).__name__ == name
+    declared = Path(esper_lightning.__file__).with_suffix(".pyi").read_text()
+    assert set(esper_lightning.EXPORTS) == {line.split(" as ")[1] for line in declared.splitlines() if " as " in line}
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        esper_lightning.trian  # noqa: B018

@@ -1,0 +1,68 @@
+"""Work in processes: the same results in the same order, and a worker that dies concerns its item alone."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper_lightning import plugins
+from esper_lightning.parallel import InTurn, Processes, WorkerDied
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def die_until_marked(item: tuple[Path, int]) -> int:
+    """End the process without a word until as many attempts as the item asks for have left their marks."""
+    folder, deaths = item
+    attempts = len(list(folder.iterdir()))
+    if attempts < deaths:
+        (folder / str(attempts)).touch()
+        os._exit(9)
+    return attempts
+
+
+def refuse(number: int) -> int:
+    raise ValueError(f"{number} is refused")
+
+
+def loaded(name: str) -> bool:
+    return name in sys.modules
+
+
+def marks(root: Path, deaths: int) -> tuple[Path, int]:
+    folder = root / str(deaths)
+    folder.mkdir()
+    return folder, deaths
+
+
+def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
+    expected = [0, 1, 4, 9, 16]
+    assert list(InTurn().map(square, range(5))) == expected
+    assert list(Processes(2).map(square, range(5))) == expected
+    assert list(Processes(2).map(square, reversed(range(5)))) == expected[::-1]
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        Processes(0)
+
+
+def test_a_worker_that_dies_is_replaced_once(tmp_path: Path) -> None:
+    once, never, twice = marks(tmp_path, 1), marks(tmp_path, 0), marks(tmp_path, 2)
+
+    found = list(Processes(1, on_death=lambda item: -item[1]).map(die_until_marked, [once, twice, never]))
+
+    assert found == [1, -2, 0]
+    with pytest.raises(WorkerDied, match="died 2 times, killed or out of memory, with"):
+        list(Processes(1).map(die_until_marked, [marks(tmp_path, 3)]))
+
+
+def test_an_error_of_the_function_is_raised() -> None:
+    with pytest.raises(ValueError, match="3 is refused"):
+        list(Processes(1).map(refuse, [3, 4]))
+
+
+def test_workers_import_the_modules_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_imported", {"this": None})
+
+    assert list(Processes(1).map(loaded, ["this", "antigravity"])) == [True, False]

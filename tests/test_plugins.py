@@ -1,0 +1,274 @@
+"""Parts from outside of the package: five kinds in one file, used from YAML and from Python."""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from esper_lightning import plugins
+from esper_lightning.__main__ import main
+from esper_lightning.blueprints import (
+    Residual,
+    blueprint_names,
+    default_blueprints,
+    find_blueprint,
+    register,
+    registry,
+)
+from esper_lightning.callbacks.grow.deciders import make_decider
+from esper_lightning.controllers import CONTROLLERS, make_controller
+from esper_lightning.datamodules.hosts import BLUEPRINT_CHOICES, HostPoolData
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult
+from esper_lightning.envs.execution import EXECUTORS, autotune
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.rewards import REWARDS, RewardConfig, compute_terms
+from esper_lightning.rewards import register as register_reward
+from esper_lightning.tasks import Digits
+from tests.rewards.ticks import host_step
+from tests.runs import (
+    HORIZON,
+    SaveEveryTick,
+    cli,
+    continuation,
+    differences,
+    fit,
+    load,
+    only_run,
+    tiny_host,
+    with_callback,
+)
+
+PARTS = """
+import math
+
+from torch import nn
+
+from esper_lightning import blueprints, controllers, rewards
+from esper_lightning.blueprints import Residual
+from esper_lightning.envs import Op, execution
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.growth import SeedSlot
+from esper_lightning.tasks import Digits, Split, Task, TaskData
+
+
+@blueprints.register("mixer", {"vector"}, parameters=lambda c: c * c, flops=lambda c, n: 2 * n * c * c)
+def mixer(channels):
+    return Residual(nn.Linear(channels, channels, bias=False))
+
+
+@rewards.register("thrifty", ["gain", "size"])
+def thrifty(step, config):
+    return {"size": -0.01 * sum(slot.growth for slot in step.slots), "gain": step.accuracy - step.accuracy_before}
+
+
+@controllers.register("first slot")
+class FirstSlot:
+    def reset(self, pool):
+        self.waits = 0
+
+    def act(self, pool):
+        rows = [[int(op), *[0] * 7] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
+        allows = pool.masks_on_cpu.allows
+        return to_action([next(a for a in rows if allows(host, a)) for host in range(pool.n_envs)], pool.device)
+
+
+class Needy:
+    def __init__(self, speed):
+        self.speed = speed
+
+
+@execution.register("counting")
+class Counting(execution.LoopExecutor):
+    epochs = 0
+
+    def train_epoch(self, envs, data):
+        self.epochs += 1
+        return super().train_epoch(envs, data)
+
+
+class EvenDigits(Task):
+    def load(self):
+        data = Digits(validation=100, test=100).load()
+        return TaskData(*(Split(split.inputs, 1 - split.targets % 2) for split in data[:3]), classes=2)
+
+
+class OneLayer(nn.Module):
+    def __init__(self, input_shape, outputs, width=8):
+        super().__init__()
+        self.first = nn.Linear(math.prod(input_shape), width)
+        self.slot = SeedSlot("hidden", "vector", width)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x):
+        return self.head(self.slot(self.first(x.flatten(1)).relu()))
+"""
+
+CONFIG = """
+imports: [mine_parts]
+trainer: {accelerator: cpu, max_epochs: 1, default_root_dir: runs, enable_progress_bar: false}
+model: {policy: {width: 16}, ppo: {minibatches: 2}}
+data:
+  task: EvenDigits
+  host: mine_parts.OneLayer
+  n_envs: 2
+  env:
+    horizon: 4
+    training: {batches: 2, lr: 0.02}
+    lifecycle: {training_ticks: 0, min_contribution: null, auto_cull: false, embargo_ticks: 0}
+    actions: {blueprints: [mixer], tempos: {FAST: 1}}
+    reward: {mode: thrifty}
+evaluation: {hosts: 2, against: [first slot, small static]}
+telemetry: {figures_every: 0}
+"""
+
+
+REGISTRIES = (REWARDS, CONTROLLERS, EXECUTORS)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Change to a folder with the file of parts and a config; forget afterwards what it has registered."""
+    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_parts.py").write_text(PARTS)
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    with ExitStack() as stack:
+        for parts in REGISTRIES:
+            for table in (parts, parts.registered, parts._found):
+                stack.enter_context(patch.dict(table))
+        yield tmp_path
+    sys.modules.pop("mine_parts", None)
+
+
+def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
+    built = cli("--config", "mine.yaml")
+
+    pool, run = built.datamodule.pool, only_run(place / "runs")
+    assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["mixer"])
+    assert type(pool.task).__name__ == "EvenDigits" and pool.data.classes == 2
+    compared = json.loads((run.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
+    assert compared["first slot"]["fossils"]["mean"] == 1.0
+    assert {"static first slot", "small static", "tamiyo"} <= set(compared)
+    tags = {tag for tag in run.scalars() if tag.startswith("reward/")}
+    assert tags == {"reward/gain", "reward/size", "reward/rollback"}
+    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert saved["imports"] == ["mine_parts"]
+
+    # The config beside the checkpoint is that of somebody else until its package is trusted.
+    sys.modules.pop("mine_parts")
+    with pytest.raises(SystemExit), patch.object(sys, "argv", sys.argv[:1]):
+        main(["evaluate", "--ckpt_path", str(run.latest)])
+    assert "mine_parts" not in sys.modules
+
+
+def test_the_same_file_is_used_from_python(place: Path) -> None:
+    parts = importlib.import_module("mine_parts")
+    task = parts.EvenDigits()
+    config = EnvConfig(
+        horizon=4,
+        training=HostTraining(batches=1),
+        actions=ActionConfig(blueprints=["mine_parts.mixer"], tempos={"FAST": 1}),
+        lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
+        reward=RewardConfig(mode="mine_parts.thrifty"),
+        executor="mine_parts.Counting",
+    )
+    pool = HostPool(task, task.load(), parts.OneLayer, config=config, n_envs=2, device=torch.device("cpu"))
+    steps: list[StepResult] = []
+    controller = make_controller("mine_parts.FirstSlot")
+    outcome = play_episode(pool, "ours", controller, rng_seeds=[1, 3], on_step=steps.append)
+
+    assert pool.space.blueprint == ["mixer"], "the space has the name that is registered"
+    assert type(pool.executor) is parts.Counting and pool.executor.epochs > 0
+    assert outcome.fossils.tolist() == [1, 1]
+    assert list(steps[0].terms) == ["gain", "size"]
+    for step in steps:
+        torch.testing.assert_close(step.reward.double(), step.terms["gain"] + step.terms["size"])
+    assert type(make_decider("mine_parts.FirstSlot")) is type(make_decider("first slot")) is parts.FirstSlot
+
+
+def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place: Path) -> None:
+    parts = importlib.import_module("mine_parts")
+    for call, said in (
+        (lambda: RewardConfig(mode="thrify"), "unknown reward 'thrify'; did you mean 'thrifty'?"),
+        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; register it"),
+        (lambda: RewardConfig(mode="mine_parts.thrify"), "reward: mine_parts has no 'thrify'; did you mean 'thrifty'?"),
+        (lambda: RewardConfig(mode="not_there.thrifty"), "reward: cannot import 'not_there' for 'not_there.thrifty'"),
+        (lambda: ActionConfig(blueprints=["mine_parts.thrifty"]), "blueprint 'mine_parts.thrifty' is not one"),
+        (lambda: EnvConfig(executor="mine_parts.OneLayer"), "executor 'mine_parts.OneLayer' is not one"),
+        (lambda: make_controller("mine_parts.Needy"), "missing a required argument: 'speed'; give every argument a"),
+        (lambda: make_controller("mine_parts.EvenDigits"), "EvenDigits has no method 'reset'; give it one"),
+        (lambda: register_reward("thrifty", ["gain"])(parts.thrifty), "reward 'thrifty' is already registered"),
+        (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "a name has no dot"),
+        (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of names"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call()
+    step = host_step()
+    with pytest.raises(ValueError, match=r"returned the terms \['gain'\], not those declared, \['gain', 'size'\]"):
+        register_reward("forgetful", ["gain", "size"])(lambda step, config: {"gain": 0.0})
+        compute_terms(step, RewardConfig(mode="forgetful"))
+    assert compute_terms(step._replace(diverged=True), RewardConfig(mode="thrifty")) == {"gain": 0.0, "size": 0.0}
+
+
+def test_what_no_setting_names_is_not_offered(place: Path) -> None:
+    importlib.import_module("mine_parts")
+
+    assert "mixer" in blueprint_names("vector")
+    assert "mixer" not in default_blueprints("vector", torch.device("cpu"))
+    assert "counting" in EXECUTORS
+    chosen = autotune.available_choices(torch.device("cpu"), HostTraining())
+    assert {choice.executor for choice in chosen} == {"loop", "threads", "fused"}
+
+
+def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = EntryPoints([EntryPoint("mine", "mine_parts", plugins.ENTRY_POINTS)])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
+    plugins.import_installed.cache_clear()
+    assert "mine_parts" not in sys.modules
+
+    assert find_blueprint("mixer") == "mixer"
+    assert RewardConfig(mode="thrifty").depends_on_seeds
+
+    missing = EntryPoints([EntryPoint("theirs", "not_installed_parts", plugins.ENTRY_POINTS)])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: missing.select(group=group))
+    plugins.import_installed.cache_clear()
+    with pytest.raises(ValueError, match="'not_installed_parts' cannot be imported: No module named"):
+        RewardConfig(mode="thrifti")
+    plugins.import_installed.cache_clear()
+
+
+def test_a_further_blueprint_changes_no_run_that_exists(place: Path) -> None:
+    short = ("--trainer.max_epochs=2", *with_callback(SaveEveryTick))
+    fit(place / "whole", *short)
+    whole = only_run(place / "whole")
+
+    def later(channels: int) -> nn.Module:
+        return Residual(nn.Conv2d(channels, channels, 1))
+
+    later.__module__ = "esper_lightning.blueprints.conv"  # as if a later version of this package had it
+    register("later", {"image"}, parameters=lambda c: c * c + c, flops=lambda c, n: 2 * n * c * c)(later)
+    half = whole.checkpoints / f"tick{HORIZON}.ckpt"
+    resumed = fit(place / "resumed", *short, "--ckpt_path", str(shutil.copy(half, place / "half.ckpt")))
+
+    assert "later" not in resumed.datamodule.pool.space.blueprint
+    assert differences(continuation(whole.latest), continuation(only_run(place / "resumed").latest)) == []
+    identity = load(half)["esper_identity"]
+    saved_names = identity[BLUEPRINT_CHOICES]
+    assert saved_names == resumed.datamodule.pool.space.blueprint
+    new = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(training=HostTraining(batches=1)))
+    with pytest.raises(ValueError, match=re.escape("unknown blueprint 'os.system'")):
+        new.keep_blueprints(identity | {BLUEPRINT_CHOICES: ["os.system"]})
