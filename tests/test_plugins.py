@@ -228,7 +228,7 @@ def test_what_no_setting_names_is_not_offered(place: Path) -> None:
     importlib.import_module("mine_parts")
 
     assert "mixer" in blueprint_names("vector")
-    assert "mixer" not in default_blueprints("vector", torch.device("cpu"))
+    assert "mixer" not in default_blueprints("vector")
     assert "counting" in EXECUTORS
     chosen = autotune.available_choices(torch.device("cpu"), HostTraining())
     assert {choice.executor for choice in chosen} == {"loop", "threads", "fused"}
