@@ -1,6 +1,7 @@
 """Every ending of the program is one line and an exit code of docs/reference/cli.md, and nothing is half-written."""
 
 import io
+import csv
 import json
 import os
 import resource
@@ -295,7 +296,8 @@ def check_that_nothing_is_half_written(root: Path) -> None:
         elif path.suffix == ".yaml":
             assert yaml.safe_load(path.read_text()) is not None or path.name == "hparams.yaml", path
         elif path.suffix == ".csv":
-            lengths = {line.count(",") for line in path.read_text().splitlines()}
+            with path.open(newline="") as rows:
+                lengths = {len(row) for row in csv.reader(rows)}
             assert len(lengths) == 1, path
 
 
