@@ -1,7 +1,7 @@
 """Every ending of the program is one line and an exit code of docs/reference/cli.md, and nothing is half-written."""
 
-import io
 import csv
+import io
 import json
 import os
 import resource
