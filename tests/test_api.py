@@ -52,7 +52,7 @@ def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_
 def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
     longer = train(
         *(hosts(),),
-        **{"rollouts": 3, "policy": PolicyConfig(width=64), "ppo": PPO, "accelerator": "cpu"},
+        rollouts=3, policy=PolicyConfig(width=64), ppo=PPO, accelerator="cpu",
         resume=run.checkpoint,
     )
 
