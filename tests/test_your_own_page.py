@@ -76,13 +76,15 @@ LONG = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["leaves.yaml", str(CONFIGS / "cifar10_resnet.yaml")], ids=lambda path: Path(path).stem)
+@pytest.mark.parametrize(
+    "config", ["leaves.yaml", str(CONFIGS / "cifar10_resnet.yaml")], ids=lambda path: Path(path).stem
+)
 def test_a_resnet_learns_with_the_learning_rate_of_its_config(place: Path, config: str) -> None:
     task = yaml.safe_load((place / "leaves.yaml").read_text())["data"]["task"]
     built = cli("--config", config, *LONG, "--data.task", json.dumps(task), "--model.ppo.minibatches=2")
 
     events = [json.loads(line) for line in (only_run(place / "runs").folder / "events.jsonl").read_text().splitlines()]
-    assert [event for event in events if event["kind"] == "rollback"] == []
+    assert [event for event in events if event["type"] == "rollback"] == []
     best = [max(env.history.accuracy) for env in built.datamodule.pool.envs]
     assert min(best) > 0.9, "the classes differ in brightness alone"
 
