@@ -38,7 +38,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Blueprints that no setting names are offered",
         "esper_lightning/blueprints/registry.py",
-        "if is_of_this_package(_BLUEPRINTS[layout, name].build)",
+        "and is_of_this_package(b.build)]",
         "if name",
         f"{T}::test_what_no_setting_names_is_not_offered",
     ),
