@@ -27,6 +27,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from esper_lightning.cli import main as cli
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import export_parser
+from esper_lightning.cli.sweep import COMMAND as SWEEP
+from esper_lightning.cli.sweep import sweep_parser
 from esper_lightning.cli.options import LIGHTNING_GROUPS, TABLE, Option
 from esper_lightning.cli.parser import CLASS_MODULES
 from esper_lightning.cli.trust import KNOWN_CLASSES
@@ -42,7 +44,9 @@ GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n\n).*?(\n\n<!-- end -->)", 
 SKIPPED = ("help", "config", "print_config")
 """Options that the page leaves out."""
 
-CONFIG_HELP = "YAML file with settings, or the name of a config of the package. May be repeated: later ones win, then flags."
+CONFIG_HELP = (
+    "YAML file with settings, or the name of a config of the package. May be repeated: later ones win, then flags."
+)
 
 SKIPPED_ACTIONS = ("_ActionConfigLoad", "_ActionHelpClassPath", "ActionLink", "ShtabAction")
 """Classes of actions that are no options of their own: groups of settings, the help of classes, linked settings."""
@@ -56,6 +60,10 @@ Setting = tuple[str, str, str]
 
 class ParserFound(Exception):
     """Exception that carries the parser out of the constructor of the command line."""
+
+
+OTHER_PARSERS = {EXPORT: export_parser, SWEEP: sweep_parser}
+"""Functions that make the parsers of commands without settings."""
 
 
 class ParserOnly(cli.EsperCLI):
@@ -81,7 +89,7 @@ def parsers() -> dict[str, LightningArgumentParser]:
 @cache
 def options(command: str) -> list[Option]:
     """Return all options of a command."""
-    parser = export_parser() if command == EXPORT else parsers()[command]
+    parser = OTHER_PARSERS[command]() if command in OTHER_PARSERS else parsers()[command]
     defaults, rows = parser.get_defaults(), []
     for action in parser._actions:
         if type(action).__name__ in SKIPPED_ACTIONS:
@@ -96,7 +104,9 @@ def options(command: str) -> list[Option]:
         kind = type_words(hint) if has_value else ""
         if name == "config":
             kind, text = "a path or a name", CONFIG_HELP
-        rows.append(Option(name, kind, default, text, choices(name, hint), hint is not None and is_open(hint), [command]))
+        rows.append(
+            Option(name, kind, default, text, choices(name, hint), hint is not None and is_open(hint), [command])
+        )
         for settings_class in filter(dataclasses.is_dataclass, get_args(hint)):
             rows += fields_of(settings_class, name, value, command)  # of a group that is null or a number, too
     return rows
@@ -126,17 +136,19 @@ def choices(name: str, hint: Any) -> list[str]:
 
 def makes(found: type, setting: str) -> bool:
     """Return True if a class of `CLASS_MODULES` can be the value of its setting."""
-    return issubclass(found, KNOWN_CLASSES[CLASS_MODULES[setting]]) and found is not KNOWN_CLASSES[CLASS_MODULES[setting]]
+    return (
+        issubclass(found, KNOWN_CLASSES[CLASS_MODULES[setting]]) and found is not KNOWN_CLASSES[CLASS_MODULES[setting]]
+    )
 
 
 def all_options() -> str:
     """Return the table of options of all commands as JSON, with one option per line."""
     merged: dict[str, Option] = {}
-    for command in (*parsers(), EXPORT):
+    for command in (*parsers(), *OTHER_PARSERS):
         for option in options(command):
             same = json.dumps(option._replace(commands=[]))
-            merged[same] = option if same not in merged else merged[same]._replace(
-                commands=[*merged[same].commands, command]
+            merged[same] = (
+                option if same not in merged else merged[same]._replace(commands=[*merged[same].commands, command])
             )
     rows = ",\n".join(json.dumps(option._asdict(), ensure_ascii=False) for option in merged.values())
     return f'{{"lightning": "{version("lightning")}", "options": [\n{rows}\n]}}\n'

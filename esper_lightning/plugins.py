@@ -64,7 +64,9 @@ class Registry(dict[str, Part], Generic[Part]):
             return self._found[name]
         import_installed()
         if name not in self:
-            raise ValueError(f"unknown {self.kind} {name!r}; {suggest_name(name, list(dict.fromkeys([*others, *self])))}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; {suggest_name(name, list(dict.fromkeys([*others, *self])))}"
+            )
         return self[name]
 
     def _import(self, path: str) -> Part:

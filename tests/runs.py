@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -18,11 +18,16 @@ from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from esper_lightning import plugins
 from esper_lightning.__main__ import main
+from esper_lightning.blueprints import registry
 from esper_lightning.cli.main import EsperCLI
+from esper_lightning.controllers import CONTROLLERS
+from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import STOP_SIGNALS
+from esper_lightning.rewards import REWARDS
 
 # The machine is shared, and with one thread every process adds up in the same order.
 torch.set_num_threads(1)
@@ -131,6 +136,18 @@ def cli(*args: str) -> EsperCLI:
 def fit(root: Path, *args: str) -> EsperCLI:
     """Run a tiny training in this process, with its run folder below `root`."""
     return cli(*TINY, "--trainer.default_root_dir", str(root), *args)
+
+
+@contextmanager
+def forgotten_parts() -> Iterator[None]:
+    """Forget at the end of the context what has been registered and imported in it."""
+    tables = [registry._BLUEPRINTS, plugins._imported]
+    for parts in (REWARDS, CONTROLLERS, EXECUTORS):
+        tables += [parts, parts.registered, parts._found]
+    with ExitStack() as stack:
+        for table in tables:
+            stack.enter_context(patch.dict(table))
+        yield
 
 
 @contextmanager

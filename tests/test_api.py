@@ -43,16 +43,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2")
 
-    weights = load(only_run(tmp_path).latest)["state_dict"]
-    assert differences(load(run.checkpoint)["state_dict"], weights) == []
+    ours, theirs = load(run.checkpoint), load(only_run(tmp_path).latest)
+    for part in ("state_dict", "HostPoolData"):
+        assert differences(ours[part], theirs[part]) == []
     assert run.metrics["weight_change"] > 0.0
     assert (run.folder / "events.jsonl").is_file()
 
 
 def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
     longer = train(
-        *(hosts(),),
-        **{"rollouts": 3, "policy": PolicyConfig(width=64), "ppo": PPO, "accelerator": "cpu"},
+        hosts(),
+        rollouts=3,
+        policy=PolicyConfig(width=64),
+        ppo=PPO,
+        accelerator="cpu",
         resume=run.checkpoint,
     )
 

@@ -7,52 +7,49 @@ from pathlib import Path
 
 import pytest
 
-from esper_lightning.blueprints import registry
-from tests.runs import CONFIGS, ROOT, cli, only_run
+from tests.runs import CONFIGS, ROOT, cli, forgotten_parts, only_run
 
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
-FENCED = re.findall(r'^```python title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+FENCED = re.findall(r'^```(?:python|yaml) title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 FILES = {name: "\n\n".join(text for named, text in FENCED if named == name) for name, _ in FENCED}
-(COMMAND,) = re.findall(r"^python train\.py (fit .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+(COMMAND,) = re.findall(r"^esper-lightning (fit .*)$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Change to a folder with the page's files, and remove the registered blueprint afterwards."""
-    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
+    """Change to a folder with the page's files, and forget afterwards what they have registered."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    yield tmp_path
+    with forgotten_parts():
+        yield tmp_path
     sys.modules.pop("parts", None)
 
 
 def test_the_page_has_an_example_of_each_part() -> None:
-    assert set(FILES) == {"train.py", "parts.py", "compare.py"}
-    for name in ("pointwise", "TwoLayers", "EvenDigits", "GrowOnce", "Occupied"):
+    assert set(FILES) == {"mine.yaml", "parts.py", "compare.py"}
+    for name in ("pointwise", "TwoLayers", "EvenDigits", "GrowOnce", "thrifty", "Counting", "Occupied"):
         assert re.search(rf"^(?:def|class) {name}\b", FILES["parts.py"], re.MULTILINE), name
 
 
-def test_blueprint_host_task_and_callback_train_together(folder: Path) -> None:
-    first, *rest = FILES["train.py"].splitlines()
-    assert first.startswith("import parts") and rest[-1] == "main()"
-    exec(first, {})
-    words = re.findall(r"'([^']*)'|([^\s'\\]+)", COMMAND)
-    command, *flags = (quoted or plain for quoted, plain in words)
+def test_all_parts_train_together_from_the_config(folder: Path) -> None:
+    command, *flags = COMMAND.split()
     flags[flags.index("configs/smoke.yaml")] = str(CONFIGS / "smoke.yaml")
 
     assert command == "fit"
     built = cli(
         *(*flags, "--trainer.max_epochs=1", "--data.env.horizon=4", "--data.env.training.batches=1"),
-        *("--trainer.default_root_dir", str(folder / "runs"), "--evaluation.hosts=0"),
-        "--trainer.enable_progress_bar=false",
+        *("--trainer.default_root_dir", str(folder / "runs"), "--evaluation.hosts=2", "--evaluation.controls=false"),
+        *("--trainer.enable_progress_bar=false", "--data.env.executor=counting"),
     )
 
-    pool = built.datamodule.pool
+    pool, run = built.datamodule.pool, only_run(folder / "runs")
     assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["pointwise"])
-    assert pool.data.classes == 2
-    assert len(only_run(folder / "runs").scalars()["mine/occupied"]) == 1
+    assert pool.data.classes == 2 and pool.executor.epochs == 2 * 4
+    assert len(run.scalars()["mine/occupied"]) == 1
+    assert {"reward/gain", "reward/size"} <= set(run.scalars())
+    assert "grow once" in (run.folder / "evaluation" / "evaluation.csv").read_text()
 
 
 def test_the_controller_is_compared_with_waiting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

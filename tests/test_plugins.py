@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from unittest.mock import patch
@@ -24,17 +23,16 @@ from esper_lightning.blueprints import (
     default_blueprints,
     find_blueprint,
     register,
-    registry,
 )
 from esper_lightning.callbacks.grow.deciders import make_decider
-from esper_lightning.controllers import CONTROLLERS, make_controller
+from esper_lightning.controllers import make_controller
 from esper_lightning.datamodules.hosts import BLUEPRINT_CHOICES, HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult
 from esper_lightning.envs.execution import EXECUTORS, autotune
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.rewards import REWARDS, RewardConfig, compute_terms
+from esper_lightning.rewards import RewardConfig, compute_terms
 from esper_lightning.rewards import register as register_reward
 from esper_lightning.tasks import Digits
 from tests.rewards.ticks import host_step
@@ -45,6 +43,7 @@ from tests.runs import (
     continuation,
     differences,
     fit,
+    forgotten_parts,
     load,
     only_run,
     tiny_host,
@@ -135,21 +134,14 @@ telemetry: {figures_every: 0}
 """
 
 
-REGISTRIES = (REWARDS, CONTROLLERS, EXECUTORS)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Change to a folder with the file of parts and a config; forget afterwards what it has registered."""
-    monkeypatch.setattr(registry, "_BLUEPRINTS", dict(registry._BLUEPRINTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine_parts.py").write_text(PARTS)
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    with ExitStack() as stack:
-        for parts in REGISTRIES:
-            for table in (parts, parts.registered, parts._found):
-                stack.enter_context(patch.dict(table))
+    with forgotten_parts():
         yield tmp_path
     sys.modules.pop("mine_parts", None)
 

@@ -1,5 +1,6 @@
 """docs/guides/your_own.md: the program runs with its files, and with images in folders."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import yaml
 from torchvision.utils import save_image
 
 from esper_lightning.growth.lifecycle import slots_of
-from tests.runs import ROOT, cli, only_run
+from tests.runs import CONFIGS, ROOT, cli, only_run
 
 PAGE = (ROOT / "docs" / "guides" / "your_own.md").read_text()
 FENCED = re.findall(r"^```([^\n]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -65,6 +66,27 @@ def test_the_page_s_config_grows_a_resnet_on_a_folder_of_images(place: Path) -> 
     assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
     assert pool.data.train.samples == 48 and pool.data.test.samples == 16
     assert only_run(place / "runs" / "leaves").latest.is_file()
+
+
+LONG = (
+    *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=10", "--data.env.training.batch_size=16"),
+    *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
+    *("--data.env.executor=loop", "--data.env.actions.blueprints=[norm]", "--trainer.default_root_dir=runs"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["leaves.yaml", str(CONFIGS / "cifar10_resnet.yaml")], ids=lambda path: Path(path).stem
+)
+def test_a_resnet_learns_with_the_learning_rate_of_its_config(place: Path, config: str) -> None:
+    task = yaml.safe_load((place / "leaves.yaml").read_text())["data"]["task"]
+    built = cli("--config", config, *LONG, "--data.task", json.dumps(task), "--model.ppo.minibatches=2")
+
+    events = [json.loads(line) for line in (only_run(place / "runs").folder / "events.jsonl").read_text().splitlines()]
+    assert [event for event in events if event["type"] == "rollback"] == []
+    best = [max(env.history.accuracy) for env in built.datamodule.pool.envs]
+    assert min(best) > 0.9, "the classes differ in brightness alone"
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ SETTINGS_COMMANDS = {
 
 COMMANDS = {
     **SETTINGS_COMMANDS,
+    "sweep": "Train with several RNG seeds and settings side by side, and tabulate the results.",
     "export": "Write a grown network to a file for other programs.",
     "configs": "List the configs that come with the package.",
     "init": "Copy a config of the package into the current folder.",
@@ -41,6 +42,7 @@ COMMANDS = {
 
 USAGES = {
     **{command: f"{PROGRAM} {command} {USAGE}" for command in SETTINGS_COMMANDS},
+    "sweep": f"{PROGRAM} sweep --config FILE_OR_NAME … [--seeds N] [--set SETTING=VALUE,VALUE …] [--jobs N] [--out FOLDER]",
     "export": f"{PROGRAM} export FOLDER_OR_FILE --to FORMAT [--out FILE] [--trust PACKAGES] [--network PATH …]",
     "configs": f"{PROGRAM} configs",
     "init": f"{PROGRAM} init NAME",

@@ -15,7 +15,8 @@ from esper_lightning.cli.yaml_limits import MAX_SIZE
 from esper_lightning.plugins import IMPORTS, import_installed, import_modules, module_names
 
 IMPORTS_HELP = """Modules of your own, as a list or with commas between them, that are imported before any other setting
-is read: blueprints, rewards, controllers and executors that they register can be named. See docs/guides/extending.md."""
+is read: blueprints, rewards, controllers and executors that they register can be named. See
+docs/guides/extending.md."""
 
 
 def import_parts(args: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity,
 from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import run_export
+from esper_lightning.cli.front import prepare
 from esper_lightning.cli.imports import IMPORTS_HELP, import_parts
 from esper_lightning.cli.names import nearest_name
 from esper_lightning.cli.parser import Parser
@@ -465,6 +466,11 @@ class NewRunLogger(TensorBoardLogger):
         raise AssertionError("unreachable: there is no last number")
 
 
+def run_unprepared(args: list[str]) -> None:
+    """Run the command line in a process of a sweep, with arguments that `front.prepare` has not seen."""
+    run(prepare(args))
+
+
 def run(args: list[str]) -> None:
     """Parse and check the arguments that `front.prepare` has let pass, then run the command."""
     # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
@@ -474,7 +480,7 @@ def run(args: list[str]) -> None:
         run_export(args[1:])
         return
     if args[:1] == [SWEEP]:
-        run_sweep(args[1:], run, PROGRAM)
+        run_sweep(args[1:], run_unprepared)
         return
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     refuse_duplicate_keys()

@@ -1,6 +1,5 @@
 """The command `sweep`: trainings with several RNG seeds and settings side by side, and one table of their results."""
 
-import argparse
 import csv
 import json
 import re
@@ -9,14 +8,17 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from jsonargparse.typing import PositiveInt
 from rich.table import Table
 
-from esper_lightning.console import print_status, wide_console
-from esper_lightning.errors import exit_with_error, one_line_errors
+from esper_lightning.cli import PROGRAM
+from esper_lightning.cli.parser import Parser
+from esper_lightning.console import exit_with_error, print_status, wide_console
+from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.parallel import Processes
 
@@ -35,6 +37,9 @@ OUTPUT_FILE, RUNS_FILE, TABLE_FILE = "output.txt", "runs.csv", "table.csv"
 
 EVALUATION = "evaluation"
 """Folder of a comparison in the folder of a run. With several tasks it has a folder for each."""
+
+SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other. Commas
+within brackets separate nothing."""
 
 DIED = "its process died twice: killed, or out of memory"
 EXIT_DIED = 1
@@ -204,61 +209,49 @@ def split_values(text: str) -> list[str]:
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser that reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        exit_with_error(message)
-
-
-def parse(args: Sequence[str], program: str) -> argparse.Namespace:
-    """Return the arguments of the command."""
-    parser = _Parser(
-        prog=f"{program} {COMMAND}",
-        description="Trains with several RNG seeds and settings side by side, and tabulates the results. Each run has "
-        "a folder of its own. Nothing but the policy is evaluated, on the hosts of the config.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="append", required=True, help="config of every run; may be given repeatedly")
-    parser.add_argument("--seeds", type=int, default=3, help="number of RNG seeds: 0, 1 … (default: 3)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SETTING=VALUE,VALUE", help="values of a setting, all combined"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a core each (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder (default: runs/sweep)")
-    return parser.parse_args(list(args))
+def sweep_parser() -> Parser:
+    """Return the parser of the command's arguments."""
+    parser = Parser(prog=f"{PROGRAM} {COMMAND}")
+    parser.add_argument("--config", nargs="+", type=str, required=True, help="Configs of every run, read in order.")
+    parser.add_argument("--seeds", type=PositiveInt, default=3, help="Number of RNG seeds: 0, 1 and so on.")
+    parser.add_argument("--set", nargs="+", type=str, default=[], help=SET_HELP)
+    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs side by side, each on a core.")
+    parser.add_argument("--out", type=str, default="runs/sweep", help="Folder of the sweep, which must be empty.")
+    return parser
 
 
-def run_sweep(args: Sequence[str], fit: Fit, program: str) -> None:
+def run_sweep(args: Sequence[str], fit: Fit) -> None:
     """Run the command; ends with the exit code of the first run that failed.
 
     Args:
         args: Arguments behind the command's name.
         fit: Function at the top of a module that runs the command line.
-        program: Name of the program.
     """
-    given = parse(args, program)
-    varied: dict[str, list[str]] = {}
-    for setting in given.set:
-        name, equals, text = setting.partition("=")
-        if not (name and equals and text):
-            exit_with_error(f"--set {setting!r}: give a setting and its values, as --set data.env.horizon=8,12")
-        try:
-            varied[name.removeprefix("--")] = split_values(text)
-        except yaml.YAMLError:
-            exit_with_error(f"--set {setting!r}: its values are no YAML; give them with commas between them")
-    if given.seeds < 1 or given.jobs < 1:
-        exit_with_error(f"--seeds and --jobs must be at least 1, got {given.seeds} and {given.jobs}")
-    if given.out.exists() and any(given.out.iterdir()):
-        exit_with_error(f"folder {str(given.out)!r} is not empty; name another one by --out")
+    given = sweep_parser().parse_args(list(args))
+    folder = Path(given.out)
     with one_line_errors():
-        given.out.mkdir(parents=True, exist_ok=True)
-    runs = plan(given.config, varied, range(given.seeds), given.out)
-    results = sweep(fit, runs, jobs=given.jobs, folder=given.out)
+        varied = dict(map(varied_setting, given.set))
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
+        folder.mkdir(parents=True, exist_ok=True)
+    runs = plan(given.config, varied, range(given.seeds), folder)
+    results = sweep(fit, runs, jobs=given.jobs, folder=folder)
     rows = table_rows(results)
-    write_rows(given.out / TABLE_FILE, rows)
+    write_rows(folder / TABLE_FILE, rows)
     wide_console().print(printed_table(rows, list(varied)))
-    print_status(f"written to {given.out}: {TABLE_FILE}, {RUNS_FILE}")
+    print_status(f"written to {folder}: {TABLE_FILE}, {RUNS_FILE}")
     failed = [result for result in results if result.problem]
     if failed:
-        exit_with_error(f"{len(failed)} of {len(runs)} runs failed: {failed[0].problem}", failed[0].exit_code)
+        problem = failed[0].problem.removeprefix("error: ")
+        exit_with_error(f"{len(failed)} of {len(runs)} runs failed: {problem}", failed[0].exit_code)
+
+
+def varied_setting(text: str) -> tuple[str, list[str]]:
+    """Return the name and the values of an argument of --set. Raises ValueError if it is none."""
+    name, _, values = text.partition("=")
+    if not (name and values):
+        raise ValueError(f"--set {text!r}: give a setting and its values, as in --set data.env.horizon=8,12")
+    try:
+        return name.removeprefix("--"), split_values(values)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {text!r}: its values are no YAML; give them with commas between them") from error

@@ -248,9 +248,7 @@ class _Reader:
     def _trusted_package(self, path: str) -> str | None:
         return next((package for package in self.trusted if path.startswith(f"{package}.")), None)
 
-    def _refuse(
-        self, path: object, where: str, reason: str, pattern: re.Pattern[str] = IMPORT_PATH
-    ) -> NoReturn:
+    def _refuse(self, path: object, where: str, reason: str, pattern: re.Pattern[str] = IMPORT_PATH) -> NoReturn:
         package = str(path).partition(".")[0]
         could_be_trusted = pattern.fullmatch(str(path)) and package not in sys.stdlib_module_names
         ways = [f"{TRUST_OPTION} {package}"] * bool(could_be_trusted) + [

@@ -45,10 +45,10 @@ class EnvConfig:
     """Length T of an episode in environment steps (host epochs)."""
 
     executor: str = "loop"
-    """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per core. streams (CUDA): one
-    host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many small hosts. The first three
-    give the same results bit for bit, fused gives them up to rounding. auto: the fastest one for these hosts, measured
-    at the start, cached on this machine, and used again when a run is resumed."""
+    """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per
+    core. streams (CUDA): one host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many
+    small hosts. The first three give the same results bit for bit, fused gives them up to rounding. auto: the fastest
+    one for these hosts, measured at the start, cached on this machine, and used again when a run is resumed."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """Training of hosts."""

@@ -153,8 +153,8 @@ class Comparison:
         schedule: File with a schedule to add to the comparison.
         schedules: Further schedule files, by the names under which they appear in the table.
         against: Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best
-            fixed`, `best per price`, and your own by name or import path. None: all of this package. Without a trained policy the other rows are compared with the first
-            name, by default `small static`.
+            fixed`, `best per price`, and your own by name or import path. None: all of this package. Without a trained
+            policy the other rows are compared with the first name, by default `small static`.
         controls: Play static controls: the final networks of the policy and of the best baseline compared, complete
             from the first tick, with as many host epochs and with as much training compute.
         held_out: Draw hosts from the held-out contexts of the family, which training never uses.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from esper_lightning.__main__ import main
-from esper_lightning.cli.main import run as run_command_line
+from esper_lightning.cli.main import run_unprepared as run_command_line
 from esper_lightning.cli.sweep import (
     COLUMNS,
     DIED,
@@ -81,10 +81,11 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--set", "lr=1"], "the following arguments are required: --config"),
+        (["--set", "lr=1"], "--config"),
         (["--config", "a", "--set", "lr"], "--set 'lr': give a setting and its values, as --set"),
         (["--config", "a", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
-        (["--config", "a", "--jobs", "0"], "--seeds and --jobs must be at least 1, got 3 and 0"),
+        (["--config", "a", "--jobs", "0"], "jobs"),
+        (["--config", "a", "--seed", "3"], "did you mean '--seeds'?"),
         (["--config", "a", "--out", "."], "folder '.' is not empty; name another one by --out"),
     ],
 )

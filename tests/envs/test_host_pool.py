@@ -17,7 +17,7 @@ from esper_lightning.rewards import ObjectiveConfig, objective
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, decide, fossilize, germinate
 
-LONGER = HostTraining(batches=8)  # long enough for hosts to learn something
+LONGER = HostTraining(lr=0.02, batches=8)  # long enough for hosts to learn something
 
 
 def accuracy_of(network: nn.Module, data: Split, without: Sequence[str] = ()) -> float:

@@ -113,7 +113,7 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snaps
 
 @pytest.mark.parametrize("seed", rest_is_slow(range(3), {0}))
 def test_between_two_rollbacks_rewards_sum_to_the_change_of_the_objective(make_pool: MakePool, seed: int) -> None:
-    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=12, training=HostTraining(batches=8))
+    pool = make_pool(2, governor=ONLY_NAN_DIVERGES, horizon=12, training=HostTraining(lr=0.02, batches=8))
     wanderer, drawn = RandomValid(seed), random.Random(seed)
     pool.reset([seed, seed + 50])
     begin, total = [measure_objective(pool, i) for i in range(2)], [0.0, 0.0]

@@ -52,7 +52,7 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
 @pytest.mark.parametrize("executor", ["loop", "threads", "fused"])
 def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make_pool: MakePool, executor: str) -> None:
     """F4: a host that skips every step is counted, logged and rolled back; the other host keeps training."""
-    training = HostTraining(batches=4, precision="fp16")
+    training = HostTraining(lr=0.02, batches=4, precision="fp16")
     pool = make_pool(2, governor=ONLY_NAN_DIVERGES, training=training, executor=executor)
     pool.reset([1, 2])
     pool.step(act(germinate(0, 0), germinate(0, 0)))
@@ -101,7 +101,7 @@ def test_seeds_are_clipped_each_for_itself(make_pool: MakePool) -> None:
     """F8: at every optimizer step the gradient of each group, host or seed, is within the limit."""
     largest: dict[float | None, float] = {}
     for limit in (1e-2, None):
-        pool = make_pool(1, training=HostTraining(batches=3, max_grad_norm=limit))
+        pool = make_pool(1, training=HostTraining(lr=0.02, batches=3, max_grad_norm=limit))
         optimizer, norms = pool.envs[0].optimizer, []
 
         def watch(optimizer: torch.optim.Optimizer, *_: object, norms: list[float] = norms) -> None:
@@ -118,7 +118,7 @@ def test_seeds_are_clipped_each_for_itself(make_pool: MakePool) -> None:
 
 def test_a_host_and_its_seeds_are_clipped_each_for_itself_after_a_rollback_too(make_pool: MakePool) -> None:
     """F8: every group of a restored host's optimizer stays within the limit, and norms are known before clipping."""
-    pool = make_pool(1, governor=ONLY_NAN_DIVERGES, training=HostTraining(batches=3, max_grad_norm=1e-2))
+    pool = make_pool(1, governor=ONLY_NAN_DIVERGES, training=HostTraining(lr=0.02, batches=3, max_grad_norm=1e-2))
     optimizer, norms = pool.envs[0].optimizer, []
     with breaking_epoch(pool, [0]):
         pool.step(act(WAIT))

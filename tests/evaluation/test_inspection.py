@@ -32,7 +32,7 @@ def played(host: object, executor: str = "loop", ticks: int = 6) -> HostPool:
     config = EnvConfig(
         horizon=ticks,
         executor=executor,
-        training=HostTraining(batches=8),
+        training=HostTraining(lr=0.02, batches=8),
         lifecycle=LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0),
         actions=ActionConfig(tempos={"FAST": 1}),
     )

@@ -41,7 +41,7 @@ def test_what_hosts_have_in_common_cancels_in_a_paired_difference(seed: int, gai
 
 @pytest.fixture(scope="module")
 def pool(make_pool: Callable[..., HostPool]) -> HostPool:
-    return make_pool(2, training=HostTraining(batches=6), objective=ObjectiveConfig(price=0.5))
+    return make_pool(2, training=HostTraining(lr=0.02, batches=6), objective=ObjectiveConfig(price=0.5))
 
 
 class OnlyGerminates:

@@ -1,6 +1,18 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, ppo, trust
+from tests.mutations import (
+    checkpoints,
+    endings,
+    evaluation,
+    execution,
+    findings,
+    governor,
+    grow,
+    growth,
+    plugins,
+    ppo,
+    trust,
+)
 
 DEFECTS = (
     *findings.DEFECTS,
@@ -12,5 +24,6 @@ DEFECTS = (
     *governor.DEFECTS,
     *checkpoints.DEFECTS,
     *trust.DEFECTS,
+    *plugins.DEFECTS,
     *endings.DEFECTS,
 )

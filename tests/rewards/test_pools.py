@@ -24,7 +24,7 @@ from tests.rewards.ticks import reward_bound, term_bounds
 from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
-LEARNS = HostTraining(batches=8)
+LEARNS = HostTraining(lr=0.02, batches=8)
 
 
 @pytest.fixture(scope="module")

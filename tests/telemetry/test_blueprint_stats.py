@@ -25,7 +25,10 @@ def counted_episodes() -> tuple[Scoreboard, dict[tuple[str, str], Counter[str]],
     task = Digits()
     lifecycle = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
     config = EnvConfig(
-        horizon=HORIZON, training=HostTraining(batches=3), lifecycle=lifecycle, actions=ActionConfig(tempos={"FAST": 1})
+        horizon=HORIZON,
+        training=HostTraining(lr=0.02, batches=3),
+        lifecycle=lifecycle,
+        actions=ActionConfig(tempos={"FAST": 1}),
     )
     pool = HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=torch.device("cpu"))
     board = Scoreboard(pool.space.blueprint, pool.space.slot, HOSTS)

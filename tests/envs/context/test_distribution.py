@@ -125,7 +125,7 @@ def test_stacks_of_several_kinds_of_hosts_learn_what_the_hosts_learn_alone(make_
 
 
 def test_a_host_of_few_samples_meets_the_same_few_in_every_tick(make_pool: MakePool) -> None:
-    pool = make_pool(1, host=cnn, family=family(**{"data.samples": [40]}), training=HostTraining(batches=4))
+    pool = make_pool(1, host=cnn, family=family(**{"data.samples": [40]}), training=HostTraining(lr=0.02, batches=4))
     samples = pool.data.train.samples
 
     def met(seed: int) -> list[set[int]]:

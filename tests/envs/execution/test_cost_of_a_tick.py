@@ -65,7 +65,7 @@ def test_gradient_statistics_are_tensors_asked_for_once_a_tick(
         return stats
 
     monkeypatch.setattr(growing_network, "gradient_stats", watched)
-    pool = make_pool(2, training=HostTraining(batches=5))
+    pool = make_pool(2, training=HostTraining(lr=0.02, batches=5))
     pool.executor.train_epoch(pool.envs, pool.data.train)
 
     assert len(taken) == 2 * (1 + len(pool.space.slot))

@@ -26,7 +26,7 @@ def mlp(input_shape: Sequence[int], outputs: int) -> nn.Module:
 
 def blended_pool(make_pool: MakePool, parts: int, limit: float | None = 0.5, optimizer: str = "adam") -> HostPool:
     """Return a pool of one host with a blending and a training seed."""
-    training = HostTraining(batches=3, micro_batches=parts, max_grad_norm=limit, optimizer=optimizer)
+    training = HostTraining(lr=0.02, batches=3, micro_batches=parts, max_grad_norm=limit, optimizer=optimizer)
     pool = make_pool(1, host=mlp, actions=SEEDS, training=training)
     pool.reset([4])
     for row in (germinate(0), WAIT, germinate(1, 1)):

@@ -123,7 +123,7 @@ def test_streams_do_what_the_loop_does_bit_for_bit_on_a_gpu() -> None:
     """F1: streams give the loop's measurements and weights bit for bit over 200 batches × 8 environments in fp32, while
     seeds of all kinds come and go."""
     with reproducible_kernels():
-        pools = [gpu_pool(8, name, training=HostTraining(batches=200)) for name in ("loop", "loop", "streams")]
+        pools = [gpu_pool(8, name, training=HostTraining(lr=0.02, batches=200)) for name in ("loop", "loop", "streams")]
         loop, again, streams = ([pool, play(pool)] for pool in pools)
 
     for other, what in ((again, "kernels on this GPU are not reproducible"), (streams, "a race")):
@@ -199,7 +199,7 @@ def test_a_scaler_is_touched_on_its_own_stream(make_pool: MakePool, fake_cuda: F
 @pytest.mark.parametrize("executor", ["loop", "streams"])
 def test_scalers_on_a_gpu_agree_with_those_of_lone_hosts(executor: str) -> None:
     """F5: a host's scaler and weights come out among eight hosts as if it were alone."""
-    training = HostTraining(batches=20, precision="fp16")
+    training = HostTraining(lr=0.02, batches=20, precision="fp16")
     with reproducible_kernels():
         pools = [gpu_pool(n, executor, training=training) for n in (8, 1)]
         for pool in pools:

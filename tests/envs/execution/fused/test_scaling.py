@@ -58,7 +58,9 @@ def test_whatever_overflows_scales_are_those_of_torch(pattern: list[tuple[bool, 
 
 def half_pool(executor: str) -> HostPool:
     """Return a pool of 3 hosts in fp16 with training and blended seeds; the second host overflows."""
-    pool = make(executor, "cnn", 3, torch.float32, training=HostTraining(batches=4, batch_size=16, precision="fp16"))
+    pool = make(
+        executor, "cnn", 3, torch.float32, training=HostTraining(lr=0.02, batches=4, batch_size=16, precision="fp16")
+    )
     pool.reset(range(3))
     for env in pool.envs:
         env.growing.germinate("block1", "conv_light", ticks=1)

@@ -1,0 +1,87 @@
+"""Defects of parts by name, of work in processes, and of the functions for Python programs."""
+
+from tests.mutations.defect import Defect
+
+PLUGINS, TRUST = "esper_lightning/plugins.py", "esper_lightning/cli/trust.py"
+T = "tests/test_plugins.py"
+REFUSED = "tests/cli/test_trust.py::test_a_config_beside_a_checkpoint_is_refused_in_a_line"
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "The import path of a reward, blueprint, executor or controller beside a checkpoint is not checked",
+        TRUST,
+        "            if last in PLUGIN_SETTINGS:",
+        "            if last in ():",
+        REFUSED,
+    ),
+    Defect(
+        "The config beside a checkpoint may import any module",
+        TRUST,
+        'if self._trusted_package(f"{name}.") is None:',
+        "if not name:",
+        REFUSED,
+    ),
+    Defect(
+        "A checkpoint may import modules by the names of its blueprints",
+        "esper_lightning/datamodules/hosts.py",
+        "                check_blueprint_name(str(name))  # a name",
+        "                name = name  # a name",
+        f"{T}::test_a_further_blueprint_changes_no_run_that_exists",
+    ),
+    Defect(
+        "A resumed run offers blueprints that were registered since",
+        "esper_lightning/datamodules/hosts.py",
+        "blueprints=config.blueprints or self.saved_blueprints)",
+        "blueprints=config.blueprints)",
+        f"{T}::test_a_further_blueprint_changes_no_run_that_exists",
+    ),
+    Defect(
+        "Blueprints that no setting names are offered",
+        "esper_lightning/blueprints/registry.py",
+        "and is_of_this_package(b.build)]",
+        "if name",
+        f"{T}::test_what_no_setting_names_is_not_offered",
+    ),
+    Defect(
+        "A reward may leave out terms that it has declared",
+        "esper_lightning/rewards/modes.py",
+        "if set(terms) != set(reward.terms):",
+        "if set(terms) > set(reward.terms):",
+        f"{T}::test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence",
+    ),
+    Defect(
+        "The name of a part may be taken twice",
+        PLUGINS,
+        "        if name in self:\n            raise ValueError(",
+        "        if name is None:\n            raise ValueError(",
+        f"{T}::test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence",
+    ),
+    Defect(
+        "Installed packages bring no parts",
+        PLUGINS,
+        "            point.load()",
+        "            point.name",
+        f"{T}::test_an_installed_package_brings_parts",
+    ),
+    Defect(
+        "An item whose worker has died is not tried again",
+        "esper_lightning/parallel.py",
+        "ATTEMPTS = 2",
+        "ATTEMPTS = 1",
+        "tests/test_parallel.py::test_a_worker_that_dies_is_replaced_once",
+    ),
+    Defect(
+        "Workers do not import the modules of the setting",
+        "esper_lightning/parallel.py",
+        'multiprocessing.get_context("spawn"), import_modules, (imported_modules(),)',
+        'multiprocessing.get_context("spawn")',
+        "tests/test_parallel.py::test_workers_import_the_modules_of_the_setting",
+    ),
+    Defect(
+        "A policy is trained without the Governor",
+        "esper_lightning/api.py",
+        "*([] if governor is None else [Governor(governor)]),",
+        "",
+        "tests/test_api.py::test_python_and_the_command_line_train_the_same_policy",
+    ),
+)

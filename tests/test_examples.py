@@ -1,0 +1,69 @@
+"""Notebooks in examples/ and the page docs/guides/python.md: short, without stored outputs, and they run."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import ROOT
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+PAGE = (ROOT / "docs" / "guides" / "python.md").read_text()
+
+MOST_LINES = 20
+"""Largest number of lines of code in a notebook."""
+
+
+def code_of(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_short_and_holds_no_outputs(notebook: Path) -> None:
+    cells = code_of(notebook)
+
+    assert sum(bool(line.strip()) for cell in cells for line in cell["source"]) <= MOST_LINES
+    assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * len(cells)
+
+
+def test_there_is_a_notebook_for_each_task() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["grow_my_network", "own_controller", "own_reward", "train_and_look"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    content = nbformat.read(notebook, as_version=4)
+
+    nbclient.NotebookClient(content, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
+    texts = "".join(output.get("text", "") for output in outputs)
+    assert {
+        "grow_my_network": "parameters",
+        "own_controller": "greedy",
+        "own_reward": "small static",
+        "train_and_look": "climbing",
+    }[notebook.stem] in texts
+    assert notebook.stem != "train_and_look" or any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_page_from_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for text in (first, second):
+        assert sum(bool(line.strip()) for line in text.splitlines()) <= 15
+        exec(text, {})
+
+    said = capsys.readouterr().out
+    assert "latest.ckpt" in said and "tamiyo" in said and "{'2': " in said
