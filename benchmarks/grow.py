@@ -10,7 +10,8 @@ result: a narrow ResNet-18 on letters, trained for 20 epochs by an ordinary Ligh
 table: Markdown table of the kept results.
 cost: processor time of the training part of an epoch with Grow, relative to the same network without it, with empty
     slots and with four seeds; and the same for the arithmetic of seeds. Trainings take turns at every minibatch; the
-    numbers are medians and quartiles over epochs.
+    numbers are medians and quartiles over epochs. The time of Grow's hooks alone, over that of the rest, hardly depends
+    on what else the machine does.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
 """
@@ -18,6 +19,7 @@ Results are rows of a CSV file. Rows that it has got are not measured again.
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -284,12 +286,27 @@ class Turn(L.Callback):
         own: Released when it is this training's turn.
         following: Turn of the next training.
         epochs: Processor seconds of each epoch's training.
+        hook_shares: Those of the hooks of Grow in each epoch, over the rest.
     """
 
     def __init__(self, own: Semaphore, following: Semaphore) -> None:
         self.own, self.following = own, following
         self.epochs: list[float] = []
-        self.seconds, self.begin = 0.0, 0.0
+        self.hook_shares: list[float] = []
+        self.seconds, self.hook_seconds, self.begin = 0.0, 0.0, 0.0
+
+    def time_hooks(self, callback: L.Callback) -> None:
+        """Measure the hooks of a callback."""
+        for name in TIMED_HOOKS:
+            setattr(callback, name, self._timed(getattr(callback, name)))
+
+    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            begin = time.thread_time()
+            hook(*args)
+            self.hook_seconds += time.thread_time() - begin
+
+        return run
 
     def wait(self) -> None:
         """Wait for this training's turn. Raises TimeoutError if another training has failed."""
@@ -307,8 +324,12 @@ class Turn(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.epochs.append(self.seconds + time.thread_time() - self.begin)
-        self.seconds = 0.0
+        self.hook_shares.append(self.hook_seconds / (self.epochs[-1] - self.hook_seconds))
+        self.seconds, self.hook_seconds = 0.0, 0.0
 
+
+TIMED_HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+"""Hooks of Grow in a training step."""
 
 PATIENCE = 600.0
 """Seconds for which a training waits for its turn."""
@@ -374,11 +395,18 @@ def measure_cost(epochs: int, images: int) -> None:
     for training in trained:
         training.result()  # raises what the training raised
     seconds = dict(zip(subjects, (stopwatch.epochs[1:] for stopwatch in stopwatches), strict=True))
-    print("                               median (quartiles)")
-    for name, (without, grown) in COSTS.items():
-        ratios = [a / b for a, b in zip(seconds[grown], seconds[without], strict=True)]
-        low, _, high = quantiles(ratios)
-        print(f"{name:30} {median(ratios):.3f} ({low:.3f} … {high:.3f})", flush=True)
+    rows = {
+        name: [a / b for a, b in zip(seconds[grown], seconds[without], strict=True)]
+        for name, (without, grown) in COSTS.items()
+    }
+    rows |= {
+        f"hooks alone, seeds: {subject.seeds}": stopwatch.hook_shares[1:]
+        for subject, stopwatch in zip(subjects, stopwatches, strict=True)
+        if subject.with_grow
+    }
+    for name, values in rows.items():
+        low, _, high = quantiles(values)
+        print(f"{name:34} {median(values):.4f} ({low:.4f} … {high:.4f})", flush=True)
 
 
 def train_in_turns(subject: Subject, turn: Turn, epochs: int, data: TaskData) -> None:
@@ -386,6 +414,8 @@ def train_in_turns(subject: Subject, turn: Turn, epochs: int, data: TaskData) ->
     turn.wait()
     try:
         network, callbacks = make_subject(subject, data)
+        for callback in callbacks:
+            turn.time_hooks(callback)
         trainer = make_trainer(1 + epochs, [turn, *callbacks])
         module = Classifier(network, 1 + epochs)
         trainer.fit(module, loader(data.train, is_training=True), loader(data.validation, is_training=False))

@@ -59,7 +59,9 @@ def main() -> None:
     shown = commands.add_parser("table")
     shown.add_argument("results", choices=list(FILES))
     shown.add_argument("--csv", type=Path)
-    commands.add_parser("cost").add_argument("--repeats", type=int, default=30)
+    cost = commands.add_parser("cost")
+    cost.add_argument("--repeats", type=int, default=30)
+    cost.add_argument("--base", type=int, default=8, help="channels of the first block of the hosts")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "worth":
@@ -78,7 +80,7 @@ def main() -> None:
             jobs=args.jobs,
         )
     elif args.command == "cost":
-        measure_cost(args.repeats)
+        measure_cost(args.repeats, args.base)
     else:
         module = {"worth": worth, "stuck": stuck, "letters": letters, "policies": policies}[args.results]
         print("\n".join(module.table(read_rows(args.csv or RESULTS / FILES[args.results], module.Row))))
