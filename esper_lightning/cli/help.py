@@ -6,13 +6,14 @@ Functions `suggest_…` find the valid name nearest to an unknown one in the par
 import argparse
 import importlib
 import inspect
+import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.errors import exit_with_error
@@ -132,6 +133,15 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
         exit_with_error(message + suggestion(message, self))
+
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        """Return the settings of a config file. Raises ValueError for bytes that are no text in UTF-8."""
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"config {os.fspath(path)!r}, or a file that it names, is no text in UTF-8; name a YAML file"
+            ) from error
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help text, with lists of known subclasses shortened to the classes of this package."""
