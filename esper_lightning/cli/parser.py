@@ -84,9 +84,14 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Return the settings of a config file. Raises ValueError for bytes that are no text in UTF-8."""
         self._file = str(path)
         try:
             return super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"config {self._file!r}, or a file that it names, is no text in UTF-8; name a YAML file"
+            ) from error
         finally:
             self._file = None
 
