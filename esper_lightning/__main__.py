@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, watched_streams
+from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, is_first_process, watched_streams
 
 IGNORED_MESSAGES = (
     "Tip:",
@@ -40,7 +40,7 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: Arguments of the command line. None: those of the process.
     """
-    with watched_streams(), exits_on_signals(lambda: BEFORE_TRAINING):
+    with watched_streams(silent=not is_first_process()), exits_on_signals(lambda: BEFORE_TRAINING):
         for name in NOISY_LOGGERS:
             logging.getLogger(name).addFilter(keep_record)
         warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it

@@ -4,15 +4,19 @@ Refused starts, interrupts and disk failures end the program with one line inste
 """
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
@@ -25,6 +29,7 @@ from esper_lightning.errors import (
     EXIT_DISK_FAILED,
     EXIT_DIVERGED,
     EXIT_INTERRUPTED,
+    EXIT_LOST_RANK,
     OUT_OF_MEMORY_MESSAGE,
     DivergedError,
     describe_disk_error,
@@ -49,6 +54,7 @@ from esper_lightning.evaluation.search.value_of_information import InformationCo
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import BEFORE_TRAINING, silent_threads
 from esper_lightning.provenance import RunRecord, provenance
+from esper_lightning.ranks import is_lost_rank
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.serialization.safe_load import READ_ERRORS
 from esper_lightning.user_code import find_user_part
@@ -66,6 +72,11 @@ EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 GROWN_FOLDER = "grown"
 """Subfolder for the network of `grow`."""
 
+LOST_RANK_MESSAGE = "another process of the run has ended"
+
+SECONDS_TO_END = 60.0
+"""Seconds that the other processes of a run have to end after the first one."""
+
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """Endings of the line about an interrupt that comes in training or after it."""
@@ -81,7 +92,11 @@ class EsperTrainer(Trainer):
     opened: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """Contents of checkpoints that the command line has read, by path; others are read when they are needed."""
 
+    run_path: Path
+    """Folder of the run, on rank 0 during `fit`."""
+
     _stage_has_ended = False
+    _started_ranks: Sequence["subprocess.Popen[bytes]"] = ()
     callbacks: list[Callback]  # set by Lightning, which does not declare it
 
     def fit(
@@ -95,13 +110,18 @@ class EsperTrainer(Trainer):
     ) -> None:
         """Train the policy, resuming from `ckpt_path` if it is given."""
         with self._locked_run_folder() as folder, silent_threads("tensorboard"):
+            parent = os.getppid()
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except DivergedError as error:
-                exit_with_error(self._recovery_hint(str(error)), EXIT_DIVERGED)
+                self._end(str(error), EXIT_DIVERGED)
             except RESTORE_ERRORS as error:
+                if self.world_size > 1 and is_lost_rank(error):
+                    # If rank 0 has gone, the first of the processes that it started speaks in its place.
+                    speaks = self.is_global_zero or (os.getppid() != parent and self.local_rank == 1)
+                    self._end(LOST_RANK_MESSAGE, EXIT_LOST_RANK, speaks=speaks)
                 if (failure := find_disk_error(error)) is not None:
-                    exit_with_error(self._recovery_hint(describe_disk_error(failure)), EXIT_DISK_FAILED)
+                    self._end(describe_disk_error(failure), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
                     exit_with_error(
                         f"{str(missing)!r} was removed or replaced while the run wrote to it; start again",
@@ -117,6 +137,8 @@ class EsperTrainer(Trainer):
                 if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
                     exit_with_error(f"interrupted {self.moment}", EXIT_INTERRUPTED)
                 raise
+            finally:
+                self._await_started_ranks()
 
     def evaluate(
         self,
@@ -288,10 +310,13 @@ class EsperTrainer(Trainer):
 
     @contextmanager
     def _locked_run_folder(self) -> Iterator[Path]:
-        """Create the run folder and lock it with all other folders that the run saves to.
+        """Create the run folder and lock it with all other folders that the run saves to; only rank 0 writes there.
 
         Restores the previous state of the folder if the start is refused (exit code for bad input).
         """
+        if not self.is_global_zero:
+            yield Path(self.default_root_dir)
+            return
         created: list[Path] = []
         try:
             with ExitStack() as locks:
@@ -299,6 +324,7 @@ class EsperTrainer(Trainer):
                     root = Path((self.logger and self.logger.save_dir) or self.default_root_dir)
                     existing = {path for path in (root, *root.parents, *root.glob("*")) if path.exists()}
                     folder = Path(self.log_dir or self.default_root_dir)  # the default logger creates a new folder now
+                    self.run_path = folder
                     dirpaths = [c.dirpath for c in self.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
                     others = {Path(path) for path in dirpaths if path is not None}
                     outside = [path for path in others if not path.is_relative_to(folder.resolve())]
@@ -327,9 +353,39 @@ class EsperTrainer(Trainer):
         self._stage_has_ended = True
         return result
 
+    def _teardown(self) -> None:
+        super()._teardown()
+        if torch.distributed.is_initialized():  # what follows training is done by rank 0 alone
+            torch.distributed.destroy_process_group()
+
+    def release_started_ranks(self) -> None:
+        """Let the processes that this one has started end with any exit code.
+
+        Otherwise Lightning kills all processes of a run, this one included, once one of them has ended with an error.
+        """
+        launcher = self.strategy.launcher
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            self._started_ranks = list(launcher.procs)
+            launcher.procs.clear()  # the list that Lightning's thread looks at
+
+    def _await_started_ranks(self) -> None:
+        """Wait until the processes that this one has started have ended; kill those that do not end soon."""
+        self.release_started_ranks()
+        for process in self._started_ranks:
+            try:
+                process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _end(self, problem: str, code: int, *, speaks: bool | None = None) -> NoReturn:
+        """End the program with one line on what happened and how to go on; `speaks` None: rank 0 prints it."""
+        if self.is_global_zero if speaks is None else speaks:
+            exit_with_error(self._recovery_hint(problem), code)
+        raise SystemExit(code)
+
     def _recovery_hint(self, problem: str) -> str:
         """Return the problem that ended the run, which says what to do about it, and how to go on after that."""
-        run = Path(self.log_dir or self.default_root_dir)
+        run = self.run_path
         latest = run / CHECKPOINTS_FOLDER / "latest.ckpt"
         if not latest.is_file():
             return f"{problem}, and start again: there is no checkpoint yet to go on from"

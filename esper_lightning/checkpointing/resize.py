@@ -1,5 +1,6 @@
 """Resuming with another number of environments: the run continues with a new rollout, as hosts cannot be divided."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +31,29 @@ def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
         loader["position"] = 0
     loop["ticks"] -= played
     loop["episode"] -= played > 0
-    loop["state"] = [_zero_rows(part, n_envs) for part in loop["state"]]
+    saved = loop["buffer"]
+    loop |= map_rows(loop, lambda part, axis: part.new_zeros(*[0] * axis, n_envs, *part.shape[axis + 1 :]))
     loop["starts"] = torch.ones(n_envs, dtype=torch.bool)
-    loop["raw_features"] = _zero_ticks(loop["raw_features"], n_envs)
-    if "raw_privileged" in loop:
-        loop["raw_privileged"] = _zero_ticks(loop["raw_privileged"], n_envs)
-    loop["buffer"] = {
-        "ticks": [_zero_ticks(part, n_envs) for part in loop["buffer"]["ticks"]],
-        "state": [_zero_rows(part, n_envs) for part in loop["buffer"]["state"]],
+    if "sequence_states" in saved:
+        states = saved["sequence_states"]
+        loop["buffer"]["sequence_states"] = [part.new_zeros(len(part), n_envs, *part.shape[2:]) for part in states]
+
+
+def map_rows(loop: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
+    """Return the parts of a saved rollout that have a row per environment, each tensor changed by a function.
+
+    Args:
+        loop: State of a `RolloutCollector`.
+        change: Function of a tensor and the axis of its environments: 0, or 1 behind the ticks.
+    """
+    buffer = loop["buffer"]
+    changed = {
+        "state": [change(part, 0) for part in loop["state"]],
+        "starts": change(loop["starts"], 0),
+        **{name: change(loop[name], 1) for name in ("raw_features", "raw_privileged", "final_values") if name in loop},
+        "buffer": {"ticks": [change(part, 1) for part in buffer["ticks"]]},
     }
-
-
-def _zero_rows(part: Tensor, n_envs: int) -> Tensor:  # [saved N, …] -> [N, …], zeros
-    return part.new_zeros(n_envs, *part.shape[1:])
-
-
-def _zero_ticks(part: Tensor, n_envs: int) -> Tensor:  # [ticks, saved N, …] -> [0, N, …]
-    return part.new_zeros(0, n_envs, *part.shape[2:])
+    changed["buffer"]["state"] = [change(part, 0) for part in buffer["state"]]
+    if "sequence_states" in buffer:
+        changed["buffer"]["sequence_states"] = [change(part, 1) for part in buffer["sequence_states"]]
+    return changed

@@ -11,10 +11,12 @@ from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
+from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.ranks import Ranks
 from esper_lightning.tasks import Task
 from esper_lightning.user_code import find_user_part
 
@@ -52,7 +54,9 @@ class PolicyData(Protocol):
     """Interface of the data modules that `TamiyoModule` accepts: they own the environments the policy is trained in."""
 
     n_envs: int
-    """Number of environments."""
+    """Number of environments of all processes."""
+    ranks: Ranks
+    """The processes that share the environments; `pool` has those of this one."""
     seed: int
     """RNG seed of the run."""
 
@@ -89,7 +93,7 @@ class HostPoolData(LightningDataModule):
         task: The task that hosts learn: data and measures.
         host: Class of the network that grows; it is given the shape of an input and the number of outputs.
         env: Settings of the environment: host training, the lifecycle of seeds, rewards, and the cost of growth.
-        n_envs: Hosts trained side by side.
+        n_envs: Hosts trained side by side. Where several processes train, each of them has an equal part.
         seed: RNG seed of initial weights, the order of data, and exploration. The command line sets it to
             seed_everything.
         also: Further tasks, by name, whose hosts are trained at the same time. All hosts then name their slots place1,
@@ -114,19 +118,33 @@ class HostPoolData(LightningDataModule):
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
+        self.ranks = Ranks([ground.n_envs for ground in self.task_configs.values()])
         self.overseer: Overseer | None = None
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None, "the trainer calls this"
-        self.build(self.trainer.strategy.root_device)
+        trainer = self.trainer
+        assert trainer is not None, "the trainer calls this"
+        self.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        if self.ranks.world > 1:  # each may have measured another executor to be the fastest
+            for pool, choice in zip(self.pools.values(), self.ranks.share(self._executor_choices()), strict=True):
+                pool.switch_executor(choice)
 
-    def build(self, device: torch.device) -> None:
-        """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
+    def _executor_choices(self) -> list[ExecutorChoice]:
+        return [pool.executor_choice for pool in self.pools.values()]
+
+    def build(self, device: torch.device, *, rank: int = 0, world: int = 1) -> None:
+        """Build the pool with the hosts of one of `world` processes, unless it is built already.
+
+        Raises ValueError if the settings do not fit together, or if the processes cannot share the hosts evenly.
+        """
         if self._pool is not None:
             return
-        self.loaded_tasks = self._for_each_task(lambda name: load_task(self.task_configs[name], self.env, device))
+        self.ranks = Ranks(self.ranks.sizes, rank, world)
+        self.loaded_tasks = self._for_each_task(
+            lambda name: load_task(self.task_configs[name], self.env, device, alone=world == 1)
+        )
         several = len(self.loaded_tasks) > 1
         shared_space = (
             union_of_slots(
@@ -137,7 +155,7 @@ class HostPoolData(LightningDataModule):
         )
         self.pools = self._for_each_task(
             lambda name: self.loaded_tasks[name].make_pool(
-                self.task_configs[name].n_envs, shared_space=shared_space, overseer=self.overseer
+                self.task_configs[name].n_envs // world, shared_space=shared_space, overseer=self.overseer
             )
         )
         for pool in self.pools.values():
@@ -198,12 +216,13 @@ class HostPoolData(LightningDataModule):
     def identity(self) -> dict[str, Any]:
         """Return the properties of hosts, data, observation and actions that a resumed run must share."""
         pool = self.pool
+        hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {one.host_kind}" for name, one in self.pools.items()]
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
-            "host": pool.host_kind,
+            "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }
 
@@ -221,10 +240,14 @@ class HostPoolData(LightningDataModule):
         return TickLoader(self.env.horizon)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pool": self.pool.state_dict()}
+        """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
+        state = self.pool.state_dict()
+        of_all = self.ranks.gather_state(state["envs"])
+        return {"pool": state | {"envs": self.ranks.join(of_all)} if of_all else state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["pool"]["envs"]) != self.n_envs:
+        state = state_dict["pool"]
+        if len(state["envs"]) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if (note := self.pool.load_state_dict(state_dict["pool"])) is not None:
+        if (note := self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})) is not None:
             print_status(note)
