@@ -86,6 +86,10 @@ class Ranks:
         self.own = [i for span in self._spans for i in range(span.start, span.stop)]
         self._cpu_group: Any = None
 
+    def own_of(self, rank: int) -> list[int]:
+        """Return the environments of a rank."""
+        return self.own if rank == self.rank else Ranks(self.sizes, rank, self.world).own
+
     def rows(self, of_all: Rows, axis: int = 0) -> Rows:
         """Return the rows of this rank's environments, given rows of all environments along `axis`."""
         if self.world == 1:

@@ -1,0 +1,45 @@
+"""Several processes of one run for tests, as forks of the test's process, which has imported torch already."""
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.processes import Fork, forked
+from tests.runs import fit
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def rank_variables(rank: int, world: int, port: int, job: str = "test") -> dict[str, str]:
+    """Return the environment variables that torchrun sets for one of the processes of a job on one machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": job}
+    return {name: str(value) for name, value in numbers.items()} | texts
+
+
+def start_ranks(stack: ExitStack, world: int, run: Callable[[], object]) -> list[Fork]:
+    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed."""
+    port = free_port()
+
+    def run_as(rank: int) -> Callable[[], object]:
+        def work() -> None:
+            os.environ.update(rank_variables(rank, world, port))
+            run()
+
+        return work
+
+    return [stack.enter_context(forked(run_as(rank))) for rank in range(world)]
+
+
+def fit_in_ranks(world: int, root: Path, *args: str) -> None:
+    """Run a tiny training in `world` processes, with its run folder below `root`."""
+    with ExitStack() as stack:
+        codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
+    assert codes == [0] * world
