@@ -64,16 +64,17 @@ class Preemption(Checkpoint):
     def _stop_if_asked(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         """Save and exit if this process is asked to stop, or another one of the run."""
         output = sys.stdout if isinstance(sys.stdout, Output) else None
+        failure = output if output is not None and output.failure is not None else None
         own_code = 0
         if self._received is not None:
             own_code = 128 + self._received
-        elif output is not None and output.failure is not None:
-            own_code = output.exit_code
+        elif failure is not None:
+            own_code = failure.exit_code
         code = own_code if pl_module.ranks.world == 1 else int(pl_module.ranks.maximum(torch.tensor(own_code)))
         if code == 0:
             return
-        if output is not None and output.failure is not None and code == output.exit_code:
-            reason, stream = output.reason, sys.stderr
+        if failure is not None and code == failure.exit_code:
+            reason, stream = failure.reason, sys.stderr
         else:
             reason, stream = signal.Signals(code - 128).name, sys.stdout
         if isinstance(trainer, EsperTrainer):

@@ -44,6 +44,18 @@ def is_lost_rank(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in LOST_RANK_TEXTS)
 
 
+def pack_state(state: Any) -> bytes:
+    """Return nested plain data with tensors on any device as bytes; memory that tensors share is written once."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def unpack_state(content: bytes) -> Any:
+    """Return the state in the bytes of `pack_state`, with its tensors on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
 class Moments(NamedTuple):
     """Mean and variance of vectors over all ranks."""
 
@@ -164,13 +176,7 @@ class Ranks:
 
     def gather_state(self, state: Record) -> list[Record]:
         """Return what `gather` returns, for nested plain data with tensors on any device; they come to the CPU."""
-        if self.world == 1:
-            return [state]
-        # Unlike pickle, torch.save writes memory that tensors share once.
-        file = io.BytesIO()
-        torch.save(state, file)
-        parts = self.gather(file.getbuffer().tobytes())
-        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in parts]
+        return [state] if self.world == 1 else [unpack_state(part) for part in self.gather(pack_state(state))]
 
     def gather_everywhere(self, record: Record) -> list[Record]:
         """Return the records of all ranks, on every rank. Tensors in a record must be on the CPU."""

@@ -402,10 +402,11 @@ class EsperTrainer(Trainer):
         assert isinstance(module, TamiyoModule), "that of the command line"
         saved_by = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         module.saves_scored = any(one.monitor is not None and str(filepath) in one.best_k_models for one in saved_by)
+        self.datamodule.saved_to = Path(filepath)
         try:
             super().save_checkpoint(filepath, weights_only, storage_options)
         finally:
-            module.saves_scored = False
+            module.saves_scored, self.datamodule.saved_to = False, None
 
 
 def run_folder(checkpoint: str | Path) -> Path:

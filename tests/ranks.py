@@ -1,11 +1,15 @@
 """Several processes of one run for tests, as forks of the test's process, which has imported torch already."""
 
 import os
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from lightning import Callback, Trainer
+
+from esper_lightning.module import TamiyoModule
 from tests.processes import Fork, forked
 from tests.runs import fit
 
@@ -38,8 +42,19 @@ def start_ranks(stack: ExitStack, world: int, run: Callable[[], object]) -> list
     return [stack.enter_context(forked(run_as(rank))) for rank in range(world)]
 
 
-def fit_in_ranks(world: int, root: Path, *args: str) -> None:
-    """Run a tiny training in `world` processes, with its run folder below `root`."""
+def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
+    """Run a tiny training in `world` processes, with its run folder below `root`; all must end with `code`."""
     with ExitStack() as stack:
         codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
-    assert codes == [0] * world
+    assert codes == [code] * world
+
+
+class StopAt(Callback):
+    """Callback that sends SIGTERM to the last rank at the end of tick `tick`."""
+
+    def __init__(self, tick: int) -> None:
+        self.tick = tick
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.collector.ticks == self.tick and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)

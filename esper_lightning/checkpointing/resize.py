@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_lightning.checkpointing.shards import SHARDS_KEY, count_sharded
 
-def count_saved_envs(checkpoint: dict[str, Any]) -> int:
-    """Return the number of environments of the run that wrote `checkpoint`."""
-    return len(checkpoint["HostPoolData"]["pool"]["envs"])
+
+def count_saved_envs(pool: dict[str, Any]) -> int:
+    """Return the number of environments in a state of a pool, or in the files that it names."""
+    return count_sharded(pool[SHARDS_KEY]) if SHARDS_KEY in pool else len(pool["envs"])
 
 
 def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:

@@ -1,11 +1,14 @@
 """Data module that owns the environments; a Lightning batch is one tick."""
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning import LightningDataModule
 
+from esper_lightning.checkpointing import shards
 from esper_lightning.checkpointing.resize import count_saved_envs, resize_environments
 from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
@@ -16,7 +19,7 @@ from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.ranks import Ranks
+from esper_lightning.ranks import Ranks, pack_state, unpack_state
 from esper_lightning.tasks import Task
 from esper_lightning.user_code import find_user_part
 
@@ -122,6 +125,7 @@ class HostPoolData(LightningDataModule):
         self.overseer: Overseer | None = None
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
+        self.saved_to: Path | None = None  # path of the checkpoint that is being saved, if the trainer tells it
 
     def setup(self, stage: str) -> None:
         trainer = self.trainer
@@ -229,7 +233,7 @@ class HostPoolData(LightningDataModule):
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run's number of hosts. Raises ValueError if it cannot be resumed."""
         check_schema(checkpoint)
-        if (saved := count_saved_envs(checkpoint)) != self.n_envs:
+        if (saved := count_saved_envs(checkpoint["HostPoolData"]["pool"])) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
                 f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "
@@ -241,13 +245,25 @@ class HostPoolData(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
-        state = self.pool.state_dict()
-        of_all = self.ranks.gather_state(state["envs"])
-        return {"pool": state | {"envs": self.ranks.join(of_all)} if of_all else state}
+        state, ranks = self.pool.state_dict(), self.ranks
+        if ranks.world == 1:
+            return {"pool": state}
+        content = pack_state(state.pop("envs"))
+        size = int(ranks.sum(torch.tensor(len(content))))
+        if size > shards.MAX_BYTES and self.saved_to is not None:
+            token = ranks.share(secrets.token_hex(8))
+            return {"pool": state | {shards.SHARDS_KEY: shards.write_shard(self.saved_to, token, content, ranks=ranks)}}
+        of_all = [unpack_state(part) for part in ranks.gather(content)]
+        return {"pool": state | {"envs": ranks.join(of_all) if of_all else []}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
-        if len(state["envs"]) != self.n_envs:
+        if count_saved_envs(state) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if (note := self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})) is not None:
+        if shards.SHARDS_KEY in state:
+            assert self.trainer is not None and self.trainer.ckpt_path is not None, "the trainer calls this"
+            envs = shards.read_shards(self.trainer.ckpt_path, state[shards.SHARDS_KEY], self.ranks)
+        else:
+            envs = self.ranks.rows(state["envs"])
+        if (note := self.pool.load_state_dict(state | {"envs": envs})) is not None:
             print_status(note)
