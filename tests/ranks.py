@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,13 +29,21 @@ def rank_variables(rank: int, world: int, port: int, job: str = "test") -> dict[
     return {name: str(value) for name, value in numbers.items()} | texts
 
 
-def start_ranks(stack: ExitStack, world: int, run: Callable[[], object]) -> list[Fork]:
-    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed."""
+def start_ranks(stack: ExitStack, world: int, run: Callable[[], object], *, outputs: Path | None = None) -> list[Fork]:
+    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed.
+
+    With `outputs`, rank r writes stdout and stderr to the file `<r>.txt` in that folder.
+    """
     port = free_port()
 
     def run_as(rank: int) -> Callable[[], object]:
         def work() -> None:
             os.environ.update(rank_variables(rank, world, port))
+            if outputs is not None:
+                descriptor = os.open(outputs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             run()
 
         return work
@@ -50,11 +59,12 @@ def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
 
 
 class StopAt(Callback):
-    """Callback that sends SIGTERM to the last rank at the end of tick `tick`."""
+    """Callback that sends SIGTERM to a rank at the end of tick `tick`."""
 
-    def __init__(self, tick: int) -> None:
+    def __init__(self, tick: int, rank: int) -> None:
         self.tick = tick
+        self.rank = rank
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == self.tick and trainer.global_rank == trainer.world_size - 1:
+        if pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.cue import CUE, CueMemory
+from esper_lightning.checkpointing import shards
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -18,8 +19,8 @@ from esper_lightning.ranks import Ranks
 from esper_lightning.tamiyo.heads import draw_rows
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
-from tests.ranks import fit_in_ranks
-from tests.runs import differences, load, only_run, tiny_host
+from tests.ranks import StopAt, fit_in_ranks
+from tests.runs import differences, load, only_run, tiny_host, with_callback
 from tests.threads import Meeting, ThreadRanks, run_in_threads
 
 GAMES, TICKS = 64, 6
@@ -182,15 +183,21 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path) -> None:
-    latest, resume = tmp_path / "version_0" / "checkpoints" / "latest.ckpt", "--ckpt_path"
-    stop = ("--trainer.callbacks", '[{"class_path": "tests.ranks.StopAt", "init_args": {"tick": TICK}}]')
-    flags = [(stop[0], stop[1].replace("TICK", str(tick))) for tick in (3, 7)]
+@pytest.mark.parametrize("max_bytes", [shards.MAX_BYTES, 0])
+def test_a_run_goes_on_with_any_number_of_processes(
+    max_bytes: int, alone: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
+    latest = tmp_path / "version_0" / "checkpoints" / "latest.ckpt"
+    resume, files = ("--ckpt_path", str(latest)), shards.shards_folder(latest)
 
-    fit_in_ranks(2, tmp_path, *HOSTS, *flags[0], code=143)
-    fit_in_ranks(4, tmp_path, *HOSTS, *flags[1], resume, str(latest), code=143)
-    fit_in_ranks(1, tmp_path, *HOSTS, resume, str(latest))
+    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
+    assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
+    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
+    assert [path.name[-12:] for path in files.rglob("*.pt")] == ([] if max_bytes else ["-of-0004.pt"] * 4)
+    fit_in_ranks(1, tmp_path, *HOSTS, *resume)
 
+    assert not files.exists()
     resumed = load(latest)
     assert differences(resumed["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(resumed, alone) < 1e-5
