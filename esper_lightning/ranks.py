@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from esper_lightning.machine import CPU
+
 Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)
 
@@ -53,7 +55,7 @@ def pack_state(state: Any) -> bytes:
 
 def unpack_state(content: bytes) -> Any:
     """Return the state in the bytes of `pack_state`, with its tensors on the CPU."""
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(content), map_location=CPU, weights_only=True)
 
 
 class Moments(NamedTuple):

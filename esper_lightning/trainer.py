@@ -16,7 +16,6 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
@@ -363,10 +362,10 @@ class EsperTrainer(Trainer):
 
         Otherwise Lightning kills all processes of a run, this one included, once one of them has ended with an error.
         """
-        launcher = self.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            self._started_ranks = list(launcher.procs)
-            launcher.procs.clear()  # the list that Lightning's thread looks at
+        processes: list[subprocess.Popen[bytes]] | None = getattr(self.strategy.launcher, "procs", None)
+        if processes:
+            self._started_ranks = list(processes)
+            processes.clear()  # the list that Lightning's thread looks at
 
     def _await_started_ranks(self) -> None:
         """Wait until the processes that this one has started have ended; kill those that do not end soon."""

@@ -5,7 +5,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from math import isnan
 from pathlib import Path
@@ -78,6 +79,8 @@ REFUSED_SETTINGS = {
 }
 """Trainer settings that would break a run, with the reason for each."""
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
 DDP = "ddp"
 """Strategy of Lightning with which several processes train."""
 
@@ -107,7 +110,11 @@ class EsperCLI(LightningCLI):
     """`fit`, `evaluate`, `information` and `grow`, with the callbacks, the run folder and checks of this project."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        with exits_on_signals(self._what_a_signal_stops), user_code_told_apart(self._settings):
+        with (
+            exits_on_signals(self._what_a_signal_stops),
+            user_code_told_apart(self._settings),
+            restored_variables(THREADS_VARIABLE, LOCAL_WORLD_VARIABLE),
+        ):
             super().__init__(*args, **settings)
 
     def _settings(self) -> Any:
@@ -161,7 +168,7 @@ class EsperCLI(LightningCLI):
         torch.set_num_threads(config.threads_per_operator)
         if self.processes > 1:
             # Else Lightning's launcher would choose another number of threads per operator than threads_per_operator.
-            os.environ["OMP_NUM_THREADS"] = str(config.threads_per_operator)
+            os.environ[THREADS_VARIABLE] = str(config.threads_per_operator)
             os.environ[LOCAL_WORLD_VARIABLE] = str(config.trainer.devices)
 
     def _check_settings(self) -> None:
@@ -340,6 +347,18 @@ class EsperCLI(LightningCLI):
         """Build the hosts before the host of the command is grown."""
         with one_line_errors():
             self._build()
+
+
+@contextmanager
+def restored_variables(*names: str) -> Iterator[None]:
+    """Restore environment variables at the end of a `with` block."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def check_host_arguments(host: Any) -> None:

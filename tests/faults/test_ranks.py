@@ -90,7 +90,7 @@ def test_processes_that_the_program_has_started_end_together_with_one_line(victi
             (other,) = children(program.pid)
             os.kill((program.pid, other)[victim], signal.SIGKILL)
             assert program.wait(SECONDS) != 0
-            wait_until(lambda: not Path(f"/proc/{other}").exists())
+            wait_until(lambda: has_ended(other))
         finally:
             os.killpg(program.pid, signal.SIGKILL) if program.poll() is None else None
     lines = [
@@ -103,6 +103,12 @@ def test_processes_that_the_program_has_started_end_together_with_one_line(victi
 def children(pid: int) -> list[int]:
     """Return the ids of the processes that a process has started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if a process has ended, also if nobody has asked for its exit code yet."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def wait_until(is_so: object) -> None:
