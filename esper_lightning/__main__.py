@@ -16,11 +16,14 @@ IGNORED_MESSAGES = (
     "Detected KeyboardInterrupt",
     "Restor",
     "Received SIGTERM",
+    "Initializing distributed",
+    "distributed_backend",
 )
 """Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.trainer.connectors.signal_connector",
 )
