@@ -243,8 +243,9 @@ class EsperCLI(LightningCLI):
             check_rng_seed("seed_everything", config.seed_everything)
             if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
-            if config.get("ckpt_path") is None and self.config.subcommand == "fit" and restarts() > 0:
-                config.ckpt_path = find_interrupted(root_folder(config.trainer.default_root_dir))
+            if self.config.subcommand == "fit" and restarts() > 0:
+                interrupted = find_interrupted(root_folder(config.trainer.default_root_dir))
+                config.ckpt_path = interrupted or config.ckpt_path
             self.saved_identity: dict[str, Any] | None = None
             if config.get("ckpt_path") is not None:
                 status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"

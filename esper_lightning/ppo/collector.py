@@ -258,7 +258,7 @@ class RolloutCollector:
             privileged=buffer.privileged,
         )
         sequence_states = buffer.sequence_states
-        if not usable.all():
+        if left_out and not usable.all():
             rest = usable.nonzero().squeeze(1)
             rollout = rollout.select_envs(rest)
             if sequence_states is not None:
