@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def join_events(of_ranks: Sequence[Sequence[Event]]) -> list[Event]:
     contributions = [event for event in events if isinstance(event, Contributed)]
     if len(contributions) < 2:
         return sorted(events, key=_kind)
-    rows = sorted(row for event in contributions for row in zip(event.host, event.slot, event.points, strict=True))
+    rows = [row for event in contributions for row in zip(event.host, event.slot, event.points, strict=True)]
+    rows.sort(key=itemgetter(0))  # by host
     joined = Contributed(contributions[0].tick, *map(list, zip(*rows, strict=True)))
     return sorted([*(event for event in events if not isinstance(event, Contributed)), joined], key=_kind)
 

@@ -1,6 +1,18 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, ppo, trust
+from tests.mutations import (
+    checkpoints,
+    endings,
+    evaluation,
+    execution,
+    findings,
+    governor,
+    grow,
+    growth,
+    ppo,
+    ranks,
+    trust,
+)
 
 DEFECTS = (
     *findings.DEFECTS,
@@ -13,4 +25,5 @@ DEFECTS = (
     *checkpoints.DEFECTS,
     *trust.DEFECTS,
     *endings.DEFECTS,
+    *ranks.DEFECTS,
 )
