@@ -5,14 +5,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from lightning import Callback, Trainer
 
 from esper_lightning.module import TamiyoModule
 from tests.processes import Fork, forked
-from tests.runs import fit
+from tests.runs import SharedParserCLI, fit
 
 
 def free_port() -> int:
@@ -20,6 +20,13 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def build_parser() -> None:
+    """Build the parser of the command line once, for all forks: it takes longer than a tiny training."""
+    if not SharedParserCLI.built:
+        with suppress(SystemExit):
+            fit(Path(), "--trainer.max_epochs=0")  # refused as soon as it is parsed
 
 
 def rank_variables(rank: int, world: int, port: int, job: str = "test") -> dict[str, str]:
@@ -34,6 +41,7 @@ def start_ranks(stack: ExitStack, world: int, run: Callable[[], object], *, outp
 
     With `outputs`, rank r writes stdout and stderr to the file `<r>.txt` in that folder.
     """
+    build_parser()
     port = free_port()
 
     def run_as(rank: int) -> Callable[[], object]:
@@ -56,6 +64,21 @@ def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
     with ExitStack() as stack:
         codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
     assert codes == [code] * world
+
+
+class DieOnce(Callback):
+    """Callback that kills a rank at the end of tick `tick`, unless a file says that it has done so."""
+
+    def __init__(self, tick: int, rank: int, done: str) -> None:
+        self.tick = tick
+        self.rank = rank
+        self.done = Path(done)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        is_due = pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank
+        if is_due and not self.done.exists():
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopAt(Callback):

@@ -1,5 +1,6 @@
 """Several processes learn what one process learns from the same environments."""
 
+import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.cue import CUE, CueMemory
 from esper_lightning.checkpointing import shards
+from esper_lightning.cli.main import find_interrupted
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -138,6 +140,21 @@ def test_ranks_draw_what_one_process_draws() -> None:
         ranks = Ranks([6], rank, 3)
         drawn = draw_rows(ranks.rows(weights), torch.Generator().manual_seed(2), ranks)
         assert drawn.tolist() == ranks.rows(alone).tolist()
+
+
+def test_a_job_that_is_started_again_finds_the_run_that_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    for number, (job, has_checkpoint) in enumerate([("mine", True), ("mine", False), ("other", True), (None, True)]):
+        run = tmp_path / f"version_{number}"
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"job": job}))
+        if has_checkpoint:
+            (run / "checkpoints" / "latest.ckpt").touch()
+
+    assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
+    assert find_interrupted(tmp_path / "version_1") is None
 
 
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from esper_lightning.errors import EXIT_LOST_RANK
-from tests.ranks import StopAt, fit_in_ranks, start_ranks
+from tests.ranks import DieOnce, StopAt, fit_in_ranks, start_ranks
 from tests.runs import HORIZON, ROOT, TINY, differences, fit, load, only_run, with_callback
 
 HOSTS = ("--data.n_envs=2", "--trainer.max_epochs=3")
@@ -98,6 +98,24 @@ def test_processes_that_the_program_has_started_end_together_with_one_line(victi
     ]
     assert len(lines) == 1, lines
     load(latest)
+
+
+def torchrun(ranks: int, *args: str) -> int:
+    """Run a tiny training by torchrun, which starts it up to twice again, and return the exit code."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=2", f"--nproc-per-node={ranks}")
+    command = [sys.executable, *launcher, "-m", "esper_lightning", "fit", *TINY, *HOSTS, *args]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=5 * SECONDS).returncode
+
+
+def test_torchrun_starts_a_run_again_that_goes_on_from_its_last_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    dying = with_callback(DieOnce, tick=HORIZON + 2, rank=1, done=str(done))
+
+    code = torchrun(2, "--trainer.default_root_dir", str(tmp_path / "runs"), *dying)
+
+    assert code == 0
+    assert done.exists()
+    assert differences(content(only_run(tmp_path / "runs").latest), content(uninterrupted)) == []
 
 
 def children(pid: int) -> list[int]:
