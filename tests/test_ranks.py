@@ -212,7 +212,8 @@ def test_a_run_goes_on_with_any_number_of_processes(
     assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
     fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
     assert [path.name[-12:] for path in files.rglob("*.pt")] == ([] if max_bytes else ["-of-0004.pt"] * 4)
-    fit_in_ranks(1, tmp_path, *HOSTS, *resume)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # as torchrun does: the run is found without its path
+    fit_in_ranks(1, tmp_path, *HOSTS)
 
     assert not files.exists()
     resumed = load(latest)
