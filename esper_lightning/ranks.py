@@ -61,7 +61,7 @@ def unpack_state(content: bytes) -> Any:
 class Moments(NamedTuple):
     """Mean and variance of vectors over all ranks."""
 
-    count: int
+    n_values: int
     mean: Tensor
     variance: Tensor  # without Bessel's correction
 
@@ -108,9 +108,9 @@ class Ranks:
         """Return the rows of this rank's environments, given rows of all environments along `axis`."""
         if self.world == 1:
             return of_all
-        if isinstance(of_all, list):
-            return [of_all[i] for i in self.own]
-        return torch.cat([of_all.narrow(axis, span.start, span.stop - span.start) for span in self._spans], axis)
+        if isinstance(of_all, Tensor):
+            return torch.cat([of_all.narrow(axis, span.start, span.stop - span.start) for span in self._spans], axis)
+        return [of_all[i] for i in self.own]
 
     def join(self, parts: Sequence[Rows], axis: int = 0) -> Rows:
         """Return rows of all environments in their order, given those of every rank along `axis`."""

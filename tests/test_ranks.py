@@ -211,7 +211,7 @@ def test_a_run_goes_on_with_any_number_of_processes(
     fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
     assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
     fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
-    assert [path.name[-12:] for path in files.rglob("*.pt")] == ([] if max_bytes else ["-of-0004.pt"] * 4)
+    assert {path.name[-10:] for path in files.rglob("*.pt")} == (set() if max_bytes else {"of-0004.pt"})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # as torchrun does: the run is found without its path
     fit_in_ranks(1, tmp_path, *HOSTS)
 
