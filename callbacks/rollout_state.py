@@ -35,7 +35,8 @@ class RolloutState(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        collector, ranks = self._module.collector, self._module.ranks
+        collector = self._module.collector
+        ranks = collector.ranks
         loop, random_of_own = collector.state_dict(), random_states()
         states = ranks.gather_state({"rows": row_tensors(loop), "random": random_of_own})
         others: dict[str, Any] = {}
@@ -57,7 +58,7 @@ class RolloutState(Callback):
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             check_normalisers(self._pending["normalisers"], normaliser_statistics(pl_module.collector))
-            loop, ranks = self._pending["loop"], pl_module.ranks
+            loop, ranks = self._pending["loop"], pl_module.collector.ranks
             own = loop if ranks.world == 1 else loop | map_rows(loop, ranks.rows)
             pl_module.collector.load_state_dict(own)
             of_ranks = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]

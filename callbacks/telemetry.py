@@ -108,7 +108,7 @@ class Telemetry(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
-        ranks, own = self._module.ranks, self.observer.state_dict()
+        ranks, own = self._module.collector.ranks, self.observer.state_dict()
         of_ranks = ranks.gather(own)
         return {
             "anomalies": self.detector.state_dict(),

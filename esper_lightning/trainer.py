@@ -6,6 +6,9 @@ Refused starts, interrupts and disk failures end the program with one line inste
 import json
 import os
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -76,6 +80,9 @@ LOST_RANK_MESSAGE = "another process of the run has ended"
 SECONDS_TO_END = 60.0
 """Seconds that the other processes of a run have to end after the first one."""
 
+WATCH_INTERVAL = 1.0
+"""Seconds between two looks at the process that has started this one."""
+
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """Endings of the line about an interrupt that comes in training or after it."""
@@ -92,8 +99,9 @@ class EsperTrainer(Trainer):
     """Contents of checkpoints that the command line has read, by path; others are read when they are needed."""
 
     run_path: Path
-    """Folder of the run, on rank 0 during `fit`."""
+    """Folder of the run, during `fit`; on other ranks than the first only once `log_dir` was read."""
 
+    _parent_watch: threading.Thread | None = None
     _stage_has_ended = False
     _started_ranks: Sequence["subprocess.Popen[bytes]"] = ()
     callbacks: list[Callback]  # set by Lightning, which does not declare it
@@ -109,16 +117,16 @@ class EsperTrainer(Trainer):
     ) -> None:
         """Train the policy, resuming from `ckpt_path` if it is given."""
         with self._locked_run_folder() as folder, silent_threads("tensorboard"):
-            parent = os.getppid()
+            self._watch_parent()
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except DivergedError as error:
                 self._end(str(error), EXIT_DIVERGED)
             except RESTORE_ERRORS as error:
                 if self.world_size > 1 and is_lost_rank(error):
-                    # If rank 0 has gone, the first of the processes that it started speaks in its place.
-                    speaks = self.is_global_zero or (os.getppid() != parent and self.local_rank == 1)
-                    self._end(LOST_RANK_MESSAGE, EXIT_LOST_RANK, speaks=speaks)
+                    if self._parent_watch is not None:  # it ends this process if rank 0 is the one that has gone
+                        self._parent_watch.join(3.0 * WATCH_INTERVAL)
+                    self._end(LOST_RANK_MESSAGE, EXIT_LOST_RANK)
                 if (failure := find_disk_error(error)) is not None:
                     self._end(describe_disk_error(failure), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
@@ -314,7 +322,8 @@ class EsperTrainer(Trainer):
         Restores the previous state of the folder if the start is refused (exit code for bad input).
         """
         if not self.is_global_zero:
-            yield Path(self.default_root_dir)
+            self.run_path = Path(self.default_root_dir)
+            yield self.run_path
             return
         created: list[Path] = []
         try:
@@ -323,7 +332,6 @@ class EsperTrainer(Trainer):
                     root = Path((self.logger and self.logger.save_dir) or self.default_root_dir)
                     existing = {path for path in (root, *root.parents, *root.glob("*")) if path.exists()}
                     folder = Path(self.log_dir or self.default_root_dir)  # the default logger creates a new folder now
-                    self.run_path = folder
                     dirpaths = [c.dirpath for c in self.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
                     others = {Path(path) for path in dirpaths if path is not None}
                     outside = [path for path in others if not path.is_relative_to(folder.resolve())]
@@ -355,6 +363,13 @@ class EsperTrainer(Trainer):
         self._stage_has_ended = True
         return result
 
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the run. Lightning sends it to all ranks, so it must be read on all of them or on none."""
+        folder = super().log_dir
+        self.run_path = Path(folder or self.default_root_dir)
+        return folder
+
     def _teardown(self) -> None:
         super()._teardown()
         if torch.distributed.is_initialized():  # what follows training is done by rank 0 alone
@@ -379,9 +394,25 @@ class EsperTrainer(Trainer):
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def _end(self, problem: str, code: int, *, speaks: bool | None = None) -> NoReturn:
-        """End the program with one line on what happened and how to go on; `speaks` None: rank 0 prints it."""
-        if self.is_global_zero if speaks is None else speaks:
+    def _watch_parent(self) -> None:
+        """End this process if rank 0, which has started it, has died: torch would wait for it up to half an hour."""
+        if self.local_rank == 0 or not isinstance(self.strategy.cluster_environment, LightningEnvironment):
+            return
+        parent = os.getppid()
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(WATCH_INTERVAL)
+            if self.local_rank == 1:  # one of several speaks
+                print(f"error: {self._recovery_hint(LOST_RANK_MESSAGE)}", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST_RANK)
+
+        self._parent_watch = threading.Thread(target=watch, daemon=True)
+        self._parent_watch.start()
+
+    def _end(self, problem: str, code: int) -> NoReturn:
+        """End the program; rank 0 prints one line on what happened and how to go on."""
+        if self.is_global_zero:
             exit_with_error(self._recovery_hint(problem), code)
         raise SystemExit(code)
 
