@@ -1,7 +1,6 @@
 """Callback that compares the trained policy with baselines on unseen hosts at the end of training."""
 
 from math import isfinite
-from pathlib import Path
 
 from lightning import Callback
 
@@ -19,12 +18,12 @@ class Evaluation(Comparison, Callback):
     """
 
     def on_fit_end(self, trainer: EsperTrainer, pl_module: TamiyoModule) -> None:
-        if self.hosts == 0:
-            return
+        if self.hosts == 0 or not trainer.is_global_zero:
+            return  # other ranks have ended by the time that rank 0 has compared
         data = trainer.datamodule
         pl_module.to(data.pool.device)  # Lightning moves it to the CPU before this hook
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / EVALUATION_FOLDER
+        folder = trainer.run_path / EVALUATION_FOLDER
         results = run_comparison(self, data, [tamiyo], rivals={}, folder=folder, record=trainer.record())
         tags = {task: f"test/{task}/" if len(results) > 1 else "test/" for task in results}
         means = {

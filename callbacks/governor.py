@@ -1,12 +1,14 @@
 """Callback that watches the hosts and rolls back those that diverge."""
 
 from collections import Counter
+from operator import attrgetter
 
 from lightning import Callback, LightningModule, Trainer
 
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
+from esper_lightning.envs.step_result import HostVerdict
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 
@@ -39,17 +41,26 @@ class Governor(Overseer, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._lines_left = self.lines
+        self._diverged: list[HostVerdict] = []  # rollbacks to report
         self._unprinted: Counter[str] = Counter()  # rollbacks of this rollout that were not printed, by kind
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        ranks = pl_module.collector.ranks
         for host_verdict in pl_module.collector.last_step.verdicts:
-            if not host_verdict.verdict.diverged:
-                continue
+            if host_verdict.verdict.diverged:
+                self._diverged.append(host_verdict._replace(host=ranks.own[host_verdict.host]))
+        if ranks.world > 1:  # rank 0 prints those of all at the end of the rollout
+            if not trainer.is_last_batch:
+                return
+            of_all = (verdict for of_rank in ranks.gather(self._diverged) for verdict in of_rank)
+            self._diverged = sorted(of_all, key=attrgetter("tick", "host"))
+        for host_verdict in self._diverged:
             if self._lines_left > 0:
                 self._lines_left -= 1
                 print_status(str(host_verdict))
             else:
                 self._unprinted[host_verdict.verdict.outcome.value] += 1
+        self._diverged = []
         if trainer.is_last_batch:
             if self._unprinted:
                 more = " and ".join(f"{count} more hosts {decision}" for decision, count in self._unprinted.items())

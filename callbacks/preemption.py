@@ -8,12 +8,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from esper_lightning.console import printable
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import STOP_SIGNALS, Output, replace_handlers
+from esper_lightning.trainer import EsperTrainer
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -22,7 +24,8 @@ class Preemption(Checkpoint):
     """Saves a checkpoint at the end of the tick on SIGTERM, Ctrl-C or SIGHUP, and exits with 143, 130 or 129.
 
     It does the same, with exit code 141, if nothing reads the output any more. A second signal ends the process at
-    once. Lightning alone would exit with 0 and save nothing in the middle of a rollout. The class derives from
+    once. Lightning alone would exit with 0 and save nothing in the middle of a rollout. With several processes a signal
+    to any of them stops all: they agree at the end of every tick. The class derives from
     `Checkpoint` so that Lightning calls it last, after telemetry and the other checkpoints have processed this tick.
 
     Args:
@@ -53,29 +56,40 @@ class Preemption(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if not trainer.is_last_batch:  # after the last tick, on_train_epoch_end saves
-            self._stop_if_asked(trainer)
+            self._stop_if_asked(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._stop_if_asked(trainer)
+        self._stop_if_asked(trainer, pl_module)
 
-    def _stop_if_asked(self, trainer: Trainer) -> None:
+    def _stop_if_asked(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        """Save and exit if this process is asked to stop, or another one of the run."""
         output = sys.stdout if isinstance(sys.stdout, Output) else None
+        failure = output if output is not None and output.failure is not None else None
+        own_code = 0
         if self._received is not None:
-            reason, code, stream = signal.Signals(self._received).name, 128 + self._received, sys.stdout
-        elif output is not None and output.failure is not None:
-            reason, code, stream = output.reason, output.exit_code, sys.stderr
-        else:
+            own_code = 128 + self._received
+        elif failure is not None:
+            own_code = failure.exit_code
+        code = own_code if pl_module.ranks.world == 1 else int(pl_module.ranks.maximum(torch.tensor(own_code)))
+        if code == 0:
             return
+        if failure is not None and code == failure.exit_code:
+            reason, stream = failure.reason, sys.stderr
+        else:
+            reason, stream = signal.Signals(code - 128).name, sys.stdout
+        if isinstance(trainer, EsperTrainer):
+            trainer.release_started_ranks()
         folder = next(c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         path = Path(folder) / f"{self.filename}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         command = f"esper-lightning fit --config {path.parent.parent / 'config.yaml'} --ckpt_path {path}"
-        print(printable(f"stopped by {reason}; go on with: {command}"), file=stream, flush=True)
+        if trainer.is_global_zero:
+            print(printable(f"stopped by {reason}; go on with: {command}"), file=stream, flush=True)
         raise SystemExit(code)
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._restore_handlers()  # training is over, so later signals may interrupt as usual
-        self._stop_if_asked(trainer)
+        self._stop_if_asked(trainer, pl_module)
         if isinstance(sys.stdout, Output):
             sys.stdout.deferred = False
 

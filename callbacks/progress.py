@@ -70,7 +70,7 @@ class ProgressReport(Callback):
             if trainer.is_last_batch:
                 self.bars.note = f"{shown}: {summary(pl_module)}"
         elif self.show != "nothing" and trainer.is_last_batch and (rollout % self.every == 0 or rollout == last):
-            speed = self._ticks_per_second(ticks) * pl_module.collector.pool.n_envs
+            speed = self._ticks_per_second(ticks) * pl_module.collector.ranks.total
             timing = f"{speed:.0f} host epochs/s, {self._time_left(ticks)} left"
             print_status(f"rollout {rollout} of {last}: {summary(pl_module)}, {timing}")
 
@@ -97,6 +97,5 @@ class ProgressReport(Callback):
 
 def summary(module: TamiyoModule) -> str:
     """Return the last rollout's means over hosts: `objective 0.541, accuracy 0.712, return 0.230`."""
-    means = {name: value.item() for name, value in module.collector.last_step.log.items() if name != "reward"}
-    means["return"] = module.report.summary.returns.mean().item()
-    return ", ".join(f"{name} {means[name]:.3f}" for name in ("objective", "accuracy", "return") if name in means)
+    names = [name for name in ("objective", "accuracy", "return") if name in module.means]
+    return ", ".join(f"{name} {float(module.means[name]):.3f}" for name in names)

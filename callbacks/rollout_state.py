@@ -9,6 +9,8 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor
 
+from esper_lightning.checkpointing.resize import map_rows
+from esper_lightning.checkpointing.validate import OTHER_RANKS_KEY
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.serialization.checks import check_keys, check_matching_tensor
@@ -21,6 +23,9 @@ class RolloutState(Callback):
 
     The statistics of the normalisers are restored with the module. A copy of them is saved here, because a rollout
     holds features normalised by them: a file whose module and rollout come from different moments is refused.
+
+    A checkpoint of several ranks has the rollout of all environments, as one process would save it, and the random
+    states of every rank. With another number of ranks only the first one's random states are restored.
     """
 
     def __init__(self) -> None:
@@ -31,10 +36,19 @@ class RolloutState(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         collector = self._module.collector
+        ranks = collector.ranks
+        loop, random_of_own = collector.state_dict(), random_states()
+        states = ranks.gather_state({"rows": row_tensors(loop), "random": random_of_own})
+        others: dict[str, Any] = {}
+        if len(states) > 1:
+            columns = zip(*(state["rows"] for state in states), strict=True)
+            loop |= map_rows(loop, lambda _, axis: ranks.join(next(columns), axis))
+            others = {OTHER_RANKS_KEY: [state["random"] for state in states[1:]]}
         return {
-            "loop": collector.state_dict(),
+            "loop": loop,
             "normalisers": normaliser_statistics(collector),
-            "random": random_states(),
+            "random": random_of_own,
+            **others,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -44,9 +58,20 @@ class RolloutState(Callback):
         # Not earlier: devices must be set up, and the start of training draws random numbers.
         if self._pending is not None:
             check_normalisers(self._pending["normalisers"], normaliser_statistics(pl_module.collector))
-            pl_module.collector.load_state_dict(self._pending["loop"])
-            set_random_states(self._pending["random"])
+            loop, ranks = self._pending["loop"], pl_module.collector.ranks
+            own = loop if ranks.world == 1 else loop | map_rows(loop, ranks.rows)
+            pl_module.collector.load_state_dict(own)
+            of_ranks = [self._pending["random"], *self._pending.get(OTHER_RANKS_KEY, [])]
+            if ranks.rank == 0 or len(of_ranks) == ranks.world:
+                set_random_states(of_ranks[ranks.rank])
             self._pending = None
+
+
+def row_tensors(loop: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of a collector's state that have a row per environment, in the order of `map_rows`."""
+    found: list[Tensor] = []
+    map_rows(loop, lambda part, _: found.append(part) or part)
+    return found
 
 
 def normaliser_statistics(collector: RolloutCollector) -> dict[str, Tensor]:

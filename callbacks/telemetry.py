@@ -40,7 +40,17 @@ from esper_lightning.telemetry.events import (
 from esper_lightning.telemetry.level import LEVELS, DetailLevel, Level
 from esper_lightning.telemetry.memory import make_memory_probe, memory_metrics, memory_share
 from esper_lightning.telemetry.observer import Observer
+from esper_lightning.telemetry.over_ranks import (
+    join_events,
+    join_observers,
+    metrics_over_ranks,
+    split_observer,
+    with_global_hosts,
+)
 from esper_lightning.telemetry.tensorboard import TensorBoardWriter
+
+HOST_READINGS = ("fossils", "rolled_back", "reliance", "state_rms")
+"""Names of the readings of `host_anomaly_metrics` and `state_rms`."""
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file of events in the run's folder."""
@@ -98,10 +108,12 @@ class Telemetry(Callback):
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
+        ranks, own = self._module.collector.ranks, self.observer.state_dict()
+        of_ranks = ranks.gather(own)
         return {
             "anomalies": self.detector.state_dict(),
             "detail": self.detail.state_dict(),
-            "observed": self.observer.state_dict(),
+            "observed": join_observers(of_ranks, ranks) if of_ranks else own,
             "introduced": self._static_written,
         }
 
@@ -124,7 +136,7 @@ class Telemetry(Callback):
         loop.pool.clock.take_seconds()
         self.observer = Observer(loop.pool)
         if self._restored_observer is not None:
-            self.observer.load_state_dict(self._restored_observer)
+            self.observer.load_state_dict(split_observer(self._restored_observer, loop.ranks))
             self._restored_observer = None
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         loop.listeners.append(self._process_step)
@@ -133,14 +145,17 @@ class Telemetry(Callback):
             self._write_static(trainer, loop.ticks)
 
     def _open_outputs(self, trainer: Trainer, tick: int) -> None:
-        """Open the outputs, and discard whatever the interrupted run wrote after the checkpoint."""
+        """Open the outputs of rank 0, and discard whatever the interrupted run wrote after the checkpoint."""
+        folder = trainer.log_dir  # Lightning wants it to be read on every rank
+        if not trainer.is_global_zero:
+            return
         self.writers = [
             TensorBoardWriter(one.experiment) for one in trainer.loggers if isinstance(one, TensorBoardLogger)
         ]
         for writer in self.writers:
             writer.discard_after(tick)
-        if trainer.log_dir is not None and trainer.loggers:
-            self.events = EventLog(Path(trainer.log_dir) / EVENTS_FILE)
+        if folder is not None and trainer.loggers:
+            self.events = EventLog(Path(folder) / EVENTS_FILE)
             try:
                 self.events.discard_after(tick)
             except ValueError as error:
@@ -159,7 +174,8 @@ class Telemetry(Callback):
         pool = self._module.collector.pool
         pool.clock.memory_probe = make_memory_probe(pool.device)
         slots, blueprints = list(pool.space.slot), list(pool.space.blueprint)
-        self._write_events([Started(tick, SCHEMA, pool.n_envs, pool.horizon, slots, blueprints, self.detail.level)])
+        hosts = self._module.collector.ranks.total
+        self._write_events([Started(tick, SCHEMA, hosts, pool.horizon, slots, blueprints, self.detail.level)])
         checkpoint_io = trainer.strategy.checkpoint_io
         if isinstance(checkpoint_io, AtomicCheckpointIO):
             checkpoint_io.listeners.append(self._checkpoint_saved)
@@ -167,6 +183,13 @@ class Telemetry(Callback):
     def _write_events(self, events: Iterable[Event]) -> None:
         if self.events is not None:
             self.events.write(events)
+
+    def _gather_events(self, events: Iterable[Event]) -> list[Event]:
+        """Return the events of the hosts of all ranks on rank 0, elsewhere nothing."""
+        ranks = self._module.collector.ranks
+        if ranks.world == 1:
+            return list(events)
+        return join_events(ranks.gather(with_global_hosts(events, ranks.own)))
 
     def _checkpoint_saved(self, path: Path, seconds: float) -> None:
         if self.events is not None:
@@ -192,7 +215,8 @@ class Telemetry(Callback):
             return
         with loop.pool.clock.measure("telemetry"):
             everything = self.detail.includes("normal", loop.ticks)
-            self._write_events(self.observer.update(loop.last_step, loop.pool.envs, loop.ticks, all_events=everything))
+            events = self.observer.update(loop.last_step, loop.pool.envs, loop.ticks, all_events=everything)
+            self._write_events(self._gather_events(events))
             alive = sum(not env.ended for env in loop.pool.envs)
             self._host_epochs += alive
             # Fresh hosts are validated once more, before the first tick of an episode.
@@ -212,27 +236,50 @@ class Telemetry(Callback):
         self._rollout_seconds.update(seconds)
         self._unwritten_seconds.update(seconds)
         with loop.pool.clock.measure("telemetry"):
-            written: dict[str, float] = {}
+            own: dict[str, float] = {}  # metrics of the hosts of this rank
             if self.detail.includes("normal", loop.ticks) and loop.ticks % self.every_n_ticks == 0:
-                written |= self._tick_metrics()
+                own |= self._tick_metrics()
             if trainer.is_last_batch:
                 ops = op_frequency(loop.buffer.action.op, loop.buffer.masks)
-                written |= self._rollout_metrics(trainer) | {f"rollout/op.{op}": share for op, share in ops.items()}
+                own |= self._rollout_metrics(trainer) | {f"rollout/op.{op}": share for op, share in ops.items()}
                 if self.detail.includes("normal", loop.ticks):
-                    written |= self._detail_metrics(trainer)
-                written |= self._watched_metrics(trainer)
+                    own |= self._detail_metrics()
+                own |= self._watched_metrics(trainer)
                 if self.anomalies.enabled:
-                    written |= self._check_anomalies(trainer, ops)
+                    readings = host_anomaly_metrics(loop.pool.envs, self.anomalies.most_reliance)
+                    readings |= state_rms(loop.state)
+                    own |= {f"rollout/{name}": value for name, value in readings.items()}
+            of_ranks = loop.ranks.gather(own)
+            written = metrics_over_ranks(of_ranks) if of_ranks else {}
+            if trainer.is_last_batch:
+                observer = self._observer_of_all()
+                if self.detail.includes("normal", loop.ticks):
+                    written |= self._write_details(trainer, observer)
+                if self.anomalies.enabled:
+                    written |= self._check_anomalies(trainer, observer, written)
             for logger in trainer.loggers if written else ():
                 logger.log_metrics(written, step=loop.ticks)
             if self.detail.changes_after(loop.ticks):
                 cause = "an anomaly was raised" if self.detail.is_raised(loop.ticks + 1) else "raised_ticks have passed"
                 self._write_events([LevelChanged(loop.ticks, self.detail.level_at(loop.ticks + 1), cause)])
 
+    def _observer_of_all(self) -> Observer | None:
+        """Return an observer of the hosts of all ranks on rank 0, elsewhere None."""
+        ranks = self._module.collector.ranks
+        if ranks.world == 1:
+            return self.observer
+        of_ranks = ranks.gather(self.observer.state_dict())
+        if not of_ranks:
+            return None
+        observer = Observer(self._module.collector.pool, ranks.total)
+        observer.load_state_dict(join_observers(of_ranks, ranks))
+        return observer
+
     def _tick_metrics(self) -> dict[str, float]:
         loop = self._module.collector
         pool, step = loop.pool, loop.last_step
-        found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs) | numbers.skipped_step_metrics(pool.envs)
+        found = numbers.tick_metrics(step) | numbers.growth_metrics(pool.envs)
+        found |= numbers.skipped_step_metrics(pool.envs, self._module.collector.ranks.own)
         found |= numbers.gradient_metrics(pool.envs) | numbers.potential_metrics(pool.envs)
         if pool.overseer is not None:
             found |= numbers.governor_metrics(step, pool.envs)
@@ -247,6 +294,8 @@ class Telemetry(Callback):
     def _layer_metrics(self) -> dict[str, float]:
         """Return the layers' gradient norms of the first hosts whose episodes have not ended."""
         pool = self._module.collector.pool
+        if self._module.collector.ranks.rank > 0:
+            return {}
         alive = [host for host, env in enumerate(pool.envs) if not env.ended and env.failure is None]
         with self._unless_out_of_memory("layer_hosts"):
             return numbers.layer_metrics([layer_gradients(pool, host) for host in alive[: self.layer_hosts]])
@@ -275,7 +324,7 @@ class Telemetry(Callback):
             "rollout/parameters": final.parameters.float().mean().item(),
             **numbers.task_metrics(final, loop.pool.task_slices),
             "time/ticks_per_second": speed,
-            "time/env_steps_per_second": speed * loop.pool.n_envs,
+            "time/env_steps_per_second": speed * loop.ranks.total,
             "telemetry/level": float(LEVELS.index(self.detail.level_at(loop.ticks))),
         }
         found |= memory_metrics(loop.pool.device)
@@ -293,18 +342,29 @@ class Telemetry(Callback):
         self._write_events([Updated(loop.ticks, trainer.current_epoch + 1, report.metrics)])
         return found
 
-    def _detail_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Return metrics of blueprints, actions and credit for the rollout; write its histograms and figures."""
-        loop, report = self._module.collector, self._module.report
+    def _detail_metrics(self) -> dict[str, float]:
+        """Return metrics of actions and credit for the rollout of this rank's hosts."""
+        loop = self._module.collector
         pool, buffer, debug = loop.pool, loop.buffer, self.detail.includes("debug", loop.ticks)
-        found = self.observer.scoreboard.metrics() | numbers.lstm_metrics(loop.state)
+        found = numbers.lstm_metrics(loop.state)
         found |= numbers.choice_metrics(buffer.action, buffer.masks, pool.space, relevant=relevance_table(pool.device))
-        found |= self._credit_metrics(pool.n_envs if debug and self.credit_hosts else self.credit_hosts)
-        histograms = {
+        hosts = loop.ranks.total if debug and self.credit_hosts else self.credit_hosts
+        return found | self._credit_metrics(sum(host < hosts for host in loop.ranks.own))
+
+    def _write_details(self, trainer: Trainer, observer: Observer | None) -> dict[str, float]:
+        """Write histograms and figures of the rollout of all hosts; return metrics of blueprints."""
+        loop, report = self._module.collector, self._module.report
+        own = {
             "ratio": torch.cat([ratio.flatten() for ratio in report.ratios]),
-            "advantage": report.summary.advantages,
-            "contribution": torch.tensor(numbers.contribution_values(pool.envs)),
+            "advantage": report.summary.advantages.flatten(),
+            "contribution": torch.tensor(numbers.contribution_values(loop.pool.envs)),
         }
+        of_ranks = loop.ranks.gather_state({"histograms": own, "metrics": list(loop.last_step.metrics)})
+        if observer is None:
+            return {}
+        histograms = {name: torch.cat([one["histograms"][name] for one in of_ranks]) for name in own}
+        parts = zip(*(one["metrics"] for one in of_ranks), strict=True)
+        step = loop.last_step._replace(metrics=type(loop.last_step.metrics)(*map(loop.ranks.join, parts)))
         update = trainer.current_epoch + 1
         due = self.figures_every and (
             update % self.figures_every == 0 or update == trainer.max_epochs or self.detail.is_raised(loop.ticks)
@@ -313,10 +373,10 @@ class Telemetry(Callback):
             for name, values in histograms.items():
                 writer.histogram(f"histograms/{name}", values, loop.ticks)
             if due:
-                for tag, figure in self.observer.figures(loop.last_step).items():
+                for tag, figure in observer.figures(step).items():
                     writer.figure(tag, figure, loop.ticks)
-                writer.text("blueprints", self.observer.scoreboard.table(), loop.ticks)
-        return found
+                writer.text("blueprints", observer.scoreboard.table(), loop.ticks)
+        return observer.scoreboard.metrics()
 
     def _watched_metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return the policy's gradient norms in the update, if it was watched; write the ratios that exploded."""
@@ -324,35 +384,50 @@ class Telemetry(Callback):
         if watch is None:
             return {}
         usual = RatioRange(self.anomalies.ratio_low.warning, self.anomalies.ratio_high.warning)
-        self._write_events(watch.exploded_ratios(usual, trainer.current_epoch + 1))
+        self._write_events(self._gather_events(watch.exploded_ratios(usual, trainer.current_epoch + 1)))
         return {f"policy/{name}": norm for name, norm in watch.gradient_norms().items()}
 
     def _credit_metrics(self, hosts: int) -> dict[str, float]:
         loop = self._module.collector
+        credit_events = []
         with self._unless_out_of_memory("credit_hosts"):
             credit_events = credit_fossilized_seeds(loop.pool, hosts, loop.ticks)
-            self._write_events(credit_events)
-            return numbers.credit_metrics(credit_events)
-        return {}
+        self._write_events(self._gather_events(credit_events))
+        return numbers.credit_metrics(credit_events)
 
-    def _check_anomalies(self, trainer: Trainer, op_shares: dict[str, float]) -> dict[str, float]:
-        """Apply the anomaly rules to this rollout and its update, print the changes, and return metrics to plot."""
+    def _check_anomalies(
+        self, trainer: Trainer, observer: Observer | None, written: dict[str, float]
+    ) -> dict[str, float]:
+        """Apply the anomaly rules to this rollout of all hosts and its update, and print the changes.
+
+        Returns metrics to plot beside those in `written`.
+        """
+        loop = self._module.collector
+        plotted, is_raised = ({}, False) if observer is None else self._observe_anomalies(trainer, observer, written)
+        if loop.ranks.share(is_raised):
+            self.detail.raise_level(loop.ticks)
+        return plotted
+
+    def _observe_anomalies(
+        self, trainer: Trainer, observer: Observer, written: dict[str, float]
+    ) -> tuple[dict[str, float], bool]:
+        """Return metrics to plot, and whether an anomaly was raised."""
         loop, config = self._module.collector, self.anomalies
-        readings = self.observer.gradients.metrics(config.least_seeds)
-        readings |= host_anomaly_metrics(loop.pool.envs, config.most_reliance) | state_rms(loop.state)
+        own = observer.gradients.metrics(config.least_seeds)
+        of_hosts = {tag.removeprefix("rollout/"): value for tag, value in written.items() if tag.startswith("rollout/")}
+        names = [name for name in of_hosts if name in HOST_READINGS or name.startswith("op.")]
+        readings = own | {name: of_hosts[name] for name in names}
         memory = {f"memory.{name}": share for name, share in memory_share(loop.pool.device, self._peak_memory).items()}
-        ops = {f"op.{op}": share for op, share in op_shares.items()}
         update = trainer.current_epoch + 1
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)
-        changes = self.detector.observe(self._module.report.metrics | readings | memory | ops, update, progress)
+        changes = self.detector.observe(self._module.report.metrics | readings | memory, update, progress)
         for change in changes:
             print_status(str(change))
         self._write_events(as_event(change, loop.ticks) for change in changes)
-        if any(change.level != "cleared" for change in changes):
-            self.detail.raise_level(loop.ticks)
         levels = {f"anomaly/{name}": float(level) for name, level in self.detector.levels.items()}
-        plotted = {f"rollout/{name}": value for name, value in readings.items()}
-        return plotted | {name.replace(".", "/"): share for name, share in memory.items()} | levels
+        plotted = {f"rollout/{name}": value for name, value in own.items()}
+        plotted |= {name.replace(".", "/"): share for name, share in memory.items()} | levels
+        return plotted, any(change.level != "cleared" for change in changes)
 
 
 def as_event(change: Anomaly, tick: int) -> AnomalyChanged:

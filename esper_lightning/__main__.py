@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from esper_lightning.cli.front import prepare
-from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, watched_streams
+from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, is_first_process, watched_streams
 
 IGNORED_MESSAGES = (
     "Tip:",
@@ -17,11 +17,14 @@ IGNORED_MESSAGES = (
     "Detected KeyboardInterrupt",
     "Restor",
     "Received SIGTERM",
+    "Initializing distributed",
+    "distributed_backend",
 )
 """Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.trainer.connectors.signal_connector",
 )
@@ -41,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: Arguments of the command line. None: those of the process.
     """
-    with watched_streams(), exits_on_signals(lambda: BEFORE_TRAINING):
+    with watched_streams(silent=not is_first_process()), exits_on_signals(lambda: BEFORE_TRAINING):
         for name in NOISY_LOGGERS:
             logging.getLogger(name).addFilter(keep_record)
         warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it

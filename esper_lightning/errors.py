@@ -30,7 +30,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
 
 
-EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_INTERRUPTED = 1, 3, 4, 130
+EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_LOST_RANK, EXIT_INTERRUPTED = 1, 3, 4, 5, 130
 """Exit codes; `EXIT_BAD_INPUT` is a further one."""
 
 DISK_REMEDIES = {

@@ -26,9 +26,18 @@ from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.compiled_terms import CompiledTerms
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
-from esper_lightning.ppo.losses import LARGEST_SETTING, PPOConfig, PPOTerms, ppo_terms, update_metrics
+from esper_lightning.ppo.losses import (
+    LARGEST_SETTING,
+    PPOConfig,
+    PPOTerms,
+    empty_terms,
+    ppo_terms,
+    terms_over_ranks,
+    update_metrics,
+)
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ranks import ALONE
 from esper_lightning.serialization.checks import check_weights, load_settings
 from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
@@ -110,8 +119,10 @@ class TamiyoModule(LightningModule):
         self.ppo = ppo
         self.normalize = normalize
         self.terms_of = ppo_terms if ppo.compile is None else CompiledTerms(ppo.compile)
+        self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
         self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
+        self.means: dict[str, Any] = {}  # means over all environments at the end of the last rollout of this process
         self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
@@ -198,6 +209,7 @@ class TamiyoModule(LightningModule):
         if not any(callback.state_key == "RolloutState" for callback in attached_callbacks(self.trainer)):
             raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
         data = attached_data(self.trainer)
+        self.ranks = data.ranks
         self.collector = RolloutCollector(
             data.pool,
             self.policy,
@@ -207,6 +219,7 @@ class TamiyoModule(LightningModule):
             run_rng_seed=data.seed,
             privileged_norm=self.privileged_norm,
             reward_norm=self.reward_norm,
+            ranks=self.ranks,
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -249,8 +262,9 @@ class TamiyoModule(LightningModule):
         minibatch_terms: list[PPOTerms] = []
         self.grad_norms: list[torch.Tensor] = []
         self.finite: list[torch.Tensor] = []  # [] bool for each minibatch: False if it was skipped
-        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, self.collector.generator):
-            terms = self.terms_of(self.policy, minibatch, self.ppo)
+        generator, places = self.collector.generator, summary.places
+        for minibatch in rollout.minibatches(self.ppo.epochs, self.ppo.minibatches, generator, places=places):
+            terms = self._terms_over_ranks(minibatch)
             minibatch_terms.append(PPOTerms(*(term.detach() for term in terms)))
             # Reading the KL costs a device synchronisation; without it an update could diverge unnoticed.
             if self.ppo.target_kl is not None and terms.kl.item() > self.ppo.kl_slack * self.ppo.target_kl:
@@ -290,8 +304,22 @@ class TamiyoModule(LightningModule):
         self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
         self.log_dict(self.critic_metrics, on_step=False, on_epoch=True, logger=False)
         # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
-        chosen_by = {"return": summary.returns.mean()} | self.collector.last_step.log
-        self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)
+        self.means = {"return": summary.returns.mean(), **self._log_over_ranks()}
+        self.log_dict({f"rollout/{name}": value for name, value in self.means.items()}, logger=False)
+
+    def _log_over_ranks(self) -> Mapping[str, Any]:
+        """Return the scalars to log of the last step: means over the environments of all ranks."""
+        log, ranks = self.collector.last_step.log, self.ranks
+        if ranks.world == 1:
+            return log
+        means = ranks.sum(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in log.values()]))
+        return dict(zip(log, means / ranks.world, strict=True))
+
+    def _terms_over_ranks(self, minibatch: Rollout) -> PPOTerms:
+        """Return the terms of a minibatch of all ranks, given this rank's part of it, which may be empty."""
+        is_empty = minibatch.log_prob.shape[1] == 0
+        own = empty_terms(self.policy, minibatch) if is_empty else self.terms_of(self.policy, minibatch, self.ppo)
+        return terms_over_ranks(own, list(self.policy.heads.tables), self.ppo, ranks=self.ranks)
 
     def measure_critic(self, values: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
         """Return the metrics of the critic on one rollout, by name.
@@ -302,7 +330,7 @@ class TamiyoModule(LightningModule):
         """
         # Both metrics depend on differences alone. Torchmetrics subtracts a squared mean from a mean of squares, which
         # would cancel in float32 if the mean of the returns were not removed first.
-        offset = targets.mean()
+        offset = targets.mean() if self.ranks.world == 1 else self.ranks.moments(targets).mean
         self.critic_metrics.reset()
         self.critic_metrics.update(values - offset, targets - offset)
         found = self.critic_metrics.compute()

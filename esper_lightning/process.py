@@ -17,6 +17,9 @@ from typing import Any, NoReturn, TextIO
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask the process to stop: `kill`, Ctrl-C, and a terminal that was closed."""
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+"""Environment variables by which torchrun, SLURM and Lightning's launcher number the processes of a run."""
+
 BEFORE_TRAINING = "before training began"
 """Ending of the line about a signal that comes while the program starts."""
 
@@ -93,8 +96,10 @@ class Output:
 
 
 @contextmanager
-def watched_streams() -> Iterator[None]:
+def watched_streams(*, silent: bool = False) -> Iterator[None]:
     """Write to stdout through an `Output`, and to stderr through one that never ends the program.
+
+    With `silent`, nothing is written to stdout.
 
     Descriptors 0 to 2 that are closed are opened on the null device: otherwise the next file that is opened would get
     such a number, and messages would be written into it. Characters that an encoding lacks are written as escapes.
@@ -105,7 +110,8 @@ def watched_streams() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     before = sys.stdout, sys.stderr
-    out, err = (stream or open(os.devnull, "w") for stream in before)  # noqa: SIM115, PTH123  # as long as the process
+    given = (None, before[1]) if silent else before
+    out, err = (stream or open(os.devnull, "w") for stream in given)  # noqa: SIM115, PTH123  # as long as the process
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -166,6 +172,11 @@ def silent_threads(package: str) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
+
+
+def is_first_process() -> bool:
+    """Return False if the launcher that started this process gave it another rank than 0."""
+    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
 
 
 def main_memory() -> int:

@@ -1,6 +1,7 @@
 """Record of a run that makes it repeatable: config, software versions, machine, and command."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -30,6 +31,9 @@ from esper_lightning.module import TamiyoModule, attached_data
 from esper_lightning.serialization.replace import replace_and_keep
 
 PACKAGE_NAME = "esper-lightning"
+
+RUN_FILE = "run.json"
+"""File in a run folder that describes the latest process of the run."""
 
 THREADS_SETTING = "threads_per_operator"
 
@@ -91,11 +95,26 @@ class RunRecord(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = attached_data(trainer)
         assert isinstance(data, HostPoolData), "that of the command line"
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # Lightning wants it to be read on every rank
+        if trainer.is_global_zero:
+            self._write(trainer, data, folder)
+        self.training_started = True
+
+    def _write(self, trainer: Trainer, data: HostPoolData, folder: Path) -> None:
         replace_and_keep(folder / self.config_filename, self.parser.dump(self.config, skip_unset=False))
         record = provenance(data.seed, trainer.strategy.root_device, str(data.pool.executor_choice))
-        replace_and_keep(folder / "run.json", json.dumps(record, indent=1) + "\n")
-        self.training_started = True
+        if trainer.world_size > 1 or job_name() is not None:
+            record |= {"processes": trainer.world_size, "job": job_name()}
+        replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+
+
+def job_name() -> str | None:
+    """Return a name of the job of torchrun to which this process belongs, the same after restarts; None: no such job.
+
+    A job without a name of its own is named by the process that starts and watches its processes.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{platform.node()}:{os.getppid()}" if name == "none" else name
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:

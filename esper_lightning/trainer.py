@@ -4,13 +4,20 @@ Refused starts, interrupts and disk failures end the program with one line inste
 """
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -24,6 +31,7 @@ from esper_lightning.errors import (
     EXIT_DISK_FAILED,
     EXIT_DIVERGED,
     EXIT_INTERRUPTED,
+    EXIT_LOST_RANK,
     OUT_OF_MEMORY_MESSAGE,
     DivergedError,
     describe_disk_error,
@@ -47,6 +55,7 @@ from esper_lightning.evaluation.search.value_of_information import InformationCo
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import BEFORE_TRAINING, silent_threads
 from esper_lightning.provenance import RunRecord, provenance
+from esper_lightning.ranks import is_lost_rank
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.serialization.safe_load import READ_ERRORS
 from esper_lightning.user_code import find_user_part
@@ -64,6 +73,14 @@ EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 GROWN_FOLDER = "grown"
 """Subfolder for the network of `grow`."""
 
+LOST_RANK_MESSAGE = "another process of the run has ended"
+
+SECONDS_TO_END = 60.0
+"""Seconds that the other processes of a run have to end after the first one."""
+
+WATCH_INTERVAL = 1.0
+"""Seconds between two looks at the process that has started this one."""
+
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """Endings of the line about an interrupt that comes in training or after it."""
@@ -79,7 +96,12 @@ class EsperTrainer(Trainer):
     opened: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """Contents of checkpoints that the command line has read, by path; others are read when they are needed."""
 
+    run_path: Path
+    """Folder of the run, during `fit`; on other ranks than the first only once `log_dir` was read."""
+
+    _parent_watch: threading.Thread | None = None
     _stage_has_ended = False
+    _started_ranks: Sequence["subprocess.Popen[bytes]"] = ()
     callbacks: list[Callback]  # set by Lightning, which does not declare it
 
     def fit(
@@ -98,13 +120,18 @@ class EsperTrainer(Trainer):
             weights_only: Read a checkpoint without running any code in it. It cannot be switched off.
         """
         with self._locked_run_folder() as folder, silent_threads("tensorboard"):
+            self._watch_parent()
             try:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             except DivergedError as error:
-                exit_with_error(self._recovery_hint(str(error)), EXIT_DIVERGED)
+                self._end(str(error), EXIT_DIVERGED)
             except RESTORE_ERRORS as error:
+                if self.world_size > 1 and is_lost_rank(error):
+                    if self._parent_watch is not None:  # it ends this process if rank 0 is the one that has gone
+                        self._parent_watch.join(3.0 * WATCH_INTERVAL)
+                    self._end(LOST_RANK_MESSAGE, EXIT_LOST_RANK)
                 if (failure := find_disk_error(error)) is not None:
-                    exit_with_error(self._recovery_hint(describe_disk_error(failure)), EXIT_DISK_FAILED)
+                    self._end(describe_disk_error(failure), EXIT_DISK_FAILED)
                 if self.training_started and (missing := find_missing_path(error, folder)) is not None:
                     exit_with_error(
                         f"{str(missing)!r} was removed or replaced while the run wrote to it; start again",
@@ -120,6 +147,8 @@ class EsperTrainer(Trainer):
                 if isinstance(ended.__context__, KeyboardInterrupt):  # during training Preemption handles it
                     exit_with_error(f"interrupted {self.moment}", EXIT_INTERRUPTED)
                 raise
+            finally:
+                self._await_started_ranks()
 
     def evaluate(
         self,
@@ -291,10 +320,14 @@ class EsperTrainer(Trainer):
 
     @contextmanager
     def _locked_run_folder(self) -> Iterator[Path]:
-        """Create the run folder and lock it with all other folders that the run saves to.
+        """Create the run folder and lock it with all other folders that the run saves to; only rank 0 writes there.
 
         Restores the previous state of the folder if the start is refused (exit code for bad input).
         """
+        if not self.is_global_zero:
+            self.run_path = Path(self.default_root_dir)
+            yield self.run_path
+            return
         created: list[Path] = []
         try:
             with ExitStack() as locks:
@@ -326,13 +359,69 @@ class EsperTrainer(Trainer):
             raise
 
     def _run_stage(self) -> Any:
+        if self.strategy.root_device.type == "cpu":
+            # Between CPUs the next exchange fails if a process has died; between GPUs it could wait for ever.
+            self.release_started_ranks()
         result = super()._run_stage()
         self._stage_has_ended = True
         return result
 
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the run. Lightning sends it to all ranks, so it must be read on all of them or on none."""
+        folder = super().log_dir
+        self.run_path = Path(folder or self.default_root_dir)
+        return folder
+
+    def _teardown(self) -> None:
+        super()._teardown()
+        if torch.distributed.is_initialized():  # what follows training is done by rank 0 alone
+            torch.distributed.destroy_process_group()
+
+    def release_started_ranks(self) -> None:
+        """Let the processes that this one has started end with any exit code.
+
+        Otherwise Lightning kills all processes of a run, this one included, once one of them has ended with an error.
+        """
+        processes: list[subprocess.Popen[bytes]] | None = getattr(self.strategy.launcher, "procs", None)
+        if processes:
+            self._started_ranks = list(processes)
+            processes.clear()  # the list that Lightning's thread looks at
+
+    def _await_started_ranks(self) -> None:
+        """Wait until the processes that this one has started have ended; kill those that do not end soon."""
+        self.release_started_ranks()
+        for process in self._started_ranks:
+            try:
+                process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _watch_parent(self) -> None:
+        """End this process if rank 0, which has started it, has died: torch would wait for it up to half an hour."""
+        if self.local_rank == 0 or not isinstance(self.strategy.cluster_environment, LightningEnvironment):
+            return
+        parent = os.getppid()
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(WATCH_INTERVAL)
+            if self.local_rank == 1:  # one of several speaks
+                print(f"error: {self._recovery_hint(LOST_RANK_MESSAGE)}", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST_RANK)
+
+        self._parent_watch = threading.Thread(target=watch, daemon=True)
+        self._parent_watch.start()
+
+    def _end(self, problem: str, code: int) -> NoReturn:
+        """End the program; rank 0 prints one line on what happened and how to go on."""
+        if self.is_global_zero:
+            exit_with_error(self._recovery_hint(problem), code)
+        raise SystemExit(code)
+
     def _recovery_hint(self, problem: str) -> str:
         """Return the problem that ended the run, which says what to do about it, and how to go on after that."""
-        run = Path(self.log_dir or self.default_root_dir)
+        run = self.run_path
         latest = run / CHECKPOINTS_FOLDER / "latest.ckpt"
         if not latest.is_file():
             return f"{problem}, and start again: there is no checkpoint yet to go on from"
@@ -349,10 +438,11 @@ class EsperTrainer(Trainer):
         assert isinstance(module, TamiyoModule), "that of the command line"
         saved_by = [callback for callback in self.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         module.saves_scored = any(one.monitor is not None and str(filepath) in one.best_k_models for one in saved_by)
+        self.datamodule.saved_to = Path(filepath)
         try:
             super().save_checkpoint(filepath, weights_only, storage_options)
         finally:
-            module.saves_scored = False
+            module.saves_scored, self.datamodule.saved_to = False, None
 
 
 def run_folder(checkpoint: str | Path) -> Path:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 
 class Fork:
-    """A fork that runs a function. Its exit code is 0, or 1 if the function raises."""
+    """A fork that runs a function. Its exit code is 0, or that of SystemExit, or 1 if the function raises."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -36,6 +36,8 @@ def forked(run: Callable[[], object]) -> Iterator[Fork]:
         try:
             run()
             code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         finally:
             os._exit(code)
     fork = Fork(pid)

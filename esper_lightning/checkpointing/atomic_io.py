@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
+from esper_lightning.checkpointing.shards import SHARDS_KEY, remove_other_shards
 from esper_lightning.checkpointing.validate import check_saved_policy
 from esper_lightning.errors import find_disk_error
 from esper_lightning.serialization.replace import replace_durably
@@ -64,6 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise
             assert failure.errno is not None
             raise DiskError(target, f"{failure.strerror}", failure.errno) from error
+        remove_other_shards(target, checkpoint.get("HostPoolData", {}).get("pool", {}).get(SHARDS_KEY))
         for listener in self.listeners:
             listener(target, time.perf_counter() - start)
 
@@ -72,9 +74,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return self.opened.pop(str(path), None) or read_tensors(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file but never a folder, because the path may come from a checkpoint."""
+        """Remove a file with those of its hosts, but never another folder: the path may come from a checkpoint."""
         if Path(path).is_file():
             Path(path).unlink()
+            remove_other_shards(path, None)
 
 
 def check_space(checkpoint: Any, target: Path) -> None:

@@ -3,18 +3,20 @@
 Hosts cannot be divided, and the state of a random generator cannot move to another type of device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from esper_lightning.checkpointing.shards import SHARDS_KEY, count_sharded
 from esper_lightning.serialization.checks import generator_device
 
 
-def count_saved_envs(checkpoint: dict[str, Any]) -> int:
-    """Return the number of environments of the run that wrote `checkpoint`."""
-    return len(checkpoint["HostPoolData"]["pool"]["envs"])
+def count_saved_envs(pool: dict[str, Any]) -> int:
+    """Return the number of environments in a state of a pool, or in the files that it names."""
+    return count_sharded(pool[SHARDS_KEY]) if SHARDS_KEY in pool else len(pool["envs"])
 
 
 def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
@@ -36,15 +38,32 @@ def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
         loader["position"] = 0
     loop["ticks"] -= played
     loop["episode"] -= played > 0
-    loop["state"] = [_zero_rows(part, n_envs) for part in loop["state"]]
+    saved = loop["buffer"]
+    loop |= map_rows(loop, lambda part, axis: part.new_zeros(*[0] * axis, n_envs, *part.shape[axis + 1 :]))
     loop["starts"] = torch.ones(n_envs, dtype=torch.bool)
-    loop["raw_features"] = _zero_ticks(loop["raw_features"], n_envs)
-    if "raw_privileged" in loop:
-        loop["raw_privileged"] = _zero_ticks(loop["raw_privileged"], n_envs)
-    loop["buffer"] = {
-        "ticks": [_zero_ticks(part, n_envs) for part in loop["buffer"]["ticks"]],
-        "state": [_zero_rows(part, n_envs) for part in loop["buffer"]["state"]],
+    if "sequence_states" in saved:
+        states = saved["sequence_states"]
+        loop["buffer"]["sequence_states"] = [part.new_zeros(len(part), n_envs, *part.shape[2:]) for part in states]
+
+
+def map_rows(loop: dict[str, Any], change: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
+    """Return the parts of a saved rollout that have a row per environment, each tensor changed by a function.
+
+    Args:
+        loop: State of a `RolloutCollector`.
+        change: Function of a tensor and the axis of its environments: 0, or 1 behind the ticks.
+    """
+    buffer = loop["buffer"]
+    changed = {
+        "state": [change(part, 0) for part in loop["state"]],
+        "starts": change(loop["starts"], 0),
+        **{name: change(loop[name], 1) for name in ("raw_features", "raw_privileged", "final_values") if name in loop},
+        "buffer": {"ticks": [change(part, 1) for part in buffer["ticks"]]},
     }
+    changed["buffer"]["state"] = [change(part, 0) for part in buffer["state"]]
+    if "sequence_states" in buffer:
+        changed["buffer"]["sequence_states"] = [change(part, 1) for part in buffer["sequence_states"]]
+    return changed
 
 
 def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) -> bool:
@@ -66,12 +85,6 @@ def move_environments(checkpoint: dict[str, Any], n_envs: int, *, device: torch.
     loop = checkpoint["callbacks"]["RolloutState"]["loop"]
     new_rng_seed = int(np.random.SeedSequence([rng_seed, loop["episode"]]).generate_state(1)[0])
     loop["generator"] = torch.Generator(device).manual_seed(new_rng_seed).get_state()
-    checkpoint["HostPoolData"]["pool"]["envs"] = []  # their generators cannot move either
-
-
-def _zero_rows(part: Tensor, n_envs: int) -> Tensor:  # [saved N, …] -> [N, …], zeros
-    return part.new_zeros(n_envs, *part.shape[1:])
-
-
-def _zero_ticks(part: Tensor, n_envs: int) -> Tensor:  # [ticks, saved N, …] -> [0, N, …]
-    return part.new_zeros(0, n_envs, *part.shape[2:])
+    pool = checkpoint["HostPoolData"]["pool"]
+    pool["envs"] = []  # their generators cannot move either
+    pool.pop(SHARDS_KEY, None)

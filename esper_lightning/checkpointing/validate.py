@@ -29,6 +29,9 @@ UPDATED_KEY = "esper_updated"
 """Key of the weights that a resumed run goes on with, in a checkpoint that was chosen by its score. Its `state_dict`
 holds the weights that played the rollout with that score."""
 
+OTHER_RANKS_KEY = "random_of_other_ranks"
+"""Key of the random states of all ranks but the first, in the state of the rollout; one rank has none."""
+
 MODULE_PARTS: dict[str, type] = {"state_dict": dict, IDENTITY_KEY: dict, MODULE_KEY: dict}
 """Parts that restore the policy alone, with the type of each."""
 
@@ -68,7 +71,11 @@ def check_schema(checkpoint: dict[str, Any]) -> None:
     if not isinstance(settings, dict) or not all(type(text) is str for pair in settings.items() for text in pair):
         raise ValueError("its settings are no texts; give another checkpoint")
     rollout = check_keys("RolloutState", checkpoint["callbacks"]["RolloutState"], ("loop", "normalisers", "random"))
-    check_random(rollout["random"])
+    others = rollout.get(OTHER_RANKS_KEY, [])
+    if not isinstance(others, list):
+        raise ValueError("the random states of its other ranks are no list")
+    for states in (rollout["random"], *others):
+        check_random(states)
 
 
 def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_PARTS) -> None:

@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from math import isnan
 from pathlib import Path
@@ -15,6 +17,7 @@ from jsonargparse.typing import PositiveInt
 from lightning import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
@@ -36,8 +39,9 @@ from esper_lightning.errors import one_line_errors, user_code_told_apart
 from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
 from esper_lightning.plugins import IMPORTS
-from esper_lightning.process import BEFORE_TRAINING, exits_on_signals
-from esper_lightning.provenance import RunRecord
+from esper_lightning.process import BEFORE_TRAINING, exits_on_signals, is_first_process
+from esper_lightning.provenance import RUN_FILE, RunRecord, job_name
+from esper_lightning.ranks import LOCAL_WORLD_VARIABLE, local_world
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
 CALLBACKS = {
@@ -77,11 +81,14 @@ REFUSED_SETTINGS = {
     "val_check_interval": "there is no validation loop; hosts are validated every tick",
     "limit_train_batches": "a rollout must be whole; use data.env.horizon",
     "fast_dev_run": "a rollout must be whole; use configs/smoke.yaml",
-    "strategy": "Tamiyo trains in one process; leave it out",
-    "num_nodes": "Tamiyo trains in one process; leave it out",
     "max_time": "it would cut a rollout short; stop the run with SIGTERM, which saves it",
 }
 """Trainer settings that would break a run, with the reason for each."""
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+DDP = "ddp"
+"""Strategy of Lightning with which several processes train."""
 
 MAX_THREADS = 1024
 """Largest accepted `threads_per_operator`; no machine has more cores."""
@@ -105,7 +112,11 @@ class EsperCLI(LightningCLI):
     """`fit`, `evaluate`, `information` and `grow`, with the callbacks, the run folder and checks of this project."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        with exits_on_signals(self._what_a_signal_stops), user_code_told_apart(self._settings):
+        with (
+            exits_on_signals(self._what_a_signal_stops),
+            user_code_told_apart(self._settings),
+            restored_variables(THREADS_VARIABLE, LOCAL_WORLD_VARIABLE),
+        ):
             super().__init__(*args, **settings)
 
     def _settings(self) -> Any:
@@ -150,7 +161,12 @@ class EsperCLI(LightningCLI):
         with one_line_errors():
             self._check_settings()
         assert self.subcommand is not None, "the program has no other way to run"
-        torch.set_num_threads(self.config[self.subcommand].threads_per_operator)
+        config = self.config[self.subcommand]
+        torch.set_num_threads(config.threads_per_operator)
+        if self.processes > 1:
+            # Else Lightning's launcher would choose another number of threads per operator than threads_per_operator.
+            os.environ[THREADS_VARIABLE] = str(config.threads_per_operator)
+            os.environ[LOCAL_WORLD_VARIABLE] = str(config.trainer.devices)
 
     def _check_settings(self) -> None:
         assert self.subcommand is not None, "the program has no other way to run"
@@ -162,8 +178,7 @@ class EsperCLI(LightningCLI):
         for name, reason in REFUSED_SETTINGS.items():
             if config.trainer[name] != defaults.trainer[name]:
                 raise ValueError(f"trainer.{name} cannot be set: {reason}")
-        if config.trainer.devices not in (1, "1"):
-            raise ValueError(f"trainer.devices must be 1, got {config.trainer.devices}: Tamiyo trains in one process")
+        self._check_processes(config.trainer)
         if config.trainer.precision not in (None, 32, "32", "32-true"):
             raise ValueError(
                 f"trainer.precision must be 32, got {config.trainer.precision}: Tamiyo is too small to gain"
@@ -185,6 +200,27 @@ class EsperCLI(LightningCLI):
         if config.trainer.max_epochs is None or config.trainer.max_epochs < 1:
             raise ValueError(f"trainer.max_epochs must be at least 1 rollout, got {config.trainer.max_epochs}")
 
+    def _check_processes(self, settings: Namespace) -> None:
+        """Set the number of processes: that of torchrun if it started this one, and 1 for all commands but `fit`.
+
+        Raises ValueError if the settings ask for another way to train in several processes than DDP.
+        """
+        if settings.strategy not in ("auto", DDP):
+            raise ValueError(f"trainer.strategy must be auto or {DDP}, got {settings.strategy}")
+        for name in ("devices", "num_nodes"):
+            if not str(settings[name]).isdecimal() or int(settings[name]) < 1:
+                raise ValueError(f"trainer.{name} must be a number of processes, got {settings[name]}")
+            settings[name] = int(settings[name])
+        if self.subcommand != "fit":
+            if settings.devices * settings.num_nodes > 1:
+                print_status(f"`{self.subcommand}` runs in one process; trainer.devices and num_nodes are for `fit`")
+            settings.devices = settings.num_nodes = 1
+        elif is_torchelastic_launched():
+            settings.devices = local_world()
+            settings.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.devices
+        self.processes = settings.devices * settings.num_nodes
+        settings.strategy = DDP if self.processes > 1 else "auto"
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, find and check the checkpoints that they name; `evaluate` takes its run's settings."""
         with one_line_errors():  # checked before Lightning uses the values, which would end in a traceback
@@ -203,6 +239,9 @@ class EsperCLI(LightningCLI):
             check_rng_seed("seed_everything", config.seed_everything)
             if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
+            if self.config.subcommand == "fit" and restarts() > 0:
+                interrupted = find_interrupted(root_folder(config.trainer.default_root_dir))
+                config.ckpt_path = interrupted or config.ckpt_path
             self.saved_identity: dict[str, Any] | None = None
             if config.get("ckpt_path") is not None:
                 status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
@@ -282,7 +321,8 @@ class EsperCLI(LightningCLI):
         self.model.check(self.datamodule)
         if self.saved_identity is not None and not self._get(self.config_init, "transfer", False):
             self.datamodule.keep_blueprints(self.saved_identity)
-        self.datamodule.build(self.trainer.strategy.root_device)
+        trainer = self.trainer
+        self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
         for pool in self.datamodule.pools.values():
             self._get(self.config_init, "evaluation").check(pool)
 
@@ -306,6 +346,18 @@ class EsperCLI(LightningCLI):
         """Build the hosts before the host of the command is grown."""
         with one_line_errors():
             self._build()
+
+
+@contextmanager
+def restored_variables(*names: str) -> Iterator[None]:
+    """Restore environment variables at the end of a `with` block."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def check_host_arguments(host: Any) -> None:
@@ -438,6 +490,21 @@ def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str
     return str(newest)
 
 
+def restarts() -> int:
+    """Return how many times torchrun has started the processes of this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def find_interrupted(root: Path) -> str | None:
+    """Return the newest latest.ckpt below `root` of a run that this job of torchrun began; None if there is none."""
+    found = []
+    for checkpoint in root.rglob(f"{CHECKPOINTS_FOLDER}/latest.ckpt"):
+        record = run_folder(checkpoint) / RUN_FILE
+        if record.is_file() and json.loads(record.read_text()).get("job") == job_name():
+            found.append(checkpoint)
+    return str(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
+
+
 def make_logger(root: Path, checkpoint: str | None) -> TensorBoardLogger:
     """Return a logger with a new run folder below `root`, or with the run folder of `checkpoint` when resuming.
 
@@ -457,6 +524,8 @@ class NewRunLogger(TensorBoardLogger):
     """
 
     def _get_next_version(self) -> int:
+        if not is_first_process():
+            return super()._get_next_version()  # not used: the folder is that of rank 0
         for number in count(super()._get_next_version()):
             try:
                 Path(self.root_dir, f"version_{number}").mkdir(parents=True)

@@ -8,6 +8,7 @@ from lightning import LightningDataModule
 from esper_lightning.datamodules.hosts import TickLoader
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.ranks import Ranks
 
 
 class VectorData(LightningDataModule):
@@ -26,10 +27,13 @@ class VectorData(LightningDataModule):
         check_rng_seed("data.seed", seed)
         self.pool: VectorEnv = env(**(settings or {}))
         self.seed = seed
+        self.ranks = Ranks([self.pool.n_envs])
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if policy and environments are on different devices."""
+        """Raise ValueError if policy and environments are on different devices, or if several processes train."""
         assert self.trainer is not None, "the trainer calls this"
+        if self.trainer.world_size > 1:
+            raise ValueError("environments that are no hosts train in one process; set trainer.devices to 1")
         env_device, policy_device = self.pool.device, self.trainer.strategy.root_device
         if env_device.type != policy_device.type:
             raise ValueError(

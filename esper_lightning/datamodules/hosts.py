@@ -1,13 +1,16 @@
 """Data module that owns the environments; a Lightning batch is one tick."""
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning import LightningDataModule
 
 from esper_lightning.blueprints import check_blueprint_name
+from esper_lightning.checkpointing import shards
 from esper_lightning.checkpointing.resize import (
     count_saved_envs,
     move_environments,
@@ -18,11 +21,13 @@ from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
+from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.ranks import Ranks, pack_state, unpack_state
 from esper_lightning.tasks import Task
 from esper_lightning.user_code import find_user_part
 
@@ -63,7 +68,9 @@ class PolicyData(Protocol):
     """Interface of the data modules that `TamiyoModule` accepts: they own the environments the policy is trained in."""
 
     n_envs: int
-    """Number of environments."""
+    """Number of environments of all processes."""
+    ranks: Ranks
+    """The processes that share the environments; `pool` has those of this one."""
     seed: int
     """RNG seed of the run."""
 
@@ -100,7 +107,7 @@ class HostPoolData(LightningDataModule):
         task: The task that hosts learn: data and measures.
         host: Class of the network that grows; it is given the shape of an input and the number of outputs.
         env: Settings of the environment: host training, the lifecycle of seeds, rewards, and the cost of growth.
-        n_envs: Hosts trained side by side.
+        n_envs: Hosts trained side by side. Where several processes train, each of them has an equal part.
         seed: RNG seed of initial weights, the order of data, and exploration. The command line sets it to
             seed_everything.
         also: Further tasks, by name, whose hosts are trained at the same time. All hosts then name their slots place1,
@@ -125,10 +132,12 @@ class HostPoolData(LightningDataModule):
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
+        self.ranks = Ranks([ground.n_envs for ground in self.task_configs.values()])
         self.overseer: Overseer | None = None
         self.saved_blueprints: list[str] | None = None  # those of the run that this one continues or evaluates
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
+        self.saved_to: Path | None = None  # path of the checkpoint that is being saved, if the trainer tells it
 
     def keep_blueprints(self, identity: Mapping[str, Any]) -> None:
         """Offer the blueprints of a saved run where the settings name none, so that later ones change nothing.
@@ -150,18 +159,31 @@ class HostPoolData(LightningDataModule):
         self.saved_blueprints = saved
 
     def setup(self, stage: str) -> None:
-        assert self.trainer is not None, "the trainer calls this"
-        self.build(self.trainer.strategy.root_device)
+        trainer = self.trainer
+        assert trainer is not None, "the trainer calls this"
+        self.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        if self.ranks.world > 1:  # each may have measured another executor to be the fastest
+            for pool, choice in zip(self.pools.values(), self.ranks.share(self._executor_choices()), strict=True):
+                pool.switch_executor(choice)
 
-    def build(self, device: torch.device) -> None:
-        """Build the pool unless it is built already. Raises ValueError if the settings do not fit together."""
+    def _executor_choices(self) -> list[ExecutorChoice]:
+        return [pool.executor_choice for pool in self.pools.values()]
+
+    def build(self, device: torch.device, *, rank: int = 0, world: int = 1) -> None:
+        """Build the pool with the hosts of one of `world` processes, unless it is built already.
+
+        Raises ValueError if the settings do not fit together, or if the processes cannot share the hosts evenly.
+        """
         if self._pool is not None:
             return
         several = len(self.task_configs) > 1
         if self.saved_blueprints is not None and not several:
             ((name, config),) = self.task_configs.items()
             self.task_configs[name] = replace(config, blueprints=config.blueprints or self.saved_blueprints)
-        self.loaded_tasks = self._for_each_task(lambda name: load_task(self.task_configs[name], self.env, device))
+        self.ranks = Ranks(self.ranks.sizes, rank, world)
+        self.loaded_tasks = self._for_each_task(
+            lambda name: load_task(self.task_configs[name], self.env, device, alone=world == 1)
+        )
         shared_space = (
             union_of_slots(
                 list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values()),
@@ -172,7 +194,7 @@ class HostPoolData(LightningDataModule):
         )
         self.pools = self._for_each_task(
             lambda name: self.loaded_tasks[name].make_pool(
-                self.task_configs[name].n_envs, shared_space=shared_space, overseer=self.overseer
+                self.task_configs[name].n_envs // world, shared_space=shared_space, overseer=self.overseer
             )
         )
         for pool in self.pools.values():
@@ -233,12 +255,13 @@ class HostPoolData(LightningDataModule):
     def identity(self) -> dict[str, Any]:
         """Return the properties of hosts, data, observation and actions that a resumed run must share."""
         pool = self.pool
+        hosts = [f"{name}: {self.task_configs[name].n_envs} hosts, {one.host_kind}" for name, one in self.pools.items()]
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
-            "host": pool.host_kind,
+            "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }
 
@@ -251,7 +274,7 @@ class HostPoolData(LightningDataModule):
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"
             )
-        elif (saved := count_saved_envs(checkpoint)) != self.n_envs:
+        elif (saved := count_saved_envs(checkpoint["HostPoolData"]["pool"])) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
                 f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "
@@ -262,10 +285,26 @@ class HostPoolData(LightningDataModule):
         return TickLoader(self.env.horizon)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pool": self.pool.state_dict()}
+        """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
+        state, ranks = self.pool.state_dict(), self.ranks
+        if ranks.world == 1:
+            return {"pool": state}
+        content = pack_state(state.pop("envs"))
+        size = int(ranks.sum(torch.tensor(len(content))))
+        if size > shards.MAX_BYTES and self.saved_to is not None:
+            token = ranks.share(secrets.token_hex(8))
+            return {"pool": state | {shards.SHARDS_KEY: shards.write_shard(self.saved_to, token, content, ranks=ranks)}}
+        of_all = [unpack_state(part) for part in ranks.gather(content)]
+        return {"pool": state | {"envs": ranks.join(of_all) if of_all else []}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["pool"]["envs"]) != self.n_envs:
+        state = state_dict["pool"]
+        if count_saved_envs(state) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if (note := self.pool.load_state_dict(state_dict["pool"])) is not None:
+        if shards.SHARDS_KEY in state:
+            assert self.trainer is not None and self.trainer.ckpt_path is not None, "the trainer calls this"
+            envs = shards.read_shards(self.trainer.ckpt_path, state[shards.SHARDS_KEY], self.ranks)
+        else:
+            envs = self.ranks.rows(state["envs"])
+        if (note := self.pool.load_state_dict(state | {"envs": envs})) is not None:
             print_status(note)

@@ -129,13 +129,19 @@ class LoadedTask(NamedTuple):
         return factory.space, factory.growable
 
 
-def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> LoadedTask:
-    """Load the data of a task config onto its devices. Raises ValueError if hosts cannot learn from them."""
+def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone: bool = True) -> LoadedTask:
+    """Load the data of a task config onto its devices. Raises ValueError if hosts cannot learn from them.
+
+    Args:
+        config, env: Settings.
+        device: Main device of the hosts.
+        alone: Hosts may use all other devices of the machine; False: other processes use them.
+    """
     env_config = config.env_config(env)
     data = config.task.load()
     if not isinstance(data, TaskData):
         raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}, not a TaskData")
     check_data(data, type(config.task).__name__)
     print_status(*find_doubts(data, type(config.task).__name__))
-    devices = [device, *other_devices(env_config.executor, device)]
+    devices = [device, *(other_devices(env_config.executor, device) if alone else ())]
     return LoadedTask(config, env_config, data.copy_to(devices), devices, fingerprint(data))

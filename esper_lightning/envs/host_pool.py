@@ -152,6 +152,12 @@ class HostPool:
         """Description of the hosts that differs between pools of different hosts."""
         return self.env_factory.host_kind
 
+    def switch_executor(self, choice: ExecutorChoice) -> None:
+        """Train the hosts by another executor from now on, with new episodes; do nothing if it is the present one."""
+        if choice != self.executor_choice:
+            self._use_executor(choice)
+            self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
+
     def _use_executor(self, choice: ExecutorChoice) -> None:
         """Switch to the executor that `choice` describes."""
         self.executor_choice = choice
@@ -446,9 +452,7 @@ class HostPool:
         choice, note = resume_choice(
             ExecutorChoice(*state.get("executor", self.executor_choice)), self.executor_choice, self.executor_candidates
         )
-        if choice != self.executor_choice:
-            self._use_executor(choice)
-            self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
+        self.switch_executor(choice)
         for i, saved in enumerate(state["envs"]):
             self.load_host(i, saved)
         self._update_privileged()

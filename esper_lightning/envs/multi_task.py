@@ -93,11 +93,6 @@ class MixedPool:
         return ", ".join(f"{name}: {pool.executor_choice}" for name, pool in self.pools.items())
 
     @property
-    def host_kind(self) -> str:
-        """Description of the hosts that differs between pools of different hosts."""
-        return "; ".join(f"{name}: {pool.n_envs} hosts, {pool.host_kind}" for name, pool in self.pools.items())
-
-    @property
     def samples_per_epoch(self) -> tuple[float, float]:
         """Training and validation samples of one host epoch, averaged over hosts."""
         rows = [[pool.n_envs * samples for samples in pool.samples_per_epoch] for pool in self.pools.values()]

@@ -17,6 +17,7 @@ from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ranks import Ranks
 from esper_lightning.serialization.checks import (
     check_count,
     check_generator_state,
@@ -43,12 +44,14 @@ def clone_record(record: Any) -> Any:
 class RolloutSummary(NamedTuple):
     """Statistics of one rollout before the update."""
 
-    returns: Tensor  # [N] undiscounted sum of rewards per environment; without those that are left out
-    values: Tensor  # [steps] V(s_t) of the steps that are learned from, in units of the return
+    returns: Tensor  # [N] undiscounted sum of rewards per environment of all ranks; without those that are left out
+    values: Tensor  # [steps] V(s_t) of this rank's steps that are learned from, in units of the return
     value_targets: Tensor  # [steps] returns that these values estimate
     advantage_spread: float
     """Standard deviation of advantages before normalisation."""
     advantages: Tensor  # [T, N] normalised; NaN where the action was forced
+    places: Tensor | None = None
+    """Indices of the sequences of all ranks in this rank's rollout; see `Rollout.minibatches`. None: one rank."""
     left_out: int = 0
     """Environments from which nothing is learned, because they have numbers that are not finite or too large."""
     defect: str | None = None
@@ -70,6 +73,7 @@ class RolloutCollector:
         privileged_norm: Normaliser of the critic's privileged features. None: they are not normalised.
         reward_norm: Statistics of the discounted sum of rewards, by whose standard deviation rewards are divided.
             None: rewards are not normalised.
+        ranks: Processes that collect the rollout together; `pool` has the environments of this one. None: one process.
     """
 
     def __init__(
@@ -83,8 +87,11 @@ class RolloutCollector:
         run_rng_seed: int,
         privileged_norm: nn.Module | None = None,
         reward_norm: RunningMeanStd | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.pool = pool
+        self.ranks = ranks or Ranks([pool.n_envs])
+        assert len(self.ranks.own) == pool.n_envs, "the environments of this rank"
         self.policy = policy
         self.observation_norm = observation_norm
         self.value_norm = value_norm
@@ -113,7 +120,8 @@ class RolloutCollector:
     def reset(self) -> None:
         """Begin a rollout: reset the environments and the recurrent state, except under autoreset after the first."""
         if not (self.has_reset and self.pool.autoreset):
-            self.pool.reset(episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, n_envs=self.pool.n_envs))
+            of_all = episode_rng_seeds(self.run_rng_seed, TRAINING, self.episode, n_envs=self.ranks.total)
+            self.pool.reset(self.ranks.rows(of_all))
             self.state = self.policy.initial_state(self.pool.n_envs)
             self.starts.fill_(True)
             self.has_reset = True
@@ -133,7 +141,7 @@ class RolloutCollector:
             distribution, values, self.state = self.policy.step(
                 observation, state, masks, starts=self.starts, privileged=privileged
             )
-            action = distribution.sample(self.generator)
+            action = distribution.sample(self.generator, self.ranks)
             self.raw_features[length].copy_(self.pool.observation.features)
             if self.raw_privileged is not None:
                 assert self.pool.privileged is not None
@@ -194,7 +202,7 @@ class RolloutCollector:
 
         An environment with a number that is not finite or too large is left out. Raises DivergedError if all are.
         """
-        buffer, config = self.buffer, self.config
+        buffer, config, ranks = self.buffer, self.config, self.ranks
         assert buffer.length == buffer.ticks, "the rollout is not finished"
         # V of the state after the last action, with the recurrent state after it.
         privileged = self._normalise_privileged(self.pool.privileged)
@@ -224,16 +232,20 @@ class RolloutCollector:
         records |= {"the policy's log-probability": buffer.log_prob, "the critic's value": values}
         results = {"the return": returns, "the advantage": advantages}
         usable = usable_environments([*records.values(), *results.values()])
-        left_out = int((~usable).sum())
-        defect = self._describe_defect(records, results, env=int(usable.int().argmin())) if left_out else None
-        if left_out == len(usable):
+        usable_of_all = ranks.gather_rows(usable)
+        left_out = int((~usable_of_all).sum())
+        defect = None
+        if left_out:
+            own = None if usable.all() else self._describe_defect(records, results, env=int(usable.int().argmin()))
+            defect = next(one for one in ranks.gather_everywhere(own) if one is not None)
+        if left_out == len(usable_of_all):
             raise DivergedError(f"no environment of the rollout can be learned from: {defect}; {REMEDY}")
         advantages, returns = torch.where(usable, advantages, 0.0), torch.where(usable, returns, 0.0)
         # Steps of a host whose episode ended before the horizon are padding.
         active = ~buffer.masks.ended & usable
         unforced = ~buffer.masks.forced & usable
-        normalised = normalise(advantages, unforced, config.advantage_floor)
-        self.value_norm.update(returns[active])
+        normalised = normalise(advantages, unforced, config.advantage_floor, ranks=ranks)
+        self.value_norm.update(returns[active], ranks)
         rollout = Rollout(
             observation=buffer.observation,
             masks=buffer.masks,
@@ -247,32 +259,53 @@ class RolloutCollector:
             privileged=buffer.privileged,
         )
         sequence_states = buffer.sequence_states
-        if left_out:
+        if left_out and not usable.all():
             rest = usable.nonzero().squeeze(1)
             rollout = rollout.select_envs(rest)
             if sequence_states is not None:
                 sequence_states = RecurrentState(*(part[:, rest] for part in sequence_states))
         if isinstance(self.observation_norm, RunningMeanStd):
             # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
-            self.observation_norm.update(self.raw_features[active])
+            self.observation_norm.update(self.raw_features[active], ranks)
         if isinstance(self.privileged_norm, RunningMeanStd):
             assert self.raw_privileged is not None
-            self.privileged_norm.update(self.raw_privileged[active])
+            self.privileged_norm.update(self.raw_privileged[active], ranks)
         # A state that is not finite would stay so: at the start of an episode it is multiplied by 0.
         self.state = RecurrentState(*(part.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for part in self.state))
         if sequence_states is not None:
             rollout = rollout.split_sequences(buffer.sequence_length, sequence_states)
         reward_unit = 1.0 if reward_deviation is None else reward_deviation.item()
         return rollout, RolloutSummary(
-            returns=buffer.rewards.sum(0)[usable].cpu(),
+            returns=ranks.gather_rows(buffer.rewards.sum(0))[usable_of_all].cpu(),
             values=values[active] * reward_unit,
             value_targets=returns[active] * reward_unit,
-            advantage_spread=advantages[unforced].std(correction=0).item() * reward_unit if unforced.any() else 0.0,
+            advantage_spread=self._spread(advantages[unforced]) * reward_unit,
             advantages=torch.where(unforced, normalised, torch.nan),
+            places=None if ranks.world == 1 else self._places(usable, usable_of_all),
             left_out=left_out,
             defect=defect,
             reward_deviation=None if reward_deviation is None else reward_unit,
         )
+
+    def _spread(self, advantages: Tensor) -> float:
+        """Return the standard deviation of advantages [steps] over all ranks; 0 without any."""
+        if self.ranks.world > 1:
+            return self.ranks.moments(advantages).variance.sqrt().item()
+        return advantages.std(correction=0).item() if len(advantages) else 0.0
+
+    def _places(self, usable: Tensor, usable_of_all: Tensor) -> Tensor:
+        """Return for each training sequence of all ranks its index in this rank's rollout, or -1, int64.
+
+        Args:
+            usable: Environments of this rank that are learned from, [n] bool.
+            usable_of_all: Environments of all ranks that are learned from, [N] bool.
+        """
+        own = torch.tensor(self.ranks.own, device=usable.device)[usable]
+        places = usable.new_full((len(usable_of_all),), -1, dtype=torch.int64)
+        places[own] = torch.arange(len(own), device=usable.device)
+        places = places[usable_of_all]
+        sequences = range(self.buffer.ticks // self.buffer.sequence_length)
+        return torch.cat([torch.where(places < 0, -1, places + k * len(own)) for k in sequences])
 
     def _update_reward_norm(self) -> Tensor | None:
         """Update the statistics of the discounted sum of rewards, and return its standard deviation, a scalar.
@@ -287,7 +320,7 @@ class RolloutCollector:
         sums = discounted_sums(buffer.rewards, self.discounted_sums, starts=buffer.starts, gamma=self.config.gamma)
         usable = usable_environments([buffer.rewards])
         self.discounted_sums.copy_(torch.where(usable, sums[-1], 0.0))
-        self.reward_norm.update(sums[~buffer.masks.ended & usable])
+        self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)
         return self.reward_norm.deviation
 
     def _describe_defect(self, records: Mapping[str, Tensor], results: Mapping[str, Tensor], env: int) -> str:
@@ -302,7 +335,7 @@ class RolloutCollector:
         assert found is not None, "the environment is left out"
         terms = self.reward_terms.get(found.step, {}) if found.name == REWARD else {}
         culprit = find_defect({f"the reward term {name}": paid[None] for name, paid in terms.items()}, env) or found
-        return f"in environment {env} at step {found.step + 1} {culprit.name} is {culprit.value:g}"
+        return f"in environment {self.ranks.own[env]} at step {found.step + 1} {culprit.name} is {culprit.value:g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the collector's state, in types that `weights_only=True` accepts."""

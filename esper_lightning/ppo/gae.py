@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from esper_lightning.ranks import ALONE, Ranks
+
 
 def gae(
     rewards: Tensor,  # [T, N]
@@ -43,12 +45,16 @@ def discounted_sums(
     return sums
 
 
-def normalise(advantages: Tensor, included: Tensor, floor: float) -> Tensor:
+def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Ranks = ALONE) -> Tensor:
     """Normalise advantages to mean 0 and standard deviation 1 over the steps in `included` (bool, same shape).
 
-    The standard deviation is at least `floor`, so that noise is not amplified when all returns are alike.
+    The standard deviation is at least `floor`, so that noise is not amplified when all returns are alike. With several
+    ranks both numbers are those of the steps of all ranks.
     """
     sample = advantages[included]
+    if ranks.world > 1:
+        count, mean, variance = ranks.moments(sample)
+        return (advantages - mean) / variance.sqrt().clamp(min=floor) if count > 1 else torch.zeros_like(advantages)
     if sample.numel() < 2:
         return torch.zeros_like(advantages)
     return (advantages - sample.mean()) / sample.std(correction=0).clamp(min=floor)

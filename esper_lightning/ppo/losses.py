@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.ppo.rollout_buffer import Rollout
+from esper_lightning.ranks import Ranks
 from esper_lightning.tamiyo.policy import Policy
 
 LARGEST_SETTING = 1e30
@@ -170,7 +171,7 @@ class PPOConfig:
 
 
 class PPOTerms(NamedTuple):
-    """Loss terms of one minibatch: four scalars with a graph, then metrics without one."""
+    """Loss terms of one minibatch: four scalars and the entropies of the heads with a graph, then metrics without."""
 
     policy: Tensor  # policy loss
     value: Tensor  # value loss
@@ -184,6 +185,8 @@ class PPOTerms(NamedTuple):
     ratio_error: Tensor  # largest |ratio - 1|
     ratio_low: Tensor  # smallest ratio
     ratio_high: Tensor  # largest ratio
+    learned: Tensor  # number of steps whose action was not forced
+    active: Tensor  # number of steps of episodes that had not ended
     ratio: Tensor  # [T, n] probability ratios; NaN where the action was forced
 
     def total(self, value_coefficient: float, entropy_coefficient: float) -> Tensor:
@@ -221,6 +224,22 @@ def entropy_shortfall(head_entropy: Tensor, is_free: Tensor, floors: Tensor) -> 
     return ((floors - head_entropy).clamp(min=0.0) * is_free).sum()
 
 
+def floor_penalty(head_entropy: Tensor, free_steps: Tensor, heads: Sequence[str], *, config: PPOConfig) -> Tensor:
+    """Return the weighted shortfall of the heads' entropies below their floors, a scalar; 0 without floors.
+
+    Args:
+        head_entropy: Mean normalised entropy of each head, [heads].
+        free_steps: Number of steps in which each head had a choice, [heads].
+        heads: Names of the heads.
+        config: Settings with the floors.
+    """
+    floors = config.entropy_floors or {}
+    if not floors:
+        return head_entropy.new_zeros(())
+    head_floors = torch.tensor([floors.get(head, 0.0) for head in heads], device=head_entropy.device)
+    return config.entropy_floor_weight * entropy_shortfall(head_entropy, free_steps > 0.0, head_floors)
+
+
 def kl_estimate(log_ratio: Tensor) -> Tensor:
     """Return (r - 1) - ln r, the estimator k3: unbiased, non-negative (http://joschu.net/blog/kl-approx.html)."""
     return torch.expm1(log_ratio) - log_ratio
@@ -242,7 +261,7 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
     clamped_ratio = ratio if clamp is None else log_ratio.clamp(-clamp, clamp).exp()
     surrogate = clipped_surrogate(clamped_ratio, rollout.advantages, config.clip)
     entropy, relevance = distribution.entropy()  # [T, n, heads] both
-    weights, floors = config.entropy_weights or {}, config.entropy_floors or {}
+    weights = config.entropy_weights or {}
     head_weights = torch.tensor([weights.get(head, 1.0) for head in distribution.heads], device=ratio.device)
     with torch.no_grad():
         kl = masked_mean(kl_estimate(log_ratio), unforced)
@@ -253,18 +272,14 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
         ratio_low, ratio_high = ratio.aminmax()
     # Steps without a choice are excluded, because their entropy is 0 for any policy.
     head_entropy = (entropy * relevant_steps).sum((0, 1)) / free_steps.clamp(min=1e-6)
-    floor_penalty = torch.zeros_like(kl)
-    if floors:
-        head_floors = torch.tensor([floors.get(head, 0.0) for head in distribution.heads], device=ratio.device)
-        floor_penalty = config.entropy_floor_weight * entropy_shortfall(head_entropy, free_steps > 0.0, head_floors)
     return PPOTerms(
         policy=masked_mean(surrogate, unforced),
         value=masked_mean(
             value_loss(values, rollout.values, rollout.targets, clip=config.value_clip), ~rollout.masks.ended
         ),
         entropy=masked_mean((entropy * relevance * head_weights).sum(-1), unforced),
-        floor_penalty=floor_penalty,
-        head_entropy=head_entropy.detach(),
+        floor_penalty=floor_penalty(head_entropy, free_steps, distribution.heads, config=config),
+        head_entropy=head_entropy,
         head_choice_share=free_steps / unforced.sum().clamp(min=1),
         kl=kl,
         kl_k1=kl_k1,
@@ -272,7 +287,65 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
         ratio_error=torch.max(ratio_high - 1.0, 1.0 - ratio_low),
         ratio_low=ratio_low,
         ratio_high=ratio_high,
+        learned=unforced.sum(),
+        active=(~rollout.masks.ended).sum(),
         ratio=torch.where(unforced, ratio.detach(), torch.nan),
+    )
+
+
+MEANS_OF_LEARNED = ("policy", "entropy", "kl", "kl_k1", "clip_fraction")
+"""Terms that are means over the steps whose action was not forced."""
+
+
+def empty_terms(policy: Policy, minibatch: Rollout) -> PPOTerms:
+    """Return the terms of a minibatch without environments: they count nothing, and all gradients are 0.
+
+    A rank without environments in a minibatch takes part in the averaging of gradients with them.
+    """
+    zero = torch.stack([(parameter * 0.0).sum() for parameter in policy.parameters()]).sum()
+    names = set(PPOTerms._fields) - {"head_entropy", "head_choice_share", "ratio_low", "ratio_high", "ratio"}
+    heads, infinite = zero.expand(len(policy.heads.tables)), torch.full_like(zero, math.inf)
+    return PPOTerms(
+        **dict.fromkeys(names, zero),
+        head_entropy=heads,
+        head_choice_share=heads,
+        ratio_low=infinite,
+        ratio_high=-infinite,
+        ratio=minibatch.log_prob,
+    )
+
+
+def terms_over_ranks(terms: PPOTerms, heads: Sequence[str], config: PPOConfig, *, ranks: Ranks) -> PPOTerms:
+    """Return the terms of the minibatch of all ranks, alike on all of them, with the gradient of this rank's part.
+
+    Args:
+        terms: Terms of this rank's part of the minibatch.
+        heads: Names of the heads.
+        config: Settings of PPO.
+        ranks: See `Ranks.sum_with_gradient`.
+    """
+    if ranks.world == 1:
+        return terms
+    learned, active, free = terms.learned, terms.active, terms.head_choice_share * terms.learned
+    means = [getattr(terms, name) * learned for name in MEANS_OF_LEARNED]
+    dtype = terms.value.dtype
+    scalars = torch.stack([learned.to(dtype), active.to(dtype), terms.value * active, *means])
+    sums = ranks.sum_with_gradient(torch.cat([scalars, free, terms.head_entropy * free]).double()).to(dtype)
+    (learned, active, value, *means), free, entropies = sums.split([len(scalars), len(heads), len(heads)])
+    head_entropy = entropies / free.clamp(min=1e-6)
+    low, high = ranks.maximum(torch.stack([-terms.ratio_low, terms.ratio_high])) * torch.tensor([-1.0, 1.0]).to(free)
+    return PPOTerms(
+        **{name: mean / learned.clamp(min=1.0) for name, mean in zip(MEANS_OF_LEARNED, means, strict=True)},
+        value=value / active.clamp(min=1.0),
+        floor_penalty=floor_penalty(head_entropy, free, heads, config=config),
+        head_entropy=head_entropy,
+        head_choice_share=free / learned.clamp(min=1.0),
+        ratio_error=torch.max(high - 1.0, 1.0 - low),
+        ratio_low=low,
+        ratio_high=high,
+        learned=learned,
+        active=active,
+        ratio=terms.ratio,
     )
 
 

@@ -58,15 +58,27 @@ class Rollout(NamedTuple):
         )
         return Rollout(**fields, state=RecurrentState(*states))
 
-    def minibatches(self, epochs: int, parts: int, generator: torch.Generator) -> Iterator["Rollout"]:
+    def minibatches(
+        self, epochs: int, parts: int, generator: torch.Generator, *, places: Tensor | None = None
+    ) -> Iterator["Rollout"]:
         """Iterate over the rollout `epochs` times, each time in `parts` random groups of environments.
 
-        There is one group per environment if there are fewer than `parts`.
+        There is one group per environment if there are fewer than `parts`. With several ranks the groups are drawn from
+        the environments of all ranks, alike on each of them. A rank gets its own part of a group, which may be empty.
+
+        Args:
+            epochs, parts: See above.
+            generator: Generator of the groups, in the same state on all ranks.
+            places: For each environment of all ranks its index in this rollout, or -1 if another rank has it, int64.
+                None: this rollout has all environments.
         """
         device = self.log_prob.device
-        n = self.log_prob.shape[1]
+        n = self.log_prob.shape[1] if places is None else len(places)
         for _ in range(epochs):
             for envs in torch.randperm(n, generator=generator, device=device).tensor_split(min(parts, n)):
+                if places is not None:
+                    envs = places[envs]
+                    envs = envs[envs >= 0]
                 yield self.select_envs(envs)
 
 

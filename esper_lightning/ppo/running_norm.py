@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.ranks import ALONE, Ranks
+
 
 class RunningMeanStd(nn.Module):
     """Running mean and variance of a stream of vectors.
@@ -30,16 +32,14 @@ class RunningMeanStd(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     @torch.no_grad()
-    def update(self, batch: Tensor) -> None:
-        """Update the statistics with values [..., *shape].
+    def update(self, batch: Tensor, ranks: Ranks = ALONE) -> None:
+        """Update the statistics with values [..., *shape], those of all ranks.
 
         An empty batch changes nothing, nor does one whose mean or variance is not finite.
         """
-        batch = batch.reshape(-1, *self.mean.shape)
-        n_values = batch.shape[0]
+        n_values, mean, var = ranks.moments(batch.reshape(-1, *self.mean.shape))
         if n_values == 0:
             return
-        mean, var = batch.mean(0), batch.var(0, correction=0)
         if self.momentum is None:
             weight = n_values / (self.count + n_values)
         else:

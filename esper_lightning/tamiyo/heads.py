@@ -18,6 +18,7 @@ from esper_lightning.envs import HEADS, Action, Masks
 from esper_lightning.envs.spaces.actions import RELEVANT_OPS, relevance_table, zero_irrelevant_heads
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceMasks, ChoiceSpace
 from esper_lightning.envs.vector_env import ActionSpaceProtocol
+from esper_lightning.ranks import ALONE, Ranks
 
 MASKED_LOGIT = -1e4
 """Logit of an impossible choice: its probability is exactly 0 in float32, and the number fits in half precision."""
@@ -178,6 +179,15 @@ def select_row(table: Tensor, row: Tensor | None) -> Tensor:  # [..., choices]
     return table.gather(-2, index).squeeze(-2)
 
 
+def draw_rows(weights: Tensor, generator: torch.Generator, ranks: Ranks) -> Tensor:  # [n, choices] -> [n]
+    """Draw one choice per row, in proportion to its weights; rows are the environments of this rank."""
+    if ranks.world == 1:
+        return torch.multinomial(weights, 1, generator=generator).squeeze(1)
+    # As torch.multinomial does it: every rank draws the noise of all environments, and uses that of its own.
+    noise = weights.new_empty(ranks.total, weights.shape[1]).exponential_(generator=generator)
+    return (weights / ranks.rows(noise)).argmax(1)
+
+
 class FactoredDistribution(ABC):
     """Distribution over actions [..., N] with one table of conditional log-probabilities per head.
 
@@ -194,18 +204,21 @@ class FactoredDistribution(ABC):
         for head, floor in (floors or {}).items():
             self.log_probs[head] = raise_to_floor(self.log_probs[head], masks[head], floor)
 
-    def sample(self, generator: torch.Generator) -> Any:
+    def sample(self, generator: torch.Generator, ranks: Ranks = ALONE) -> Any:
         """Draw an action; `generator` must be on the device of the logits.
 
         Where log-probabilities are NaN, all possible choices are equally likely: to draw from NaN would end a GPU's
         process. The action's log-probability stays NaN, so that nothing is learned from it.
+
+        With several ranks, whose generators are in the same state, the actions are those that one process would draw
+        for the environments of all ranks.
         """
 
         def draw(head: str, row: Tensor | None) -> Tensor:
             log_probs, mask = self.log_probs[head], self.mask_tables[head]
             table = torch.where(log_probs.isnan(), mask + SMALLEST_WEIGHT, log_probs.exp())
             weights = select_row(table, row)
-            return torch.multinomial(weights.flatten(0, -2), 1, generator=generator).view(weights.shape[:-1])
+            return draw_rows(weights.flatten(0, -2), generator, ranks).view(weights.shape[:-1])
 
         return self._action(self._choose(draw))
 

@@ -166,12 +166,16 @@ def choice_metrics(action: Any, masks: Any, space: Any, *, relevant: Tensor) -> 
     return found | {"masks/forced": 1.0 - free.float().mean().item()}
 
 
-def skipped_step_metrics(envs: Sequence["HostEnv"]) -> dict[str, float]:
+def skipped_step_metrics(envs: Sequence["HostEnv"], indices: Sequence[int]) -> dict[str, float]:
     """Return the optimizer steps skipped since the episode began.
 
     The total and one number per host; an empty dict if no host uses a GradScaler.
+
+    Args:
+        envs: The hosts.
+        indices: Index of each host among those of all processes.
     """
-    skipped = {i: float(env.skipped_steps) for i, env in enumerate(envs) if env.scaler.is_enabled()}
+    skipped = {i: float(env.skipped_steps) for i, env in zip(indices, envs, strict=True) if env.scaler.is_enabled()}
     each = {f"skipped_steps/host{i}": steps for i, steps in skipped.items()}
     return {"hosts/skipped_steps": sum(skipped.values()), **each} if skipped else {}
 

@@ -136,14 +136,15 @@ class Observer:
 
     Args:
         pool: The hosts; only numbers and names (hosts, slots, blueprints, horizon) are read from it.
+        n_envs: Number of hosts. None: those of the pool.
     """
 
-    def __init__(self, pool: "HostPool") -> None:
-        space = pool.space
+    def __init__(self, pool: "HostPool", n_envs: int | None = None) -> None:
+        space, n_envs = pool.space, pool.n_envs if n_envs is None else n_envs
         self.slots, self.blueprints = space.slot, space.blueprint
         self.gradients = RolloutGradients()
-        self.scoreboard = Scoreboard(space.blueprint, space.slot, pool.n_envs)
-        self.trace = EpisodeTrace(pool.horizon, pool.n_envs, len(space.slot))
+        self.scoreboard = Scoreboard(space.blueprint, space.slot, n_envs)
+        self.trace = EpisodeTrace(pool.horizon, n_envs, len(space.slot))
         self.gates = GateRefusals()
 
     def update(self, step: "StepResult", envs: Sequence["HostEnv"], tick: int, *, all_events: bool) -> list[Event]:

@@ -42,7 +42,7 @@ def test_host_and_seeds_skip_a_step_together(make_pool: MakePool) -> None:
     ]
     assert all(stood[0]) and not any(stood[1])
     assert [env.skipped_steps for env in pool.envs] == [counted[0] + 1, counted[1]]
-    assert skipped_step_metrics(pool.envs) == {
+    assert skipped_step_metrics(pool.envs, range(pool.n_envs)) == {
         "hosts/skipped_steps": sum(counted) + 1,
         "skipped_steps/host0": counted[0] + 1,
         "skipped_steps/host1": counted[1],
@@ -71,7 +71,7 @@ def test_a_host_that_can_take_no_step_is_rolled_back_and_the_others_step_on(make
     ]
     assert stood and all(stood), "host and seed made the same decision"
     assert pool.envs[0].skipped_steps == counted[0] + 4
-    assert skipped_step_metrics(pool.envs)["skipped_steps/host0"] == counted[0] + 4
+    assert skipped_step_metrics(pool.envs, range(pool.n_envs))["skipped_steps/host0"] == counted[0] + 4
     assert pool.envs[1].skipped_steps < counted[1] + 4
     scale = pool.envs[1].scaler.get_scale()
     step = pool.step(act(WAIT, WAIT))

@@ -181,7 +181,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The rollout in flight is lost when a run goes on",
         "callbacks/rollout_state.py",
-        'pl_module.collector.load_state_dict(self._pending["loop"])',
+        "pl_module.collector.load_state_dict(own)",
         "pass",
         "tests/callbacks/test_rollout_state.py::test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another",
     ),

@@ -113,14 +113,14 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F6: the callback restores no rollout",
         "callbacks/rollout_state.py",
-        'pl_module.collector.load_state_dict(self._pending["loop"])',
+        "pl_module.collector.load_state_dict(own)",
         "pass",
         "tests/callbacks/test_rollout_state.py::test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another",
     ),
     Defect(
         "F6: the callback restores no random numbers",
         "callbacks/rollout_state.py",
-        'set_random_states(self._pending["random"])',
+        "set_random_states(of_ranks[ranks.rank])",
         "pass",
         "tests/callbacks/test_rollout_state.py::test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another",
     ),
@@ -134,8 +134,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F7: normalisers take in ticks after the end of an episode",
         "esper_lightning/ppo/collector.py",
-        "self.value_norm.update(returns[active])",
-        "self.value_norm.update(returns)",
+        "self.value_norm.update(returns[active], ranks)",
+        "self.value_norm.update(returns, ranks)",
         "tests/envs/test_rollback_isolation.py::test_normalisers_take_in_nothing_of_an_episode_that_is_over",
     ),
     Defect(
@@ -440,7 +440,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "S16: Lightning's EarlyStopping receives no objective",
         "esper_lightning/module.py",
-        'self.log_dict({f"rollout/{name}": value for name, value in chosen_by.items()}, logger=False)',
+        'self.log_dict({f"rollout/{name}": value for name, value in self.means.items()}, logger=False)',
         "pass",
         "tests/test_early_stopping.py::test_a_run_on_a_plateau_stops_early_and_is_saved[plateau]",
     ),

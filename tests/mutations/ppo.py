@@ -170,8 +170,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The floors of the heads' entropies change places",
         f"{P}/losses.py",
-        "floors.get(head, 0.0) for head in distribution.heads]",
-        "floors.get(head, 0.0) for head in reversed(distribution.heads)]",
+        "floors.get(head, 0.0) for head in heads]",
+        "floors.get(head, 0.0) for head in reversed(heads)]",
         f"{T}/test_reference.py::test_the_loss_and_its_gradient_are_those_of_the_reference",
     ),
     Defect(
@@ -234,17 +234,17 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Rewards are divided by the deviation of earlier rollouts",
         ROLLOUT,
-        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n"
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)\n"
         "        return self.reward_norm.deviation",
         "        deviation = self.reward_norm.deviation\n"
-        "        self.reward_norm.update(sums[~buffer.masks.ended & usable])\n        return deviation",
+        "        self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)\n        return deviation",
         REWARDS,
     ),
     Defect(
         "Rewards after an episode's end are part of their deviation",
         ROLLOUT,
-        "self.reward_norm.update(sums[~buffer.masks.ended & usable])",
-        "self.reward_norm.update(sums[:, usable])",
+        "self.reward_norm.update(sums[~buffer.masks.ended & usable], self.ranks)",
+        "self.reward_norm.update(sums[:, usable], self.ranks)",
         "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
     ),
     Defect(
@@ -278,8 +278,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Observations are normalised twice before their statistics are taken",
         ROLLOUT,
-        "self.observation_norm.update(self.raw_features[active])",
-        "self.observation_norm.update(buffer.observation.features[active])",
+        "self.observation_norm.update(self.raw_features[active], ranks)",
+        "self.observation_norm.update(buffer.observation.features[active], ranks)",
         "tests/ppo/test_collector.py::test_normalisers_change_at_the_end_of_a_rollout_and_never_within",
     ),
     Defect(
@@ -293,8 +293,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "What is seen after an episode's end moves the value targets",
         ROLLOUT,
-        "self.value_norm.update(returns[active])",
-        "self.value_norm.update(returns)",
+        "self.value_norm.update(returns[active], ranks)",
+        "self.value_norm.update(returns, ranks)",
         "tests/ppo/test_collector.py::test_what_comes_after_an_end_counts_for_nothing",
     ),
     # Rollouts.
@@ -392,14 +392,14 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The spread of the advantages is reported after they were normalised",
         ROLLOUT,
-        "advantages[unforced].std(correction=0).item()",
-        "normalised[unforced].std(correction=0).item()",
+        "self._spread(advantages[unforced])",
+        "self._spread(normalised[unforced])",
         SUMMARY,
     ),
     Defect(
         "What the critic alone sees is never normalised",
         ROLLOUT,
-        "self.privileged_norm.update(self.raw_privileged[active])",
+        "self.privileged_norm.update(self.raw_privileged[active], ranks)",
         "pass",
         f"{T}/test_reference.py::test_what_the_critic_alone_sees_is_normalised_by_all_that_it_saw",
     ),
@@ -621,7 +621,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Ratios that exploded are never written",
         "callbacks/telemetry.py",
-        "self._write_events(watch.exploded_ratios(usual, trainer.current_epoch + 1))",
+        "self._write_events(self._gather_events(watch.exploded_ratios(usual, trainer.current_epoch + 1)))",
         "watch.exploded_ratios(usual, trainer.current_epoch + 1)",
         "tests/telemetry/test_tensorboard.py::test_ratios_that_exploded_are_events_of_their_update",
     ),

@@ -11,6 +11,7 @@ from tests.mutations import (
     growth,
     plugins,
     ppo,
+    ranks,
     trust,
 )
 
@@ -26,4 +27,5 @@ DEFECTS = (
     *trust.DEFECTS,
     *plugins.DEFECTS,
     *endings.DEFECTS,
+    *ranks.DEFECTS,
 )

@@ -162,7 +162,7 @@ def play_with_scale(
     scale: list[tuple[float, float]] = []
     update = loop.value_norm.update
 
-    def watched(batch: Tensor) -> None:
+    def watched(batch: Tensor, *_: object) -> None:
         scale.append((loop.value_norm.mean.double().item(), loop.value_norm.deviation.double().item()))
         update(batch)
 

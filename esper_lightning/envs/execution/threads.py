@@ -13,12 +13,17 @@ from torch import Tensor
 from esper_lightning.envs.execution.loop import LoopExecutor, onednn_convolutions
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.ranks import local_world
 from esper_lightning.tasks import Split, Task
 
 
 def usable_cores() -> int:
-    """Return the number of processor cores that this process may use; all cores where the system does not tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores for this process; all cores where the system does not tell.
+
+    Processes of one run on one machine share its cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world())
 
 
 class CostEstimator:

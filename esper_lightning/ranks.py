@@ -1,0 +1,222 @@
+"""Processes that train one policy together: which environments each of them owns, and what they tell each other.
+
+A rank is one process, usually with one GPU or one socket of a machine. W ranks have N environments in all. Gradients
+are averaged by Lightning's DDP strategy; everything else goes through `Ranks`. Every rank calls the same methods in the
+same order, whatever happens on it alone. With one rank nothing is sent, and every number is computed as without this
+module.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from esper_lightning.machine import CPU
+
+Record = TypeVar("Record")
+Rows = TypeVar("Rows", Tensor, list)
+
+LOST_RANK_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "caused pair closure",
+    "Socket Timeout",
+    "remote process exited",
+)
+"""Texts in the RuntimeErrors of torch.distributed if another process of the run has ended."""
+
+LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
+"""Environment variable with the number of processes of the run on this machine; torchrun sets it."""
+
+
+def local_world() -> int:
+    """Return the number of processes of the run on this machine."""
+    return int(os.environ.get(LOCAL_WORLD_VARIABLE, "1"))
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return True if a collective operation failed because another process of the run has ended."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in LOST_RANK_TEXTS)
+
+
+def pack_state(state: Any) -> bytes:
+    """Return nested plain data with tensors on any device as bytes; memory that tensors share is written once."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def unpack_state(content: bytes) -> Any:
+    """Return the state in the bytes of `pack_state`, with its tensors on the CPU."""
+    return torch.load(io.BytesIO(content), map_location=CPU, weights_only=True)
+
+
+class Moments(NamedTuple):
+    """Mean and variance of vectors over all ranks."""
+
+    n_values: int
+    mean: Tensor
+    variance: Tensor  # without Bessel's correction
+
+
+class Ranks:
+    """The processes of a run, as one of them sees them.
+
+    Environments are numbered 0 … N - 1 over all ranks. The environments of each task are divided into W equal parts,
+    and rank r owns part r of each, so RNG seeds and exploration of an environment do not depend on W.
+
+    Args:
+        sizes: Number of environments of each task, over all ranks.
+        rank: Number of this process, from 0.
+        world: Number of processes W.
+
+    Raises ValueError if the environments of a task cannot be shared evenly.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (), rank: int = 0, world: int = 1) -> None:
+        for size in sizes:
+            if size % world:
+                low, high = size // world * world, -(-size // world) * world
+                raise ValueError(
+                    f"{size} environments cannot be shared evenly by {world} processes; "
+                    f"set their number to {f'{low} or ' if low else ''}{high}"
+                )
+        self.rank, self.world = rank, world
+        self.sizes = list(sizes)
+        self.total = sum(sizes)
+        ends = list(accumulate(size // world for size in sizes))
+        # Places of a rank's own environments of each task, among those of the rank and among those of all ranks.
+        self._own_spans = [slice(end - size // world, end) for size, end in zip(sizes, ends, strict=True)]
+        starts = [end * world - size for size, end in zip(sizes, ends, strict=True)]
+        shares = [(start + rank * (size // world), size // world) for start, size in zip(starts, sizes, strict=True)]
+        self._spans = [slice(start, start + length) for start, length in shares]
+        self.own = [i for span in self._spans for i in range(span.start, span.stop)]
+        self._cpu_group: Any = None
+
+    def own_of(self, rank: int) -> list[int]:
+        """Return the environments of a rank."""
+        return self.own if rank == self.rank else Ranks(self.sizes, rank, self.world).own
+
+    def rows(self, of_all: Rows, axis: int = 0) -> Rows:
+        """Return the rows of this rank's environments, given rows of all environments along `axis`."""
+        if self.world == 1:
+            return of_all
+        if isinstance(of_all, Tensor):
+            return torch.cat([of_all.narrow(axis, span.start, span.stop - span.start) for span in self._spans], axis)
+        return [of_all[i] for i in self.own]
+
+    def join(self, parts: Sequence[Rows], axis: int = 0) -> Rows:
+        """Return rows of all environments in their order, given those of every rank along `axis`."""
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(parts[0], list):
+            return [row for span in self._own_spans for part in parts for row in part[span]]
+        spans = [(span.start, span.stop - span.start) for span in self._own_spans]
+        return torch.cat([part.narrow(axis, *span) for span in spans for part in parts], axis)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of tensors of the same shape over all ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum of tensors of the same shape over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        if self.world == 1:
+            return values
+        result = values.detach().clone()
+        dist.all_reduce(result, operation, group=self._group(result))
+        return result
+
+    def sum_with_gradient(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, with W times the gradient of this rank's part.
+
+        A loss of such sums has the same value on every rank. DDP divides the sum of the ranks' gradients by W, which
+        leaves the gradient that one process with all environments would have.
+        """
+        return values if self.world == 1 else _Sum.apply(values, self)
+
+    def moments(self, values: Tensor) -> Moments:
+        """Return count, mean and variance of vectors [n, …] over all ranks; n may differ and may be 0."""
+        if self.world == 1 and len(values):
+            return Moments(len(values), values.mean(0), values.var(0, correction=0))
+        # Two passes: a mean of squares minus the square of the mean would cancel.
+        precise = values.double()
+        count = precise.new_full((1,), len(values))
+        sums = self.sum(torch.cat([count, precise.sum(0).reshape(-1)]))
+        total = sums[0].clamp(min=1.0)
+        mean = (sums[1:] / total).view(values.shape[1:])
+        squares = self.sum((precise - mean).square().sum(0).reshape(-1)).view(values.shape[1:])
+        return Moments(int(sums[0]), mean.to(values.dtype), (squares / total).to(values.dtype))
+
+    def gather_rows(self, own: Tensor) -> Tensor:
+        """Return the rows of all environments on every rank, given those of this rank's environments."""
+        if self.world == 1:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(parts, own.contiguous(), group=self._group(own))
+        return self.join(parts)
+
+    def gather(self, record: Record) -> list[Record]:
+        """Return the records of all ranks on rank 0, in the order of ranks; elsewhere an empty list.
+
+        Tensors in a record must be on the CPU.
+        """
+        if self.world == 1:
+            return [record]
+        found: list[Any] = [None] * self.world
+        dist.gather_object(record, found if self.rank == 0 else None, dst=0, group=self._group())
+        return found if self.rank == 0 else []
+
+    def gather_state(self, state: Record) -> list[Record]:
+        """Return what `gather` returns, for nested plain data with tensors on any device; they come to the CPU."""
+        return [state] if self.world == 1 else [unpack_state(part) for part in self.gather(pack_state(state))]
+
+    def gather_everywhere(self, record: Record) -> list[Record]:
+        """Return the records of all ranks, on every rank. Tensors in a record must be on the CPU."""
+        if self.world == 1:
+            return [record]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, record, group=self._group())
+        return found
+
+    def share(self, record: Record) -> Record:
+        """Return the record of rank 0 on every rank. Tensors in it must be on the CPU."""
+        if self.world == 1:
+            return record
+        found = [record]
+        dist.broadcast_object_list(found, src=0, group=self._group())
+        return found[0]
+
+    def _group(self, values: Tensor | None = None) -> Any:
+        """Return the process group for a tensor; None: the default one. NCCL sends nothing that is on the CPU."""
+        if dist.get_backend() != "nccl" or (values is not None and values.is_cuda):
+            return None
+        if self._cpu_group is None:
+            self._cpu_group = dist.new_group(backend="gloo")
+        return self._cpu_group
+
+
+class _Sum(torch.autograd.Function):
+    """See `Ranks.sum_with_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
+        ctx.world = ranks.world
+        return ranks.sum(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.world, None
+
+
+ALONE = Ranks()
+"""The only process of a run."""

@@ -1,0 +1,93 @@
+"""Several processes of one run for tests, as forks of the test's process, which has imported torch already."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from lightning import Callback, Trainer
+
+from esper_lightning.module import TamiyoModule
+from tests.processes import Fork, forked
+from tests.runs import SharedParserCLI, fit
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def build_parser() -> None:
+    """Build the parser of the command line once, for all forks: it takes longer than a tiny training."""
+    if not SharedParserCLI.built:
+        with suppress(SystemExit):
+            fit(Path(), "--trainer.max_epochs=0")  # refused as soon as it is parsed
+
+
+def rank_variables(rank: int, world: int, port: int, job: str = "test") -> dict[str, str]:
+    """Return the environment variables that torchrun sets for one of the processes of a job on one machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": job}
+    return {name: str(value) for name, value in numbers.items()} | texts
+
+
+def start_ranks(stack: ExitStack, world: int, run: Callable[[], object], *, outputs: Path | None = None) -> list[Fork]:
+    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed.
+
+    With `outputs`, rank r writes stdout and stderr to the file `<r>.txt` in that folder.
+    """
+    build_parser()
+    port = free_port()
+
+    def run_as(rank: int) -> Callable[[], object]:
+        def work() -> None:
+            os.environ.update(rank_variables(rank, world, port))
+            if outputs is not None:
+                descriptor = os.open(outputs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+            run()
+
+        return work
+
+    return [stack.enter_context(forked(run_as(rank))) for rank in range(world)]
+
+
+def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
+    """Run a tiny training in `world` processes, with its run folder below `root`; all must end with `code`."""
+    with ExitStack() as stack:
+        codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
+    assert codes == [code] * world
+
+
+class DieOnce(Callback):
+    """Callback that kills a rank at the end of tick `tick`, unless a file says that it has done so."""
+
+    def __init__(self, tick: int, rank: int, done: str) -> None:
+        self.tick = tick
+        self.rank = rank
+        self.done = Path(done)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        is_due = pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank
+        if is_due and not self.done.exists():
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopAt(Callback):
+    """Callback that sends SIGTERM to a rank at the end of tick `tick`."""
+
+    def __init__(self, tick: int, rank: int) -> None:
+        self.tick = tick
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,221 @@
+"""Several processes learn what one process learns from the same environments."""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks.cue import CUE, CueMemory
+from esper_lightning.checkpointing import shards
+from esper_lightning.cli.main import find_interrupted
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
+from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
+from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ranks import Ranks
+from esper_lightning.tamiyo.heads import draw_rows
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from esper_lightning.tasks import Digits
+from tests.ranks import StopAt, fit_in_ranks
+from tests.runs import differences, load, only_run, tiny_host, with_callback
+from tests.threads import Meeting, ThreadRanks, run_in_threads
+
+GAMES, TICKS = 64, 6
+CONFIG = PPOConfig(epochs=1, minibatches=4, sequence=3, entropy_floors={"row": 0.9}, gamma=0.9)
+BROKEN = 7
+"""Game with a reward that is not finite."""
+
+
+class BrokenReward(CueMemory):
+    """Memory games of which one, if there is one at this index, has rewards that are no numbers."""
+
+    broken: int | None = None
+
+    def step(self, action: object) -> object:
+        step = super().step(action)
+        if self.broken is not None:
+            step.reward[self.broken] = math.nan
+        return step
+
+
+class Learned(NamedTuple):
+    """Result of one rollout and update of one rank."""
+
+    first_gradient: Tensor
+    parameters: Tensor
+    statistics: list[Tensor]
+    summary: RolloutSummary
+
+
+def learn(ranks: Ranks) -> Learned:
+    """Play one rollout of this rank's games and learn from it with SGD."""
+    env = BrokenReward(len(ranks.own), TICKS, delay=1)
+    env.broken = ranks.own.index(BROKEN) if BROKEN in ranks.own else None
+    policy = Policy(
+        policy_shape(env),
+        PolicyConfig(width=8),
+    )
+    weights = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=weights))
+    norms = [RunningMeanStd((CUE + 1,)), RunningMeanStd((), clip=float("inf")), RunningMeanStd((), clip=float("inf"))]
+    loop = RolloutCollector(
+        env,
+        policy,
+        observation_norm=norms[0],
+        value_norm=norms[1],
+        reward_norm=norms[2],
+        config=CONFIG,
+        run_rng_seed=3,
+        ranks=ranks,
+    )
+    loop.reset()
+    for _ in range(TICKS):
+        loop.step()
+    rollout, summary = loop.finish()
+    gradients = []
+    for minibatch in rollout.minibatches(CONFIG.epochs, CONFIG.minibatches, loop.generator, places=summary.places):
+        own = ppo_terms(policy, minibatch, CONFIG) if minibatch.log_prob.numel() else empty_terms(policy, minibatch)
+        terms = terms_over_ranks(own, list(policy.heads.tables), CONFIG, ranks=ranks)
+        parts = torch.autograd.grad(terms.total(0.5, 0.1), list(policy.parameters()))
+        gradient = torch.cat([part.flatten() for part in parts])
+        gradients.append(ranks.average(gradient) if isinstance(ranks, ThreadRanks) else gradient)
+        with torch.no_grad():
+            start = 0
+            for parameter in policy.parameters():
+                parameter -= 0.05 * gradients[-1][start : start + parameter.numel()].view_as(parameter)
+                start += parameter.numel()
+    statistics = [part for norm in norms for part in norm.buffers()]
+    return Learned(gradients[0], parameters_to_vector(policy.parameters()).detach(), statistics, summary)
+
+
+def test_sixty_four_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each() -> None:
+    alone, meeting = learn(Ranks([GAMES])), Meeting(GAMES)
+
+    together = run_in_threads(GAMES, lambda rank: learn(ThreadRanks([GAMES], rank, GAMES, meeting)))
+
+    assert all(noted == meeting.noted[0] for noted in meeting.noted)
+    assert len(meeting.noted[0]) < 40
+    for one in together:
+        torch.testing.assert_close(one.first_gradient, alone.first_gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one.parameters, alone.parameters, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one.statistics, alone.statistics)
+        assert one.summary.left_out == alone.summary.left_out == 1
+        assert one.summary.defect == alone.summary.defect
+        torch.testing.assert_close(one.summary.returns, alone.summary.returns, rtol=0.0, atol=0.0)
+        assert one.summary.advantage_spread == pytest.approx(alone.summary.advantage_spread, rel=1e-5)
+
+
+def test_the_environments_of_every_task_are_shared_evenly_and_joined_in_their_order() -> None:
+    ranks = [Ranks([4, 2], rank, 2) for rank in range(2)]
+    numbers = torch.arange(6)
+
+    assert [one.own for one in ranks] == [[0, 1, 4], [2, 3, 5]]
+    assert [one.rows(numbers).tolist() for one in ranks] == [one.rows(numbers.tolist()) for one in ranks]
+    assert [one.rows(numbers).tolist() for one in ranks] == [one.own for one in ranks]
+    assert ranks[0].join([one.rows(numbers.expand(3, 6), 1) for one in ranks], 1).tolist() == [list(range(6))] * 3
+    assert ranks[0].join([one.own for one in ranks]) == list(range(6))
+
+
+@pytest.mark.parametrize(("hosts", "way_out"), [(1, "set their number to 2"), (5, "set their number to 4 or 6")])
+def test_hosts_that_cannot_be_shared_evenly_are_refused(hosts: int, way_out: str) -> None:
+    data = HostPoolData(Digits(), tiny_host, n_envs=hosts)
+
+    with pytest.raises(ValueError, match=f"cannot be shared evenly by 2 processes; {way_out}"):
+        data.build(torch.device("cpu"), rank=0, world=2)
+
+
+def test_ranks_draw_what_one_process_draws() -> None:
+    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
+
+    alone = draw_rows(weights, torch.Generator().manual_seed(2), Ranks([6]))
+
+    for rank in range(3):
+        ranks = Ranks([6], rank, 3)
+        drawn = draw_rows(ranks.rows(weights), torch.Generator().manual_seed(2), ranks)
+        assert drawn.tolist() == ranks.rows(alone).tolist()
+
+
+def test_a_job_that_is_started_again_finds_the_run_that_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    for number, (job, has_checkpoint) in enumerate([("mine", True), ("mine", False), ("other", True), (None, True)]):
+        run = tmp_path / f"version_{number}"
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps({"job": job}))
+        if has_checkpoint:
+            (run / "checkpoints" / "latest.ckpt").touch()
+
+    assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
+    assert find_interrupted(tmp_path / "version_1") is None
+
+
+HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
+"""Four hosts, two rollouts, two updates of six minibatches."""
+
+
+def checkpoint(root: Path) -> dict:
+    """Return the latest checkpoint of the only run below a folder."""
+    return load(only_run(root).latest)
+
+
+def distance(one: dict, other: dict) -> float:
+    """Return the relative distance of the policies of two checkpoints."""
+    ours, theirs = (
+        torch.cat([part.double().flatten() for name, part in saved["state_dict"].items() if "policy" in name])
+        for saved in (one, other)
+    )
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Checkpoint of a run in one process."""
+    root = tmp_path_factory.mktemp("alone")
+    fit_in_ranks(1, root, *HOSTS)
+    return checkpoint(root)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("executor", ["loop", "threads"])
+def test_several_processes_train_the_policy_and_the_hosts_of_one(
+    world: int, executor: str, alone: dict, tmp_path: Path
+) -> None:
+    fit_in_ranks(world, tmp_path, *HOSTS, f"--data.env.executor={executor}")
+
+    together = checkpoint(tmp_path)
+    assert differences(together["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
+    assert distance(together, alone) < 1e-5
+    assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("max_bytes", [shards.MAX_BYTES, 0])
+def test_a_run_goes_on_with_any_number_of_processes(
+    max_bytes: int, alone: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
+    latest = tmp_path / "version_0" / "checkpoints" / "latest.ckpt"
+    resume, files = ("--ckpt_path", str(latest)), shards.shards_folder(latest)
+
+    fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
+    assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
+    fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
+    assert {path.name[-10:] for path in files.rglob("*.pt")} == (set() if max_bytes else {"of-0004.pt"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # as torchrun does: the run is found without its path
+    fit_in_ranks(1, tmp_path, *HOSTS)
+
+    assert not files.exists()
+    resumed = load(latest)
+    assert differences(resumed["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
+    assert distance(resumed, alone) < 1e-5
