@@ -1,0 +1,271 @@
+"""Compare this project's PPO with sb3-contrib's MaskablePPO on hosts, through the Gymnasium environment.
+
+The benchmark needs libraries that the project does not need otherwise:
+
+    pip install gymnasium stable-baselines3 sb3-contrib
+    python -m benchmarks.maskable_ppo                                        # six runs of 17,280 steps
+    python -m benchmarks.maskable_ppo --steps 5760 --seeds 0 --csv short.csv
+    python -m benchmarks.maskable_ppo table
+
+Both train a policy on the same kind of hosts for the same number of environment steps (host epochs). Results are the
+mean objective of the greedy policy on 64 hosts that training never used, on test images, and environment steps per
+second of processor time, with acting and learning, on one thread. MaskablePPO has the settings of this project's PPO as
+far as it has such settings; nothing was tuned for it. Rows that the CSV file has got are not measured again.
+"""
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning import Trainer
+
+from benchmarks.cue import silence, write_csv
+from esper_lightning.callbacks import RolloutState
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.envs import Action, HostPool
+from esper_lightning.envs.host_pool import WAIT_ACTION
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.ppo.losses import PPOConfig
+
+try:
+    from sb3_contrib import MaskablePPO
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+
+    from esper_lightning.gym.environments import GrowthVectorEnv
+    from esper_lightning.gym.make import load_config
+    from esper_lightning.gym.spaces import flatten_masks, flatten_observation
+except ImportError:
+    sys.exit("this benchmark needs: pip install gymnasium stable-baselines3 sb3-contrib")
+
+CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
+RESULTS = Path(__file__).parent / "results" / "maskable_ppo.csv"
+
+ENVS, STEPS = 48, 17_280
+"""Hosts side by side, and environment steps of a run: those of `fit --config configs/digits.yaml`."""
+HOSTS = 64
+"""Number of hosts of an evaluation."""
+OURS, THEIRS = "this project", "MaskablePPO"
+ENTROPY = 0.01
+"""Weight of MaskablePPO's entropy bonus, which is constant: within the range over which ours falls."""
+
+
+class HostVecEnv(VecEnv):
+    """A `GrowthVectorEnv` in the form that stable-baselines3 expects.
+
+    Attributes:
+        impossible: Number of actions so far that were not possible, and therefore executed as WAIT.
+    """
+
+    def __init__(self, envs: GrowthVectorEnv) -> None:
+        self.envs = envs
+        self.impossible = 0
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+
+    def reset(self) -> np.ndarray:
+        observation, _ = self.envs.reset(seed=self._seeds)
+        self._reset_seeds()
+        return observation
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        observation, reward, terminated, truncated, info = self.envs.step(self.actions)
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        possible = info["action_possible"]
+        for i in np.flatnonzero(terminated | truncated):
+            infos[i] = {"terminal_observation": info["final_obs"][i], "TimeLimit.truncated": bool(truncated[i])}
+            possible[i] = info["final_info"]["action_possible"][i]
+        self.impossible += int((~possible).sum())
+        return observation, reward.astype(np.float32), terminated | truncated, infos
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        assert method_name == "action_masks", "MaskablePPO calls no other one"
+        return list(self.envs.action_masks())
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [getattr(self.envs, attr_name)] * self.num_envs
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise NotImplementedError("environments have no attributes to set")
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class GreedyMaskable:
+    """Controller that takes the most likely actions of a MaskablePPO policy; impossible ones become WAIT.
+
+    Args:
+        model: The trained policy.
+        normalise: Function from observations to those that the policy was trained on.
+    """
+
+    def __init__(self, model: MaskablePPO, normalise: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.model, self.normalise = model, normalise
+
+    def reset(self, pool: HostPool) -> None:
+        pass
+
+    def act(self, pool: HostPool) -> Action:
+        observation = self.normalise(flatten_observation(pool.observation, pool.space))
+        masks = flatten_masks(pool.masks_on_cpu, pool.space)
+        chosen, _ = self.model.predict(observation, action_masks=masks, deterministic=True)
+        rows = chosen.tolist()
+        executed = [row if pool.masks_on_cpu.allows(i, row) else WAIT_ACTION for i, row in enumerate(rows)]
+        return to_action(executed, pool.device)
+
+
+class Row(NamedTuple):
+    """Result of one training run."""
+
+    program: str
+    config: str
+    steps: int
+    seed: int
+    objective: float
+    """Mean objective of the greedy policy on hosts that training never used, on test images."""
+    steps_per_second: float
+    """Environment steps per second of processor time in training."""
+    impossible: float
+    """Share of the actions in training that were not possible."""
+
+
+def count_rollouts(steps: int, horizon: int) -> int:
+    """Return the number of rollouts in a run. Raises ValueError if they are not whole."""
+    if steps < 1 or steps % (ENVS * horizon):
+        raise ValueError(
+            f"--steps must be a multiple of {ENVS * horizon}, {ENVS} hosts of {horizon} steps, got {steps}"
+        )
+    return steps // (ENVS * horizon)
+
+
+def evaluate(controller: Controller, pool: HostPool) -> float:
+    """Return the mean objective of one episode of `controller` on the evaluation hosts."""
+    rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
+    return float(play_episode(pool, "policy", controller, rng_seeds=rng_seeds).objective.mean())
+
+
+def train_ours(config: Path, steps: int, seed: int, hosts: int) -> Row:
+    """Train the policy of the config and return the results."""
+    built = load_config(config, ENVS)
+    data, module = built.data, built.model
+    data.seed = seed
+    torch.manual_seed(seed)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=count_rollouts(steps, data.horizon),
+        callbacks=[RolloutState()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    begin = time.process_time()
+    trainer.fit(module, datamodule=data)
+    seconds = time.process_time() - begin
+    assert module.collector.ticks * ENVS == steps
+    objective = evaluate(module.controller(), data.make_pool(hosts))
+    return Row(OURS, config.stem, steps, seed, objective, steps / seconds, impossible=0.0)
+
+
+def train_maskable_ppo(config: Path, steps: int, seed: int, hosts: int) -> Row:
+    """Train a MaskablePPO policy on the hosts of the config and return the results."""
+    built = load_config(config, ENVS)
+    pool, ppo = built.data.pool, built.model.ppo
+    count_rollouts(steps, pool.horizon)
+    env = HostVecEnv(GrowthVectorEnv(pool))
+    normalised = VecNormalize(env, norm_reward=False, gamma=ppo.gamma)
+    model = MaskablePPO("MlpPolicy", normalised, **maskable_settings(ppo, pool.horizon), seed=seed, device="cpu")
+    begin = time.process_time()
+    model.learn(steps)
+    seconds = time.process_time() - begin
+    controller = GreedyMaskable(model, normalised.normalize_obs)
+    assert model.num_timesteps == steps
+    objective = evaluate(controller, built.data.make_pool(hosts))
+    return Row(THEIRS, config.stem, steps, seed, objective, steps / seconds, env.impossible / steps)
+
+
+def maskable_settings(ppo: PPOConfig, horizon: int) -> dict[str, Any]:
+    """Return the arguments of MaskablePPO that correspond to settings of this project's PPO."""
+    return {
+        "n_steps": horizon,
+        "batch_size": ENVS * horizon // ppo.minibatches,
+        "n_epochs": ppo.epochs,
+        "learning_rate": lambda remaining: ppo.lr.at(1.0 - remaining),
+        "gamma": ppo.gamma,
+        "gae_lambda": ppo.gae_lambda,
+        "clip_range": ppo.clip,
+        "ent_coef": ENTROPY,
+        "vf_coef": ppo.value_coefficient,
+        "max_grad_norm": ppo.max_grad_norm,
+        "target_kl": ppo.target_kl,
+    }
+
+
+TRAINERS: dict[str, Callable[[Path, int, int, int], Row]] = {OURS: train_ours, THEIRS: train_maskable_ppo}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a CSV file; none if it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        kinds = Row.__annotations__
+        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table with a line per program and number of steps."""
+    lines = ["| program | steps | objective of each run | mean | steps per second | impossible actions |"]
+    lines.append("|---|---|---|---|---|---|")
+    for program, steps in dict.fromkeys((row.program, row.steps) for row in rows):
+        own = [row for row in rows if (row.program, row.steps) == (program, steps)]
+        objectives = [row.objective for row in own]
+        spread = f" ± {stdev(objectives):.3f}" if len(own) > 1 else ""
+        each = ", ".join(f"{objective:.3f}" for objective in objectives)
+        speeds = [row.steps_per_second for row in own]
+        speed = f"{min(speeds):.0f} to {max(speeds):.0f}" if len(own) > 1 else f"{speeds[0]:.0f}"
+        impossible = f"{mean(row.impossible for row in own):.1%}".replace("%", " %")
+        lines.append(f"| {program} | {steps:,} | {each} | {mean(objectives):.3f}{spread} | {speed} | {impossible} |")
+    return lines
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=["run", "table"], default="run")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--steps", type=int, default=STEPS, help="environment steps of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--hosts", type=int, default=HOSTS, help="hosts of an evaluation")
+    parser.add_argument("--csv", type=Path, default=RESULTS, help="file of results")
+    options = parser.parse_args(args)
+    rows = read_rows(options.csv)
+    if options.command == "table":
+        print("\n".join(markdown(rows)))
+        return
+    silence()
+    for seed, (program, train) in product(options.seeds, TRAINERS.items()):
+        wanted = (program, options.config.stem, options.steps, seed)
+        if any(row[: len(wanted)] == wanted for row in rows):
+            continue
+        rows.append(train(options.config, options.steps, seed, options.hosts))
+        print(rows[-1], flush=True)
+        write_csv(options.csv, Row._fields, rows)
+
+
+if __name__ == "__main__":
+    main()
