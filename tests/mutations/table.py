@@ -1,11 +1,12 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, ppo, trust
+from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, gym, ppo, trust
 
 DEFECTS = (
     *findings.DEFECTS,
     *growth.DEFECTS,
     *grow.DEFECTS,
+    *gym.DEFECTS,
     *ppo.DEFECTS,
     *execution.DEFECTS,
     *evaluation.DEFECTS,
