@@ -4,10 +4,8 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("gymnasium")
 
@@ -16,22 +14,13 @@ import gymnasium
 import esper_lightning.gym
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym.make import load_pool, make_vector_env
+from tests.gym.configs import write_config
 from tests.runs import CONFIGS, ROOT
 
 IDS = {name: spec.kwargs for name, spec in gymnasium.registry.items() if spec.namespace == "esper_lightning"}
 
 TO_DOWNLOAD = ("Cifar10",)
 """Beginnings of the names of ids whose data are not part of a package."""
-
-
-def write_config(path: Path, **groups: dict[str, Any]) -> Path:
-    """Write configs/smoke.yaml with two minibatches, two ticks and further settings, and return the file."""
-    settings = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
-    settings["data"]["env"] |= {"horizon": 2, "executor": "loop", "training": {"batches": 2}}
-    for name, group in groups.items():
-        settings[name] = settings.get(name, {}) | group
-    path.write_text(yaml.safe_dump(settings))
-    return path
 
 
 def test_an_id_stands_for_each_shipped_config_of_one_task() -> None:

@@ -1,6 +1,18 @@
 """The table of all defects."""
 
-from tests.mutations import checkpoints, endings, evaluation, execution, findings, governor, grow, growth, gym, ppo, trust
+from tests.mutations import (
+    checkpoints,
+    endings,
+    evaluation,
+    execution,
+    findings,
+    governor,
+    grow,
+    growth,
+    gym,
+    ppo,
+    trust,
+)
 
 DEFECTS = (
     *findings.DEFECTS,
