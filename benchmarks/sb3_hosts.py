@@ -40,7 +40,7 @@ class HostVecEnv(VecEnv):
     def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]:
         observation, reward, terminated, truncated, info = self.envs.step(self.actions)
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        possible = info["action_possible"]
+        possible = info.get("action_possible", np.ones(self.num_envs, dtype=np.bool_))  # none if all episodes end
         for i in np.flatnonzero(terminated | truncated):
             infos[i] = {"terminal_observation": info["final_obs"][i], "TimeLimit.truncated": bool(truncated[i])}
             possible[i] = info["final_info"]["action_possible"][i]
