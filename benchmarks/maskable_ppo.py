@@ -14,7 +14,6 @@ far as it has such settings; nothing was tuned for it. Rows that the CSV file ha
 """
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning import Trainer
 
-from benchmarks.cue import silence, write_csv
+from benchmarks.cue import silence
+from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.callbacks import RolloutState
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.envs import HostPool
@@ -147,15 +147,6 @@ def maskable_settings(ppo: PPOConfig, horizon: int) -> dict[str, Any]:
 TRAINERS: dict[str, Callable[[Path, int, int, int], Row]] = {OURS: train_ours, THEIRS: train_maskable_ppo}
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a CSV file; none if it does not exist."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        kinds = Row.__annotations__
-        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
-
-
 def markdown(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table with a line per program and number of steps."""
     lines = ["| program | steps | objective of each run | mean | steps per second | impossible actions |"]
@@ -181,18 +172,18 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--hosts", type=int, default=HOSTS, help="hosts of an evaluation")
     parser.add_argument("--csv", type=Path, default=RESULTS, help="file of results")
     options = parser.parse_args(args)
-    rows = read_rows(options.csv)
+    rows = read_rows(options.csv, Row)
     if options.command == "table":
         print("\n".join(markdown(rows)))
         return
     silence()
-    for seed, (program, train) in product(options.seeds, TRAINERS.items()):
-        wanted = (program, options.config.stem, options.steps, seed)
-        if any(row[: len(wanted)] == wanted for row in rows):
-            continue
-        rows.append(train(options.config, options.steps, seed, options.hosts))
-        print(rows[-1], flush=True)
-        write_csv(options.csv, Row._fields, rows)
+    with appended_rows(options.csv, Row) as append:
+        for seed, (program, train) in product(options.seeds, TRAINERS.items()):
+            wanted = (program, options.config.stem, options.steps, seed)
+            if not any(row[: len(wanted)] == wanted for row in rows):
+                row = train(options.config, options.steps, seed, options.hosts)
+                print(row, flush=True)
+                append([row])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("gymnasium")
 
 from benchmarks import maskable_ppo
+from benchmarks.rows import read_rows
 from tests.gym.configs import write_config
 from tests.runs import ROOT
 
@@ -28,10 +29,10 @@ def test_both_programs_are_measured_on_the_same_hosts(tmp_path: Path) -> None:
     args = ["--config", str(config), "--steps", str(2 * maskable_ppo.ENVS), "--hosts", "2", "--csv", str(results)]
 
     maskable_ppo.main([*args, "--seeds", "3"])
-    first = maskable_ppo.read_rows(results)
+    first = read_rows(results, maskable_ppo.Row)
     maskable_ppo.main([*args, "--seeds", "3", "4"])
 
-    rows = maskable_ppo.read_rows(results)
+    rows = read_rows(results, maskable_ppo.Row)
     assert rows[:2] == first, "what was measured is not measured again"
     assert [(row.program, row.seed) for row in rows] == [
         (name, seed) for seed in (3, 4) for name in maskable_ppo.TRAINERS

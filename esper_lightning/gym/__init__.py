@@ -5,7 +5,7 @@ Importing this package registers one id for each shipped config of one task, as 
 made.
 """
 
-from pathlib import Path
+from esper_lightning.cli.configs import config_names
 
 try:
     import gymnasium
@@ -16,9 +16,6 @@ except ModuleNotFoundError as error:
 
 NAMESPACE = "esper_lightning"
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-"""Folder of the shipped configs."""
-
 CONFIGS_OF_SEVERAL_TASKS = frozenset({"mixed"})
 """Shipped configs without an id, because an environment has hosts of one task."""
 
@@ -26,10 +23,9 @@ CONFIGS_OF_SEVERAL_TASKS = frozenset({"mixed"})
 def register_configs() -> None:
     """Register an id for each shipped config, `DigitsFamily-v0` for `digits_family.yaml`, and one for any config."""
     kwargs_by_name: dict[str, dict[str, str]] = {"Growth": {}}
-    for config in sorted(CONFIGS.glob("*.yaml")):
-        if config.stem not in CONFIGS_OF_SEVERAL_TASKS:
-            name = "".join(word.capitalize() for word in config.stem.split("_"))
-            kwargs_by_name[name] = {"config": str(config)}
+    for config in config_names():
+        if config not in CONFIGS_OF_SEVERAL_TASKS:
+            kwargs_by_name["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
     for name, kwargs in kwargs_by_name.items():
         gymnasium.register(
             f"{NAMESPACE}/{name}-v0",

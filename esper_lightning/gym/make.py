@@ -6,12 +6,14 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.fabric import Fabric
 
 from esper_lightning.callbacks import Governor
-from esper_lightning.cli.help import Parser, link_reward
+from esper_lightning.cli.configs import find_config
+from esper_lightning.cli.parser import Parser, link_reward
 from esper_lightning.cli.unique_keys import load_with_unique_keys
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool
 from esper_lightning.gym.environments import GrowthEnv, GrowthVectorEnv
 from esper_lightning.module import TamiyoModule
+from esper_lightning.plugins import IMPORTS, import_installed, import_modules, module_names
 
 GROUPS = ("model", "data", "governor")
 """Groups of settings that describe hosts and policy."""
@@ -44,16 +46,18 @@ def load_config(config: str | Path, n_envs: int) -> Namespace:
     rest of a run are not read.
 
     Args:
-        config: Path of a YAML file.
+        config: Path of a YAML file, or the name of a config of the package, as `digits`.
         n_envs: Number of hosts, in place of `data.n_envs`.
 
     Raises ValueError, naming the file, if a setting is not valid or the hosts are of several tasks.
     """
-    settings = load_with_unique_keys(Path(config).read_text(encoding="utf-8"))
+    settings = load_with_unique_keys(Path(find_config(str(config))).read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or not isinstance(settings.get("data"), dict):
         raise ValueError(f"{config} is no config of hosts: it has no group `data`")
     if settings["data"].get("also"):
         raise ValueError(f"{config}: data.also names further tasks; an environment has one, leave data.also out")
+    import_modules(module_names(settings.get(IMPORTS)))
+    import_installed()
     parser = Parser(exit_on_error=False)
     parser.add_lightning_class_args(TamiyoModule, "model")
     parser.add_lightning_class_args(HostPoolData, "data")

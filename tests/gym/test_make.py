@@ -12,10 +12,11 @@ pytest.importorskip("gymnasium")
 import gymnasium
 
 import esper_lightning.gym
+from esper_lightning.cli.configs import config_names
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym.make import load_pool, make_vector_env
 from tests.gym.configs import write_config
-from tests.runs import CONFIGS, ROOT
+from tests.runs import ROOT
 
 IDS = {name: spec.kwargs for name, spec in gymnasium.registry.items() if spec.namespace == "esper_lightning"}
 
@@ -23,11 +24,11 @@ TO_DOWNLOAD = ("Cifar10",)
 """Beginnings of the names of ids whose data are not part of a package."""
 
 
-def test_an_id_stands_for_each_shipped_config_of_one_task() -> None:
-    shipped = {path.resolve() for path in CONFIGS.glob("*.yaml")}
-
-    assert {Path(kwargs["config"]).resolve() for kwargs in IDS.values() if kwargs} == shipped - {CONFIGS / "mixed.yaml"}
-    assert {"esper_lightning/Growth-v0", "esper_lightning/DigitsFamily-v0"} <= IDS.keys()
+def test_an_id_stands_for_each_config_of_one_task_that_comes_with_the_package() -> None:
+    assert {kwargs["config"] for kwargs in IDS.values() if kwargs} == {*config_names()} - {"mixed"}
+    assert IDS["esper_lightning/Growth-v0"] == {} and IDS["esper_lightning/DigitsFamily-v0"] == {
+        "config": "digits_family"
+    }
 
 
 def test_ids_are_registered_without_torch() -> None:
