@@ -27,7 +27,7 @@ from esper_lightning.cli.export import run_export
 from esper_lightning.cli.front import prepare
 from esper_lightning.cli.imports import IMPORTS_HELP, import_parts
 from esper_lightning.cli.names import nearest_name
-from esper_lightning.cli.parser import Parser
+from esper_lightning.cli.parser import Parser, link_reward
 from esper_lightning.cli.sweep import COMMAND as SWEEP
 from esper_lightning.cli.sweep import run_sweep
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
@@ -151,8 +151,7 @@ class EsperCLI(LightningCLI):
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
         parser.add_argument(f"--{IMPORTS}", type=str | list[str] | None, default=None, help=IMPORTS_HELP)
         parser.link_arguments("seed_everything", "data.seed")
-        for name in ("gamma", "horizon_is_end"):
-            parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
+        link_reward(parser)
         for key, callback in callback_classes().items():
             parser.add_lightning_class_args(callback, key)
         parser.set_defaults(CALLBACK_DEFAULTS)

@@ -122,3 +122,9 @@ class Parser(LightningArgumentParser):
             for parser in (getattr(action, "_name_parser_map", None) or {}).values():
                 if isinstance(parser, Parser):
                     yield from parser._types()
+
+
+def link_reward(parser: LightningArgumentParser) -> None:
+    """Let the reward take from PPO what both must agree on: the discount factor, and the meaning of the horizon."""
+    for name in ("gamma", "horizon_is_end"):
+        parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")

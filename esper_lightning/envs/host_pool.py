@@ -180,21 +180,31 @@ class HostPool:
     def reset(self, rng_seeds: Sequence[int]) -> Observation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
+        return self.reset_hosts(range(self.n_envs), rng_seeds)
+
+    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation:
+        """Start an episode in some environments. The others continue theirs, so hosts may be at different ticks.
+
+        Args:
+            hosts: Indices of the environments.
+            rng_seeds: RNG seed of each new episode.
+        """
         with self.clock.measure("bookkeeping"):
-            for i, rng_seed in enumerate(rng_seeds):
+            for i, rng_seed in zip(hosts, rng_seeds, strict=True):
                 self.envs[i] = self.env_factory.make(i, rng_seed)
                 self.envs[i].reset(rng_seed)
+                self.episode_starts[i] = False
             self._update_privileged()
-            self.episode_starts.zero_()
-        with self.clock.measure("validate", [env.timer for env in self.envs]):
-            validated = self.executor.validate(self.envs, self.data.validation)
+        envs = [self.envs[i] for i in hosts]
+        with self.clock.measure("validate", [env.timer for env in envs]):
+            validated = self.executor.validate(envs, self.data.validation)
         self._raise_failures()  # there is no snapshot yet to roll back to
         with self.clock.measure("bookkeeping"):
-            self._record_validations(self.envs, validated)
-            for env in self.envs:
+            self._record_validations(envs, validated)
+            for env in envs:
                 env.update_objective()
             self.observation_builder.update()
-        self._take_snapshots(self.envs)
+        self._take_snapshots(envs)
         return self.observation
 
     def _update_privileged(self) -> None:

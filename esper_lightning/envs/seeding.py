@@ -20,3 +20,8 @@ def episode_rng_seeds(run_rng_seed: int, purpose: int, episode: int, *, n_envs: 
     """Return RNG seeds of `n_envs` episodes: even for training, odd for evaluation, so that they never coincide."""
     drawn = np.random.SeedSequence([run_rng_seed, purpose, episode]).generate_state(n_envs, np.uint64)
     return [int(rng_seed) >> 2 << 1 | purpose for rng_seed in drawn]
+
+
+def draw_rng_seed(generator: np.random.Generator, purpose: int) -> int:
+    """Draw the RNG seed of an episode: even for training, odd for evaluation."""
+    return int(generator.integers(2**62)) << 1 | purpose
