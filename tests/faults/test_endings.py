@@ -187,6 +187,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         r"trainer.default_root_dir 'a\udcff' holds bytes that are no UTF-8",
     ),
     "a folder in which none can be made": (("--best.dirpath=/proc/nope",), "/proc/nope"),
+    "a config that is no text": (("--config", str(ROOT / "docs" / "learning_curves.png")), "learning_curves.png"),
 }
 
 
