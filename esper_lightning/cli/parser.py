@@ -5,7 +5,6 @@ Functions `suggest_…` find the valid name nearest to an unknown one in the par
 
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -85,20 +84,16 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        self._file = str(path)
-        try:
-            return super().parse_path(path, *args, **kwargs)
-        finally:
-            self._file = None
-
-    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Return the settings of a config file. Raises ValueError for bytes that are no text in UTF-8."""
+        self._file = str(path)
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"config {os.fspath(path)!r}, or a file that it names, is no text in UTF-8; name a YAML file"
+                f"config {self._file!r}, or a file that it names, is no text in UTF-8; name a YAML file"
             ) from error
+        finally:
+            self._file = None
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
