@@ -277,7 +277,11 @@ def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config
 
 
 def update_metrics(
-    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Mapping[str, int], *, finite: Sequence[bool]
+    minibatch_terms: Sequence[PPOTerms],
+    grad_norms: Sequence[Tensor],
+    heads: Mapping[str, int],
+    *,
+    finite: Sequence[bool],
 ) -> dict[str, float]:
     """Return the metrics of one update by name.
 

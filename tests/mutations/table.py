@@ -2,6 +2,7 @@
 
 from tests.mutations import (
     checkpoints,
+    doors,
     endings,
     evaluation,
     execution,
@@ -26,4 +27,5 @@ DEFECTS = (
     *trust.DEFECTS,
     *plugins.DEFECTS,
     *endings.DEFECTS,
+    *doors.DEFECTS,
 )
