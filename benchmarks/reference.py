@@ -24,7 +24,6 @@ from unittest.mock import patch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from esper_lightning.cli import PROGRAM
 from esper_lightning.cli import main as cli
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import export_parser

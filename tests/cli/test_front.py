@@ -102,8 +102,8 @@ def test_a_config_is_found_by_its_name_unless_a_file_has_it(tmp_path: Path, monk
     (tmp_path / "smoke").write_text("trainer: {max_epochs: 1}\n")
     assert find_config("smoke") == "smoke"
     given = ["sweep", "--config=digits", "--config", "mixed", "smoke", "--seeds", "2"]
-    named = [f"--config={SHIPPED / 'digits.yaml'}", "--config", str(SHIPPED / "mixed.yaml"), "smoke", "--seeds", "2"]
-    assert prepare(given) == ["sweep", *named]
+    others = [str(SHIPPED / "mixed.yaml"), "smoke"]
+    assert prepare(given) == ["sweep", f"--config={SHIPPED / 'digits.yaml'}", "--config", *others, "--seeds", "2"]
 
 
 def test_a_config_is_copied_once(
