@@ -38,6 +38,14 @@ lint: $(BIN)/.installed
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+.PHONY: installed
+installed:  ## the package in a clean environment, run from an empty folder; PYTHON chooses the version
+	rm -rf build/installed
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/pip install --quiet .
+	mkdir build/installed/empty
+	cd build/installed/empty && ../bin/esper-lightning fit --config smoke
+
 .PHONY: docs
 docs: $(BIN)/.docs  ## the documentation as a site; a link that leads nowhere is an error
 	$(BIN)/mkdocs build --strict

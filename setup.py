@@ -8,8 +8,6 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
-
 ROOT = Path(__file__).parent
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
@@ -29,6 +27,8 @@ def absolute_links(text: str, repository: str | None) -> str:
 
 
 if __name__ == "__main__":
+    from setuptools import setup  # here, so that a test can read the function without it
+
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     setup(
         long_description=absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), urls.get("Repository")),

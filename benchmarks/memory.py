@@ -18,8 +18,8 @@ from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.tasks import Digits
 from esper_lightning.machine import resident_memory
+from esper_lightning.tasks import Digits
 
 REPORT_EVERY = 10
 """Rollouts between two measurements."""

@@ -1,4 +1,4 @@
-"""Write the generated parts of the reference pages (settings, TensorBoard plots, anomaly rules) and the table of options.
+"""Write the generated parts of the reference pages and the table of options of the command line.
 
 python -m benchmarks.reference          # writes docs/reference/{cli,telemetry,anomalies}.md and cli/options.json
 python -m benchmarks.reference --check  # names the files that are not up to date, and exits with 1
@@ -27,10 +27,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from esper_lightning.cli import main as cli
 from esper_lightning.cli.export import COMMAND as EXPORT
 from esper_lightning.cli.export import export_parser
+from esper_lightning.cli.options import GROUP, LIGHTNING_GROUPS, TABLE, Option
+from esper_lightning.cli.parser import CLASS_MODULES
 from esper_lightning.cli.sweep import COMMAND as SWEEP
 from esper_lightning.cli.sweep import sweep_parser
-from esper_lightning.cli.options import LIGHTNING_GROUPS, TABLE, Option
-from esper_lightning.cli.parser import CLASS_MODULES
 from esper_lightning.cli.trust import KNOWN_CLASSES
 from esper_lightning.cli.type_words import choices_of, is_open, type_words
 from esper_lightning.telemetry.anomaly_rules import RULES, AnomalyConfig, Rule
@@ -48,8 +48,11 @@ CONFIG_HELP = (
     "YAML file with settings, or the name of a config of the package. May be repeated: later ones win, then flags."
 )
 
-SKIPPED_ACTIONS = ("_ActionConfigLoad", "_ActionHelpClassPath", "ActionLink", "ShtabAction")
-"""Classes of actions that are no options of their own: groups of settings, the help of classes, linked settings."""
+GROUP_ACTION = "_ActionConfigLoad"
+"""Class of the actions that stand for a group of settings."""
+
+SKIPPED_ACTIONS = ("_ActionHelpClassPath", "ActionLink", "ShtabAction")
+"""Classes of actions that are no options of their own: the help of classes, linked settings."""
 
 UNGROUPED_TITLE = "command line"
 """Title of the section for settings without a group."""
@@ -92,7 +95,10 @@ def options(command: str) -> list[Option]:
     parser = OTHER_PARSERS[command]() if command in OTHER_PARSERS else parsers()[command]
     defaults, rows = parser.get_defaults(), []
     for action in parser._actions:
-        if type(action).__name__ in SKIPPED_ACTIONS:
+        if type(action).__name__ == GROUP_ACTION:
+            title = " ".join((parser.groups[action.dest].title or "").split()).rstrip(".")
+            rows.append(Option(action.dest, GROUP, "", f"{title}.", [], False, [command]))
+        if type(action).__name__ in (GROUP_ACTION, *SKIPPED_ACTIONS):
             continue
         hint = getattr(action, "_typehint", None) or action.type
         name = option_name(action)

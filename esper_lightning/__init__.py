@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
+
 EXPORTS = {
     "train": "api",
     "evaluate": "api",

@@ -43,7 +43,7 @@ def find_config(name: str) -> str:
     if path.is_dir():
         raise ValueError(f"config {name!r} is a folder; name a YAML file in it")
     beside = {one.name: str(one) for one in path.parent.glob("*") if one.suffix in SUFFIXES}
-    near = nearest_name(path.name, beside)
+    near = None if name == path.stem else nearest_name(path.name, beside)  # a name alone is that of the package
     raise ValueError(f"config {name!r} does not exist; {_meant(near and beside[near], path.stem)}")
 
 

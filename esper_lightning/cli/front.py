@@ -17,7 +17,7 @@ from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.completion import COMPLETION, completion_script
 from esper_lightning.cli.configs import SUFFIXES, config_names, copy_config, find_config, purpose
 from esper_lightning.cli.names import nearest_name
-from esper_lightning.cli.options import help_text, is_known, option_table, schedule_names, unknown_option
+from esper_lightning.cli.options import GROUP, Option, help_text, is_known, option_table, schedule_names, unknown_option
 from esper_lightning.cli.yaml_limits import check_limits, check_unique_keys
 from esper_lightning.console import exit_with_error
 
@@ -42,7 +42,7 @@ COMMANDS = {
 
 USAGES = {
     **{command: f"{PROGRAM} {command} {USAGE}" for command in SETTINGS_COMMANDS},
-    "sweep": f"{PROGRAM} sweep --config FILE_OR_NAME … [--seeds N] [--set SETTING=VALUE,VALUE …] [--jobs N] [--out FOLDER]",
+    "sweep": f"{PROGRAM} sweep --config FILE_OR_NAME [--seeds N] [--set SETTING=VALUES …] [--jobs N] [--out FOLDER]",
     "export": f"{PROGRAM} export FOLDER_OR_FILE --to FORMAT [--out FILE] [--trust PACKAGES] [--network PATH …]",
     "configs": f"{PROGRAM} configs",
     "init": f"{PROGRAM} init NAME",
@@ -52,6 +52,9 @@ HELP = ("--help", "-h")
 
 CONFIG, PRINT_CONFIG = "config", "print_config"
 
+CLASS_HELP = ".help"
+"""Ending of the options that explain the arguments of a class."""
+
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 WITHOUT_VALUE = ("help", PRINT_CONFIG)
@@ -60,8 +63,8 @@ WITHOUT_VALUE = ("help", PRINT_CONFIG)
 NO_POLICY = """evaluate needs a trained policy or hosts: give --ckpt_path, or --config to compare rules and schedules
 alone"""
 
-NO_CONFIG = """{command} needs a config, as in: esper-lightning {command} --config digits; `esper-lightning configs` lists
-those that come with the package"""
+NO_CONFIG = """{command} needs a config, as in: esper-lightning {command} --config digits; `esper-lightning configs`
+lists those that come with the package"""
 
 
 class Word(NamedTuple):
@@ -71,10 +74,11 @@ class Word(NamedTuple):
     """Name without dashes."""
     value: str | None
 
-    def as_argument(self, paths: Mapping[str | None, str]) -> str:
+    def as_argument(self, paths: Mapping[str, str]) -> str:
         """Return the option as one argument; a config that is a key of `paths` is named by its path."""
-        value = paths.get(self.value, self.value) if self.name == CONFIG else self.value
-        return f"--{self.name}" if value is None else f"--{self.name}={value}"
+        if self.value is None:
+            return f"--{self.name}"
+        return f"--{self.name}={paths.get(self.value, self.value) if self.name == CONFIG else self.value}"
 
 
 def prepare(args: Sequence[str]) -> list[str]:
@@ -82,7 +86,7 @@ def prepare(args: Sequence[str]) -> list[str]:
 
     Exits with one line if they cannot be right.
     """
-    command, rest = (args[0], list(args[1:])) if args else ("", [])
+    command, *rest = args or [""]
     try:
         if command in (*HELP, "--version", COMPLETION):
             _answer(overview() if command in HELP else _special(command))
@@ -96,7 +100,7 @@ def prepare(args: Sequence[str]) -> list[str]:
             _answer(init(rest))
         if command not in SETTINGS_COMMANDS:
             check_options(command, words(rest, takes_positional=True))
-            return list(args)
+            return [command, *name_configs(rest)]
         return [command, *prepare_settings(command, rest)]
     except ValueError as error:
         exit_with_error(str(error))
@@ -200,11 +204,24 @@ def check_options(command: str, given: Iterator[Word]) -> list[Word]:
     options = table.of(command)
     checked = list(given)
     for name, value in checked:
-        if options and not is_known(name, options) and not table.may_lack(name):
+        if options and not is_known(name.removesuffix(CLASS_HELP), options) and not table.may_lack(name):
             raise ValueError(f"unknown option '--{name}'; {unknown_option(name, options)}")
         if value is None and name in options and name not in WITHOUT_VALUE:
             raise ValueError(f"--{name} needs a value: {options[name].kind}")
     return checked
+
+
+def name_configs(args: Sequence[str]) -> list[str]:
+    """Return the arguments with the names of configs of the package as paths. Raises ValueError for a missing one."""
+    named, in_config = [], False
+    for arg in args:
+        flag, equals, name = arg.partition("=")
+        if equals and flag == f"--{CONFIG}":
+            named.append(f"{flag}={find_config(name)}")
+        else:
+            named.append(find_config(arg) if in_config and not arg.startswith("-") else arg)
+        in_config = arg == f"--{CONFIG}" or (in_config and not arg.startswith("-"))
+    return named
 
 
 def prepare_settings(command: str, args: Sequence[str]) -> list[str]:
@@ -213,12 +230,13 @@ def prepare_settings(command: str, args: Sequence[str]) -> list[str]:
     Raises ValueError for an unknown option or setting, a config that cannot be read, or a setting that is missing.
     """
     given = check_options(command, words(args))
-    paths = {word.value: find_config(word.value) for word in given if word.name == CONFIG and _is_name(word.value)}
+    configs = [word.value for word in given if word.name == CONFIG and word.value is not None]
+    paths = {name: find_config(name) for name in configs if _is_name(name)}
     known = {word.name for word in given}
     for path in paths.values():
         known |= set(check_config(command, Path(path)))
-    is_complete = len(paths) == sum(word.name == CONFIG for word in given)  # no text in place of a file
-    if is_complete and PRINT_CONFIG not in known:
+    is_complete = set(configs) == set(paths)  # no text in place of a file
+    if is_complete and PRINT_CONFIG not in known and not any(name.endswith(CLASS_HELP) for name in known):
         check_required(command, known)
     return [word.as_argument(paths) for one in given for word in expand_schedule(one)]
 
@@ -230,9 +248,9 @@ def expand_schedule(word: Word) -> list[Word]:
     return [Word(f"{word.name}.{end}", word.value) for end in ("start", "end")]
 
 
-def _is_name(value: str | None) -> bool:
+def _is_name(value: str) -> bool:
     """Return True if a value of --config names a file, False for settings as text or the standard input."""
-    return value is not None and value != "-" and not re.search(r"[{\n]|: ", value)
+    return value != "-" and not re.search(r"[{\n]|: ", value)
 
 
 def check_config(command: str, path: Path) -> list[str]:
@@ -255,26 +273,33 @@ def check_config(command: str, path: Path) -> list[str]:
     if settings is None:
         raise ValueError(f"config {str(path)!r} is empty; `{PROGRAM} configs` lists some to begin with")
     if not isinstance(settings, Mapping):
-        raise ValueError(f"config {str(path)!r} holds a {type(settings).__name__}, not settings as in `data: …`")
+        raise ValueError(f"config {str(path)!r} holds no settings, which look like `data: …`")
     table = option_table()
     options, found = table.of(command), []
-    for name in setting_names(settings, options):
+    for name, value in flat_settings(settings, options):
         if not is_known(name, options) and not table.may_lack(name):
             raise ValueError(f"config {str(path)!r}: unknown setting {name!r}; {unknown_option(name, options)}")
+        has_parts = any(option.startswith(f"{name}.") for option in options)
+        is_group = options[name].kind == GROUP if name in options else has_parts
+        is_constant = name in schedule_names() and isinstance(value, int | float)
+        if is_group and not (isinstance(value, Mapping | str) or is_constant):
+            raise ValueError(f"config {str(path)!r}: {name} is a group of settings, got {value!r:.80}; leave it out")
         found.append(name)
     return found
 
 
-def setting_names(settings: Mapping[Any, Any], options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings in a nested config, down to those that are options."""
+def flat_settings(
+    settings: Mapping[Any, Any], options: Mapping[str, Option], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of all settings in a nested config, down to those that are options."""
     for key, value in settings.items():
         name = f"{prefix}{key}".removesuffix("+")
         if isinstance(value, Mapping) and not (name in options and options[name].is_open):
             if name in options or not any(option.startswith(f"{name}.") for option in options):
-                yield name
-            yield from setting_names(value, options, f"{name}.")
+                yield name, value
+            yield from flat_settings(value, options, f"{name}.")
         else:
-            yield name
+            yield name, value
 
 
 def check_required(command: str, known: set[str]) -> None:

@@ -21,6 +21,9 @@ TABLE = Path(__file__).with_name("options.json")
 LIGHTNING_GROUPS = ("trainer", "best", "latest", "optimizer", "lr_scheduler")
 """Groups of settings of Lightning itself, which differ between its versions."""
 
+GROUP = "a group of settings"
+"""Kind of an option that stands for a group of options."""
+
 HELP_WIDTH = 100
 """Largest width of help texts in columns."""
 
@@ -95,7 +98,9 @@ def expand_schedules(settings: Any) -> Any:
         parent = settings
         for key in above:
             parent = parent.get(key) if isinstance(parent, dict) else None
-        value = parent.get(last) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict):
+            continue
+        value = parent.get(last)
         if isinstance(value, int | float) and not isinstance(value, bool):
             parent[last] = {"start": value, "end": value}
     return settings
@@ -105,7 +110,7 @@ def unknown_option(name: str, options: dict[str, Option]) -> str:
     """Return the words about an unknown option, with what it may stand for."""
     own_first = sorted(options.values(), key=lambda option: len(option.commands))
     meanings = {option.name: option.help for option in own_first}
-    near = nearest_options(name, dict.fromkeys(schedule_names(), "") | meanings)
+    near = nearest_options(name, meanings)
     names = " or ".join(f"'--{option}'" for option in near)
     return f"did you mean {names}?" if near else "--help lists all options"
 
@@ -113,7 +118,10 @@ def unknown_option(name: str, options: dict[str, Option]) -> str:
 def help_text(usage: str, description: str, options: Iterable[Option]) -> str:
     """Return the help text of a command, with one section per group of options."""
     width = min(HELP_WIDTH, shutil.get_terminal_size().columns) - 2
-    parts = [f"usage: {usage}", textwrap.fill(description, width)]
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False, break_long_words=False
+    )
+    parts = [f"usage: {usage}", description]
     ungrouped_first = sorted(options, key=lambda option: "." in option.name)
     for group, members in groupby(ungrouped_first, lambda option: option.name.rpartition(".")[0]):
         lines = [f"{group}:" if group else "options:"]
@@ -122,6 +130,6 @@ def help_text(usage: str, description: str, options: Iterable[Option]) -> str:
             note = ", ".join(part for part in notes if part) if option.default else option.kind
             text = f"{option.help} ({note})" if note else option.help
             dashes = "" if option.name.isupper() else "--"
-            lines += [f"  {dashes}{option.name}", textwrap.indent(textwrap.fill(text.strip(), width - 8), " " * 8)]
+            lines += [f"  {dashes}{option.name}", wrapper.fill(text.strip())]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.cli.names import nearest_name
+from esper_lightning.cli.options import schedule_names
 from esper_lightning.cli.type_words import choices_of, type_words
 from esper_lightning.console import exit_with_error
 
@@ -24,12 +25,18 @@ CLASS_PATH = re.compile(r"class_path ?=?'([\w.]+)'")
 CLASS_MODULES = {"task": "esper_lightning.tasks", "host": "esper_lightning.hosts"}
 """Modules that contain this package's classes for a setting."""
 
+MISSING = re.compile(r"the following arguments are required: (.*)")
+
 SETTING = re.compile(r'Parser key "([^"]+)"(?: element \d+)?:\s*')
 
-WRONG_TYPE = re.compile(r"(?:- )?(?:Expected a |Does not validate against any of the Union subtypes|Unable to load config)")
+WRONG_TYPE = re.compile(
+    r"(?:- )?(?:Expected a |Does not validate against any of the Union subtypes|Unable to load config|Not of type )"
+)
 """Pattern of the problem of a value that has not the type of its setting."""
 
-GIVEN_VALUE = re.compile(r"(?:Got value: |Given value: |Unable to load config )(.*)", re.DOTALL)
+GIVEN_VALUE = re.compile(
+    r"(?:Got value: |Given value: |Unable to load config )(.*)|Not of type \w+: (.*) does not conform", re.DOTALL
+)
 
 OTHER_PROBLEMS = ("Problem with given class_path", "is not accepted", "has no attribute", "No module named")
 """Texts of problems that are not those of a type."""
@@ -72,6 +79,23 @@ SUGGESTERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], str | No
 """Patterns of error messages, each with the function that finds the nearest valid name."""
 
 
+def _missing(message: str) -> str | None:
+    """Return the words about settings that have no value, or None for another problem."""
+    found = MISSING.fullmatch(message)
+    if found is None:
+        return None
+    names = [name.partition(".")[2] if "." in name else name for name in found[1].split(", ")]
+    return f"without a value: {', '.join(names)}; give it in a config, or as --{names[0]}"
+
+
+def _unknown_argument(message: str) -> str | None:
+    """Return the words about an argument that a class does not take, or None for another problem."""
+    key, argument, named = (pattern.search(message) for pattern in (SETTING, UNKNOWN_ARGUMENT, CLASS_PATH))
+    if key is None or argument is None or named is None:
+        return None
+    return f"{key[1]}: {named[1]} has no argument {argument[1]!r}"
+
+
 class Parser(LightningArgumentParser):
     """Argument parser that reports an error in one line, without the usage of 200 options.
 
@@ -99,7 +123,8 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
         where = "" if self._file is None else f"config {self._file!r}: "
-        exit_with_error(where + (self._wrong_type(message) or message + suggestion(message)))
+        plain = self._wrong_type(message) or _missing(message) or _unknown_argument(message) or message
+        exit_with_error(where + plain + ("" if "did you mean" in plain else suggestion(message)))
 
     def _wrong_type(self, message: str) -> str | None:
         """Return the words about a value that has not the type of its setting, or None for another problem."""
@@ -110,15 +135,16 @@ class Parser(LightningArgumentParser):
         problem = message[keys[-1].end() :]
         if hint is None or not WRONG_TYPE.search(problem) or (given := GIVEN_VALUE.search(problem)) is None:
             return None
-        value = given[1].strip().strip("'\"")
+        value = (given[2] if given[1] is None else given[1]).strip().strip("'\"")
         near = nearest_name(value, choices_of(hint))
         meant = f"; did you mean {near!r}?" if near else ""
-        return f"{keys[-1][1]} must be {type_words(hint)}, got {value!r:.80}{meant}"
+        kind = f"a number or {type_words(hint)}" if keys[-1][1] in schedule_names() else type_words(hint)
+        return f"{keys[-1][1]} must be {kind}, got {value!r:.80}{meant}"
 
     def _types(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and type of every setting, also of the commands."""
         for action in self._actions:
-            yield action.dest, getattr(action, "_typehint", None) or action.type
+            yield action.dest, getattr(action, "_typehint", None) or getattr(action, "basetype", None) or action.type
             for parser in (getattr(action, "_name_parser_map", None) or {}).values():
                 if isinstance(parser, Parser):
                     yield from parser._types()

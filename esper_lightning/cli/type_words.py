@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from os import PathLike
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -67,7 +67,7 @@ def is_open(hint: Any) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    return issubclass(kind, int | float | str | Enum | PathLike)
+    return issubclass(kind, int | float | str | Enum | PurePath)
 
 
 def _words(hint: Any) -> str:
@@ -92,7 +92,7 @@ def _words(hint: Any) -> str:
         for kind in (bool, int, float):
             if issubclass(hint, kind):  # a number with a bound
                 return f"{WORDS[kind]} ({_spaced(hint.__name__)})"
-        if issubclass(hint, str | PathLike):
+        if issubclass(hint, str | PurePath):
             return "a path" if "path" in hint.__name__.lower() else "text"
         return f"a class ({hint.__name__})"
     return "a value"

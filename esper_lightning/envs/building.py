@@ -5,7 +5,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from esper_lightning.console import print_status
 from esper_lightning.machine import resident_memory
@@ -39,5 +39,9 @@ def build_envs(make: Callable[[int], Env], n_envs: int) -> list[Env]:
         room = f" and {max(0.0, memory - memory_before) * share / 1024:.1f} GiB of memory"
     print_status(f"building {n_envs} hosts: about {seconds:.0f} s{room}; lower the number of hosts if that is too much")
     console = Console()
-    shown = track(left, "hosts", n_envs, completed=sampled, console=console, disable=not console.is_terminal)
-    return [*envs, *(make(index) for index in shown)]
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("hosts", total=n_envs, completed=sampled)
+        for index in left:
+            envs.append(make(index))
+            progress.advance(task)
+    return envs

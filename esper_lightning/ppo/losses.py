@@ -350,7 +350,11 @@ def terms_over_ranks(terms: PPOTerms, heads: Sequence[str], config: PPOConfig, *
 
 
 def update_metrics(
-    minibatch_terms: Sequence[PPOTerms], grad_norms: Sequence[Tensor], heads: Mapping[str, int], *, finite: Sequence[bool]
+    minibatch_terms: Sequence[PPOTerms],
+    grad_norms: Sequence[Tensor],
+    heads: Mapping[str, int],
+    *,
+    finite: Sequence[bool],
 ) -> dict[str, float]:
     """Return the metrics of one update by name.
 

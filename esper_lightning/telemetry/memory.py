@@ -4,6 +4,7 @@ import torch
 
 from esper_lightning.machine import resident_memory, total_memory
 
+
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the memory of the process and of tensors on the GPU in MiB, by tag."""
     metrics = {} if (now := resident_memory()) is None else {"memory/process": now}

@@ -139,6 +139,14 @@ def test_every_controller_meets_the_same_hosts_and_is_measured_in_full(trained: 
     assert [row["parameters"] for row in by_name["static tamiyo"]] == [row["parameters"] for row in by_name["tamiyo"]]
 
 
+@pytest.mark.slow
+def test_a_policy_may_be_compared_with_nobody_but_its_own_network(trained: list[Run], tmp_path: Path) -> None:
+    evaluate("--ckpt_path", str(trained[0].latest), *FEW, "--evaluation.against=[]", f"--out={tmp_path}")
+
+    names = list(dict.fromkeys(row["controller"] for row in rows_of(tmp_path)))
+    assert names == ["tamiyo", "static tamiyo", "static tamiyo, equal FLOPs"]
+
+
 def test_the_governor_watches_the_hosts_that_are_evaluated(trained: list[Run], tmp_path: Path) -> None:
     everything_diverges = ("--governor.rules.max_loss=1e-6", "--governor.rules.patience=1")
     alone = (*FEW, "--evaluation.against=[]", "--evaluation.controls=false", f"--out={tmp_path}")

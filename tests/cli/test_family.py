@@ -102,7 +102,6 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     ("args", "said"),
     [
         (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
-        (("--evaluation.against", "[]"), "wants a rule for its twin"),
         (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
         (("--evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each context"),
         (("--evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),

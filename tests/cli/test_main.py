@@ -42,7 +42,7 @@ ROLLOUT_ENDS = [12, 24]
 ROLLOUT_TAGS = {
     *("rollout/objective", "rollout/return", "rollout/accuracy", "rollout/parameters"),
     *(f"rollout/op.{op}" for op in ("WAIT", "GERMINATE", "CULL", "FOSSILIZE")),
-    *(f"train/entropy.{head}" for head in ("op", "slot", "blueprint", "tempo")),
+    *(f"train/entropy.{head}" for head in ("op", "slot", "blueprint")),
     *("train/kl", "train/clip_fraction", "train/explained_variance", "train/loss.policy", "train/loss.value"),
     *("train/lr", "train/entropy_coefficient", "train/grad_norm", "time/ticks_per_second"),
 }
@@ -98,6 +98,7 @@ def test_the_smoke_run_writes_finite_points_over_ticks(smoke: Run) -> None:
     scalars = smoke.scalars()
 
     assert set(scalars) >= TICK_TAGS | ROLLOUT_TAGS
+    assert not {"train/entropy.tempo", "train/choice_share.tempo"} & set(scalars), "one tempo is no choice"
     for tag, points in scalars.items():
         if tag.startswith(SOMETIMES):
             continue  # only where a seed lived or was fossilized: tests/telemetry/test_tensorboard.py
@@ -159,7 +160,9 @@ def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
     assert list(built.model.policy.heads.tables) == list(HEADS)
     assert built.datamodule.pool.space.speed == [0, 2]
     scalars = only_run(tmp_path).scalars()
-    for tag in (*(f"train/entropy.{head}" for head in HEADS), *(f"rollout/op.{op.name}" for op in Op)):
+    choosing = [head for head, choices in built.datamodule.pool.space.sizes.items() if choices > 1]
+    assert len(choosing) > 6
+    for tag in (*(f"train/entropy.{head}" for head in choosing), *(f"rollout/op.{op.name}" for op in Op)):
         assert len(scalars[tag]) == EPOCHS
         assert all(math.isfinite(value) for _, value in scalars[tag]), tag
     assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
@@ -410,7 +413,7 @@ def test_ctrl_c_before_training_ends_in_one_line(
 
 def test_ctrl_c_while_modules_are_imported_ends_a_real_process_in_one_line() -> None:
     started = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "esper_lightning", "fit"],
+        [sys.executable, "-X", "importtime", "-m", "esper_lightning", "fit", "--config", "smoke"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

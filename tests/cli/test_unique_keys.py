@@ -51,3 +51,14 @@ def test_other_texts_mean_what_they_meant(text: str) -> None:
 def test_texts_beyond_the_limits_are_not_read(text: str) -> None:
     with pytest.raises(yaml.YAMLError, match=r"nested more than|alias 'd' stands for"):
         load_with_unique_keys(text)
+
+
+@pytest.mark.parametrize("number", ["0.5", "1", "1e-3"])
+def test_a_number_in_place_of_a_schedule_is_constant(number: str) -> None:
+    schedule = {"start": float(number), "end": float(number)}
+
+    assert load_with_unique_keys(f"model: {{ppo: {{lr: {number}, entropy: {{start: 1, end: 0}}}}}}") == {
+        "model": {"ppo": {"lr": schedule, "entropy": {"start": 1, "end": 0}}}
+    }
+    assert load_with_unique_keys(number) == float(number)
+    assert load_with_unique_keys("model: {ppo: null}") == {"model": {"ppo": None}}

@@ -2,6 +2,7 @@
 
 from tests.mutations import (
     checkpoints,
+    doors,
     endings,
     evaluation,
     execution,
@@ -30,4 +31,5 @@ DEFECTS = (
     *plugins.DEFECTS,
     *endings.DEFECTS,
     *ranks.DEFECTS,
+    *doors.DEFECTS,
 )

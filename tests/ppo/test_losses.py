@@ -10,7 +10,15 @@ from torch import Tensor
 
 from esper_lightning.envs import HEADS, Op
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.ppo.losses import PPOConfig, clipped_surrogate, kl_estimate, ppo_terms, value_loss
+from esper_lightning.ppo.losses import (
+    PPOConfig,
+    PPOTerms,
+    clipped_surrogate,
+    kl_estimate,
+    ppo_terms,
+    update_metrics,
+    value_loss,
+)
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.tamiyo.policy import Policy
 
@@ -209,3 +217,14 @@ def test_ppo_terms_measure_how_far_the_policy_has_moved(loop: RolloutCollector, 
     assert moved.kl.item() == pytest.approx(0.5 - math.log(1.5), rel=1e-4)
     assert moved.clip_fraction == 1
     assert moved.total(0.5, 0.1) == moved.policy + 0.5 * moved.value - 0.1 * moved.entropy
+
+
+def test_a_head_with_one_choice_has_no_entropy_to_plot() -> None:
+    zero = torch.zeros(())
+    shares = {"head_entropy": torch.tensor([0.5, 0.0]), "head_choice_share": torch.tensor([0.9, 0.0])}
+    terms = PPOTerms(*[zero] * len(PPOTerms._fields))._replace(**shares)
+
+    metrics = update_metrics([terms], [zero], {"op": 4, "tempo": 1}, finite=[True])
+
+    assert metrics["entropy.op"] == 0.5 and metrics["choice_share.op"] == pytest.approx(0.9)
+    assert not any(name.endswith(".tempo") for name in metrics)

@@ -140,8 +140,9 @@ class EnvFactory:
             if find_user_part(error) is not None:
                 raise
             if context.architecture:
+                near = self._nearest_argument(error)
                 raise ValueError(
-                    f"family: the host cannot be made with {context.architecture}: {error}{self._nearest_argument(error)}"
+                    f"family: the host cannot be made with {context.architecture}: {error}{near}"
                 ) from error
             raise ValueError(
                 f"data.host cannot be made with its arguments behind the shape of an input, {list(self.input_shape)}, "

@@ -1,0 +1,27 @@
+"""Files of a comparison: those of an earlier one that are not replaced are removed, and no others."""
+
+from pathlib import Path
+
+from esper_lightning.evaluation.comparison import best_hand_written
+from esper_lightning.evaluation.run import remove_earlier
+
+EARLIER = ("schedule.json", "schedule0.json", "schedule12.json", "timeline.png", "timeline1.png", "seeds.csv")
+KEPT = (
+    *("best_schedule.json", "best_price_0.1.json", "schedule_mine.json", "my schedule.json", "timeline.pdf"),
+    *("evaluation.csv", "notes.txt", "seeds.csv.bak"),
+)
+
+
+def test_files_of_an_earlier_comparison_are_removed_and_those_of_the_user_and_of_a_search_stay(tmp_path: Path) -> None:
+    for name in (*EARLIER, *KEPT):
+        (tmp_path / name).touch()
+    (tmp_path / "schedule7.json").mkdir()
+
+    remove_earlier(tmp_path)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*KEPT, "schedule7.json"])
+    remove_earlier(tmp_path / "new")
+
+
+def test_a_comparison_without_a_hand_written_rule_has_no_twin_of_one() -> None:
+    assert best_hand_written({}, ["climbing", "periodic"]) == []
