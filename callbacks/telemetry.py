@@ -249,7 +249,7 @@ class Telemetry(Callback):
                     readings = host_anomaly_metrics(loop.pool.envs, self.anomalies.most_reliance)
                     readings |= state_rms(loop.state)
                     own |= {f"rollout/{name}": value for name, value in readings.items()}
-            of_ranks = loop.ranks.gather(own)
+            of_ranks = loop.ranks.gather(own) if own else []  # all ranks write in the same ticks
             written = metrics_over_ranks(of_ranks) if of_ranks else {}
             if trainer.is_last_batch:
                 observer = self._observer_of_all()
