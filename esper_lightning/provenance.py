@@ -93,7 +93,9 @@ class RunRecord(SaveConfigCallback):
         assert isinstance(data, HostPoolData), "that of the command line"
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         replace_and_keep(folder / self.config_filename, self.parser.dump(self.config, skip_unset=False))
-        record = provenance(data.seed, trainer.strategy.root_device, str(data.pool.executor_choice))
+        record = provenance(
+            data.seed, trainer.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
+        )
         replace_and_keep(folder / "run.json", json.dumps(record, indent=1) + "\n")
         self.training_started = True
 
@@ -112,13 +114,14 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def provenance(rng_seed: int, device: torch.device, executor: str) -> dict[str, Any]:
+def provenance(rng_seed: int, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:
     """Return the command, device, software versions and git revision of this process; no environment variables."""
     return {
         "command": sys.argv,
         "seed": rng_seed,
         "device": str(device),
         "executor": executor,
+        "precision": precision,
         "threads": torch.get_num_threads(),
         "python": sys.version,
         "platform": platform.platform(),

@@ -271,7 +271,9 @@ class EsperTrainer(Trainer):
         data, records = self.datamodule, self._run_records()
         return {
             "settings": records[0].settings if records else {},
-            "run": provenance(data.seed, self.strategy.root_device, str(data.pool.executor_choice)),
+            "run": provenance(
+                data.seed, self.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
+            ),
         }
 
     @property
