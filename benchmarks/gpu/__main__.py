@@ -19,7 +19,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 
 from benchmarks.gpu.report import Result, Step, parse_results, write_report
@@ -29,31 +29,15 @@ ROOT = Path(__file__).parent.parent.parent
 BUDGET_SECONDS = 24 * 60
 """Seconds for all steps together; a step that would begin later is skipped."""
 
-DISTRIBUTIONS = {
-    "PIL": "pillow",
-    "docstring_parser": "docstring-parser",
-    "hypothesis": "hypothesis",
-    "importlib_resources": "importlib-resources",
-    "jsonargparse": "jsonargparse",
-    "lightning": "lightning",
-    "markdown_it": "markdown-it-py",
-    "matplotlib": "matplotlib",
-    "mdurl": "mdurl",
-    "pygments": "pygments",
-    "pytest": "pytest",
-    "rich": "rich",
-    "safetensors": "safetensors",
-    "scipy": "scipy",
-    "sklearn": "scikit-learn",
-    "sortedcontainers": "sortedcontainers",
-    "tensorboard": "tensorboard",
-    "torch": "torch",
-    "torchmetrics": "torchmetrics",
-    "torchvision": "torchvision",
-    "typeshed_client": "typeshed-client",
-    "yaml": "pyyaml",
-}
-"""Package that each needed module belongs to."""
+NEEDED = (
+    *("docstring_parser", "hypothesis", "jsonargparse", "lightning", "matplotlib", "PIL", "pytest", "rich"),
+    *("safetensors", "scipy", "sklearn", "tensorboard", "torch", "torchmetrics", "torchvision", "typeshed_client"),
+    "yaml",
+)
+"""Modules that the steps import; what these import themselves is found with them."""
+
+DISTRIBUTIONS = {"PIL": "pillow", "markdown_it": "markdown-it-py", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""Package of a module, where the names differ by more than a hyphen."""
 
 SPEED_CASES = [(case, hosts) for hosts in (64, 16, 256) for case in ("digits", "32x8", "32x32")]
 """Measured kinds of hosts and numbers of hosts, the most important first."""
@@ -65,6 +49,7 @@ def unpack_wheels(folder: Path, target: Path) -> list[Path]:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(target)
+    invalidate_caches()
     return wheels
 
 
@@ -76,7 +61,7 @@ def missing_distributions(modules: Iterable[str]) -> list[str]:
             import_module(module)
         except ModuleNotFoundError as error:
             lacking = (error.name or module).partition(".")[0]
-            missing.add(DISTRIBUTIONS.get(lacking, lacking))
+            missing.add(DISTRIBUTIONS.get(lacking, lacking.replace("_", "-")))
     return sorted(missing)
 
 
@@ -160,7 +145,7 @@ def main() -> None:
     packages = out / "packages"
     unpack_wheels(args.wheels, packages)
     sys.path.insert(0, str(packages))
-    if missing := missing_distributions(DISTRIBUTIONS):
+    if missing := missing_distributions(NEEDED):
         sys.exit(
             f"missing packages: put the wheels of {', '.join(missing)} into {args.wheels}/ (on a machine with network: "
             f"pip download --only-binary :all: --no-deps --dest {args.wheels} {' '.join(missing)})"

@@ -21,6 +21,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.execution.autotune import ExecutorChoice
+from esper_lightning.envs.spaces.actions import Op, to_action
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
 """Side of the square matrices whose product is timed, by type of device."""
@@ -66,9 +67,9 @@ def no_waits() -> Iterator[list[int]]:
 def waits(executor: str) -> None:
     """Check that a tick waits for the GPU only twice, in every precision."""
     for precision in ("fp32", "bf16", "fp16"):
-        pool, controller = measured_pool(executor, 8, precision=precision), RandomValid(0)
-        pool.step(controller.act(pool))  # creates what is cached
-        action = controller.act(pool)
+        pool = measured_pool(executor, 8, precision=precision)
+        action = to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+        pool.step(action)  # creates what is cached
         if DEVICE.type != "cuda":
             pool.step(action)
             continue

@@ -22,7 +22,7 @@ from tests.runs import fit, only_run
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def make_pool(others: Sequence[torch.device] = (), **changes: Any) -> HostPool:
+def make_pool(host_devices: Sequence[torch.device] | None = None, **changes: Any) -> HostPool:
     task = Digits(validation=100, test=100)
     return HostPool(
         task,
@@ -31,7 +31,7 @@ def make_pool(others: Sequence[torch.device] = (), **changes: Any) -> HostPool:
         config=replace(SMALL, **changes),
         n_envs=3,
         device=torch.device("cuda"),
-        extra_devices=others,
+        host_devices=host_devices,
         overseer=Overseer(GovernorConfig()),
     )
 
@@ -51,8 +51,10 @@ def test_an_episode_runs_on_a_gpu_and_its_rewards_sum_to_the_change_of_the_objec
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_hosts_on_two_gpus_live_as_on_one() -> None:
-    both, one = make_pool([torch.device("cuda", 1)], executor="streams"), make_pool(executor="streams")
+@pytest.mark.parametrize("executor", ["streams", "fused"])
+def test_hosts_on_two_gpus_live_as_on_one(executor: str) -> None:
+    both = make_pool([torch.device("cuda", i) for i in range(2)], executor=executor)
+    one = make_pool(executor=executor)
     lives = []
     for pool in (both, one):
         wanderer = RandomValid(0)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.execution.fused.layers import StackedLayer, find_stacked_layers
 
-
 ALIGNMENT_BYTES = {"cpu": 1, "cuda": 256}
 """Alignment of stacked tensors in flat storage, by type of device.
 
