@@ -35,6 +35,11 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of the sources into its target: on CUDA by a few kernels instead of one for each tensor."""
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def download(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU. Only here does an environment step read from its device and wait for it.
 

@@ -1,16 +1,10 @@
 """Devices of hosts: which are chosen, which names are refused, and hosts on several imitated GPUs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.envs.host_devices import find_host_devices
-from esper_lightning.governor.judge import GovernorConfig
-from esper_lightning.tasks import Digits
-from tests.conftest import SMALL, small_host
-from tests.envs.execution.episodes import episode
+from tests.envs.execution.fused import hosts
 from tests.imitated_gpu import CPU, GPU, ImitatedGpu
 from tests.tiers import rest_is_slow
 
@@ -56,26 +50,16 @@ def test_names_that_cannot_be_used_are_refused(names: list[str], message: str) -
 
 @pytest.mark.parametrize("executor", rest_is_slow(["loop", "streams", "fused"], {"fused"}))
 def test_hosts_on_several_gpus_live_as_on_one(executor: str) -> None:
-    task, config = Digits(validation=30, test=30), replace(SMALL, executor=executor, horizon=2)
-    lives = []
+    pools = []
     for devices in ([GPU], GPUS[1:]):
         with ImitatedGpu(count=3) as gpu:
-            pool = HostPool(
-                task,
-                task.load(),
-                small_host,
-                config=config,
-                n_envs=3,
-                device=GPU,
-                host_devices=devices,
-                overseer=Overseer(GovernorConfig(snapshot_every=1)),
-            )
-            lives.append([part.cpu() for part in episode(pool)])
+            pools.append(pool := hosts.make(executor, "mlp", 3, device=GPU, host_devices=devices))
+            hosts.play(pool, ticks=6)
             homes = [env.slots[0].alpha.device for env in pool.envs]
             assert homes == [devices[i % len(devices)] for i in range(3)]
             assert pool.observation.features.device == GPU
             assert gpu.faults == {}
     if executor == "fused":
-        torch.testing.assert_close(*lives, rtol=1e-3, atol=1e-3)
+        assert hosts.distance(*pools) < 1e-9
     else:
-        assert all(torch.equal(one, several) for one, several in zip(*lives, strict=True))
+        assert hosts.distance(*pools) == 0.0

@@ -23,6 +23,7 @@ from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer
 from esper_lightning.trainer import EsperTrainer
 from tests.conftest import SMALL, small_host
+from tests.envs.execution.fused import hosts
 from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.tiers import rest_is_slow
 
@@ -119,3 +120,15 @@ def test_a_whole_fit_ends_with_its_comparison(executor: str, tmp_path: Path) -> 
         )
         assert gpu.faults == {}
     assert (tmp_path / "evaluation" / "evaluation.csv").exists()
+
+
+@pytest.mark.slow
+def test_in_float64_fused_on_a_gpu_does_what_the_loop_does_on_the_cpu() -> None:
+    """A GPU has its own memory format, alignment, and size of validation passes."""
+    loop = hosts.make("loop", "cnn")
+    hosts.play(loop)
+    with ImitatedGpu() as gpu:
+        fused = hosts.make("fused", "cnn", device=GPU)
+        hosts.play(fused)
+        assert hosts.distance(fused, loop) < 1e-9
+        assert gpu.faults.keys() <= {"aten::sub between devices"}, "the comparison's own"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.envs.device_transfer import copy_all
 from esper_lightning.envs.execution.fused.layers import StackedLayer, find_stacked_layers
 
 ALIGNMENT_BYTES = {"cpu": 1, "cuda": 256}
@@ -65,7 +66,7 @@ class Assignment(NamedTuple):
         for layer, owner_layers in self._by_layer():
             for name in layer.buffer_names:
                 targets = [getattr(owner_layer, name) for owner_layer in owner_layers]
-                torch._foreach_copy_(targets, list(getattr(layer, name).unbind()))
+                copy_all(targets, getattr(layer, name).unbind())
 
     def _by_layer(self) -> Iterator[tuple[StackedLayer, tuple[nn.Module, ...]]]:
         return zip(self.stacked_module.layers.values(), zip(*self.owners, strict=True), strict=True)
@@ -119,7 +120,7 @@ class FlatParameters:
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
         """Copy flat numbers into one tensor per parameter: the inverse of `gather`."""
         parts = [part for tensor in chain.from_iterable(self.views(numbers)) for part in tensor.unbind()]
-        torch._foreach_copy_(list(targets), parts)  # on CUDA a few kernels instead of one per tensor
+        copy_all(targets, parts)
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [stacked module][tensor] [owners, …]
         """Return views of flat numbers, one for each tensor of each stacked module."""
