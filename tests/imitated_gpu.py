@@ -44,7 +44,7 @@ READS = frozenset(
 )
 """Operations whose result the processor needs."""
 
-CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", "index_put_", "set_", "_foreach_copy_"))
+CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", "index_put_", "set_"))
 """Operations that may have operands on two devices."""
 
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
@@ -278,9 +278,6 @@ class Operations(TorchDispatchMode):
             self._find_wait_of_copy(
                 args[0], args[1], non_blocking=bool(kwargs.get("non_blocking", args[2:] == (True,)))
             )
-        if name == "aten::_foreach_copy_":
-            for target, source in zip(args[0], args[1], strict=True):
-                self._find_wait_of_copy(target, source, non_blocking=bool(args[2:] == (True,)))
 
     def _find_wait_of_copy(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         gpu = self.gpu

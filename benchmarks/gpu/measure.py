@@ -4,13 +4,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory as memory_benchmark
@@ -31,6 +34,30 @@ ROLLOUTS, SETTLED = 50, 5
 
 ROUNDS = 3
 """Rounds of a measurement of speed, of which the fastest counts."""
+
+
+class ConvolutionShape(NamedTuple):
+    """A convolution of many hosts."""
+
+    hosts: int
+    channels: int
+    """Input channels of one host."""
+    outputs: int
+    """Output channels of one host."""
+    side: int
+    """Height and width of the features."""
+    kernel: int
+
+
+Convolve = Callable[[Tensor, Tensor, int], Tensor]
+"""Function of features, weights and the number of hosts."""
+
+CONVOLUTIONS = [
+    ConvolutionShape(hosts, *shape)
+    for hosts in (16, 64)
+    for shape in ((4, 8, 4, 1), (3, 8, 32, 3), (8, 16, 16, 3), (16, 32, 8, 3), (32, 64, 16, 3), (64, 128, 8, 3))
+]
+"""Convolutions of the hosts of the presets: digits, base 8 and base 32."""
 
 
 def executors() -> list[str]:
@@ -168,12 +195,50 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
                 del pool
 
 
+def batched_convolution(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
+    """Convolve the features [B, N·C, H, W] of N hosts with their weights [N·D, C, k, k] by one batched product."""
+    kernel = weight.shape[-1]
+    columns = F.unfold(x, kernel, padding=kernel // 2).unflatten(1, (hosts, -1))  # [B, N, C·k·k, H·W]
+    columns = columns.permute(1, 2, 0, 3).flatten(2)
+    y = torch.bmm(weight.view(hosts, -1, columns.shape[1]), columns)  # [N, D, B·H·W]
+    return y.unflatten(2, (x.shape[0], *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
+
+
+def convolutions(shapes: Sequence[ConvolutionShape] | None = None) -> None:
+    """Measure ways to convolve the features of many hosts at once, forward and backward."""
+
+    def grouped(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
+        return F.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=hosts)
+
+    plans = {
+        "groups": (grouped, torch.contiguous_format),
+        "groups, channels last": (grouped, torch.channels_last),
+        "batched product": (batched_convolution, torch.contiguous_format),
+    }
+    for shape, dtype in product(CONVOLUTIONS if shapes is None else shapes, (torch.float32, torch.bfloat16)):
+        n = shape.hosts
+        x = torch.randn(BATCH, n * shape.channels, shape.side, shape.side, device=DEVICE, dtype=dtype)
+        weight = torch.randn(n * shape.outputs, shape.channels, shape.kernel, shape.kernel, device=DEVICE, dtype=dtype)
+        for name, (convolve, memory_format) in plans.items():
+            inputs = x.clone(memory_format=memory_format).requires_grad_()
+            weights = weight.clone().requires_grad_()
+
+            def work(convolve: Convolve = convolve, inputs: Tensor = inputs, weights: Tensor = weights) -> None:
+                convolve(inputs, weights, n).float().square().sum().backward()  # noqa: B023
+
+            work()
+            fastest = min(seconds(work) for _ in range(ROUNDS))
+            label = f"{n} hosts, {shape.channels} to {shape.outputs} channels, {shape.side}², kernel {shape.kernel}"
+            print_result(f"{label}, {str(dtype).removeprefix('torch.')}: {name}", f"{fastest * 1e3:.3f}", "ms")
+
+
 MEASUREMENTS: dict[str, Callable[..., None]] = {
     "waits": waits,
     "launches": launches,
     "memory": memory,
     "resume": resume,
     "matrix_rate": matrix_rate,
+    "convolutions": convolutions,
     "speed": speed,
 }
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.device_transfer import copy_parts
 from esper_lightning.envs.execution.fused import flat_params
 from esper_lightning.envs.execution.fused.flat_params import Assignment, FlatParameters, StackedModule
 from esper_lightning.envs.execution.fused.layers import stack_layers
@@ -61,6 +62,15 @@ def test_alignment_does_not_change_what_hosts_learn(
     torch.testing.assert_close(aligned, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_parts_are_copied_into_tensors_of_any_memory_format() -> None:
+    targets = [torch.zeros(2, 3), torch.zeros(3, 2).T, torch.zeros(()), torch.zeros(1, 2, 2, 2)]
+    targets[3] = targets[3].contiguous(memory_format=torch.channels_last)
+    copy_parts(torch.arange(21.0), targets)
+
+    found = torch.cat([target.reshape(-1) for target in targets])
+    assert torch.equal(found, torch.arange(21.0))
+
+
 def test_numbers_of_all_hosts_are_copied_back_by_one_operation() -> None:
     names = []
     for hosts in (2, 8):
@@ -71,4 +81,4 @@ def test_numbers_of_all_hosts_are_copied_back_by_one_operation() -> None:
         names.append([name for name in operations.names if "copy" in name])
         assert torch.equal(weights.gather(weights.parameters), expected)
 
-    assert names == [["aten::_foreach_copy_"]] * 2
+    assert names == [["aten::split_with_sizes_copy"]] * 2
