@@ -6,7 +6,7 @@ RUN := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 # A worker that has nothing left to do takes tests from another one.
 WORKERS := --numprocesses auto --dist worksteal
 
-.PHONY: fit smoke test test-all coverage bench bench-execution bench-memory lint clean
+.PHONY: fit smoke test test-all coverage bench bench-execution bench-memory gpu lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
 	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
@@ -31,6 +31,9 @@ bench-execution: $(BIN)/.installed  ## how fast each executor trains hosts
 
 bench-memory: $(BIN)/.installed  ## does a run of 200 rollouts need more and more memory?
 	$(RUN) $(BIN)/python -m benchmarks.memory $(ARGS)
+
+gpu:  ## does everything work on a GPU, and how fast? One report; needs no network and no installation
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -176,7 +176,8 @@ def evaluate(
         for table in make_tables(result):
             wide_console().print(table)
     else:
-        record = {"run": provenance(data.seed, data.pool.device, str(data.pool.executor_choice))}
+        choice = str(data.pool.executor_choice)
+        record = {"run": provenance(data.seed, data.pool.device, choice, precision=data.precision)}
         publish(comparison, result, data.pool.space.slot, folder=Path(folder), record=record)
     return result
 

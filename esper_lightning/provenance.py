@@ -102,7 +102,9 @@ class RunRecord(SaveConfigCallback):
 
     def _write(self, trainer: Trainer, data: HostPoolData, folder: Path) -> None:
         replace_and_keep(folder / self.config_filename, self.parser.dump(self.config, skip_unset=False))
-        record = provenance(data.seed, trainer.strategy.root_device, str(data.pool.executor_choice))
+        record = provenance(
+            data.seed, trainer.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
+        )
         if trainer.world_size > 1 or job_name() is not None:
             record |= {"processes": trainer.world_size, "job": job_name()}
         replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
@@ -131,13 +133,14 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def provenance(rng_seed: int, device: torch.device, executor: str) -> dict[str, Any]:
+def provenance(rng_seed: int, device: torch.device, executor: str, *, precision: str) -> dict[str, Any]:
     """Return the command, device, software versions and git revision of this process; no environment variables."""
     return {
         "command": sys.argv,
         "seed": rng_seed,
         "device": str(device),
         "executor": executor,
+        "precision": precision,
         "threads": torch.get_num_threads(),
         "python": sys.version,
         "platform": platform.platform(),

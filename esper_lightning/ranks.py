@@ -119,7 +119,8 @@ class Ranks:
         if isinstance(parts[0], list):
             return [row for span in self._own_spans for part in parts for row in part[span]]
         spans = [(span.start, span.stop - span.start) for span in self._own_spans]
-        return torch.cat([part.narrow(axis, *span) for span in spans for part in parts], axis)
+        tensors: list[Any] = list(parts)
+        return torch.cat([part.narrow(axis, *span) for span in spans for part in tensors], axis)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of tensors of the same shape over all ranks."""

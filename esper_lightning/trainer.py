@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -300,7 +300,9 @@ class EsperTrainer(Trainer):
         data, records = self.datamodule, self._run_records()
         return {
             "settings": records[0].settings if records else {},
-            "run": provenance(data.seed, self.strategy.root_device, str(data.pool.executor_choice)),
+            "run": provenance(
+                data.seed, self.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
+            ),
         }
 
     @property
@@ -399,7 +401,9 @@ class EsperTrainer(Trainer):
 
     def _watch_parent(self) -> None:
         """End this process if rank 0, which has started it, has died: torch would wait for it up to half an hour."""
-        if self.local_rank == 0 or not isinstance(self.strategy.cluster_environment, LightningEnvironment):
+        if self.local_rank == 0 or not isinstance(
+            getattr(self.strategy, "cluster_environment", None), LightningEnvironment
+        ):
             return
         parent = os.getppid()
 

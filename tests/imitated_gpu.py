@@ -1,4 +1,4 @@
-"""An imitated GPU: tensors stay in the processor's memory, and a tag on each storage names the device where it would be.
+"""An imitated GPU: tensors stay in the processor's memory, and a tag on each storage names its imitated device.
 
 The imitation counts faults, which a real GPU would refuse (an operation between devices, a generator of another device,
 `numpy()` of a tensor on the GPU), and waits, in which the processor would wait for the GPU (a read, a boolean mask, an
@@ -32,11 +32,19 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 READS = frozenset(
     f"aten::{name}"
-    for name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount")
+    for name in (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "_unique2",
+        "unique_consecutive",
+        "bincount",
+    )
 )
 """Operations whose result the processor needs."""
 
-CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", "index_put_", "set_", "_foreach_copy_"))
+CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", "index_put_", "set_"))
 """Operations that may have operands on two devices."""
 
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
@@ -267,10 +275,9 @@ class Operations(TorchDispatchMode):
                 elif index is not None and gpu.device_of(index).type == "cpu":
                     gpu.note(gpu.waits, f"{name} with an index from the CPU")
         if name == "aten::copy_":
-            self._find_wait_of_copy(args[0], args[1], non_blocking=bool(kwargs.get("non_blocking", args[2:] == (True,))))
-        if name == "aten::_foreach_copy_":
-            for target, source in zip(args[0], args[1], strict=True):
-                self._find_wait_of_copy(target, source, non_blocking=bool(args[2:] == (True,)))
+            self._find_wait_of_copy(
+                args[0], args[1], non_blocking=bool(kwargs.get("non_blocking", args[2:] == (True,)))
+            )
 
     def _find_wait_of_copy(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
         gpu = self.gpu
@@ -366,7 +373,7 @@ class Functions(TorchFunctionMode):
                 goal, dtype = gpu.device_of(value), value.dtype
             elif value is not None:
                 positional.append(value)
-        non_blocking = bool(kwargs.pop("non_blocking", positional[:1] == [True]))
+        kwargs.pop("non_blocking", None)  # from memory that is not pinned, such a copy waits all the same
         copy = bool(kwargs.pop("copy", positional[1:2] == [True]))
         here = gpu.device_of(tensor)
         goal = goal or here
@@ -378,7 +385,6 @@ class Functions(TorchFunctionMode):
             gpu.note(gpu.waits, "to the GPU, not pinned")
         if goal.type == "cpu":
             gpu.note(gpu.waits, "to the CPU")
-        del non_blocking  # from memory that is not pinned, such a copy waits all the same
         with gpu.silence():
             result = Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=True, **kwargs)
         gpu.place(result, goal)

@@ -215,6 +215,11 @@ class HostPoolData(LightningDataModule):
         assert self._pool is not None, "build the hosts first, by `build` or `setup`"
         return self._pool
 
+    @property
+    def precision(self) -> str:
+        """Precision of the hosts of each task on their device."""
+        return "; ".join(pool.config.training.precision_on(pool.device) for pool in self.pools.values())
+
     def _for_each_task(self, make: Callable[[str], Result]) -> dict[str, Result]:
         """Return the result of `make` for each task, by name. A ValueError names the task if there are several."""
         results = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from esper_lightning.console import print_status
 from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer, check_host_count
 from esper_lightning.envs.context.env_factory import EnvFactory
-from esper_lightning.envs.execution import other_devices
+from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
@@ -73,8 +73,10 @@ class LoadedTask(NamedTuple):
     """Environment settings of these hosts."""
     data: TaskData
     """The data set, with one copy per device that all pools share."""
-    devices: list[torch.device]
-    """Devices on which hosts train; the first is the main one."""
+    device: torch.device
+    """Device of the policy."""
+    host_devices: list[torch.device]
+    """Devices on which hosts train."""
     fingerprint: str
     """Fingerprint of the data."""
 
@@ -103,7 +105,6 @@ class LoadedTask(NamedTuple):
             executor, onednn = template.executor_choice
             env_config = replace(env_config, executor=executor, training=replace(env_config.training, onednn=onednn))
             shared_space = template.env_factory.shared_space
-        device, *extra_devices = self.devices
         task, host = self.config.task, self.config.host
         return HostPool(
             task,
@@ -111,8 +112,8 @@ class LoadedTask(NamedTuple):
             host,
             config=env_config,
             n_envs=n_envs,
-            device=device,
-            extra_devices=extra_devices,
+            device=self.device,
+            host_devices=self.host_devices,
             held_out=held_out,
             shared_space=shared_space,
             overseer=overseer,
@@ -124,7 +125,7 @@ class LoadedTask(NamedTuple):
         Raises ValueError if the action space contains useless choices.
         """
         factory = EnvFactory(
-            self.config.task, self.data, self.config.host, config=self.env_config, devices=self.devices
+            self.config.task, self.data, self.config.host, config=self.env_config, devices=self.host_devices
         )
         return factory.space, factory.growable
 
@@ -143,5 +144,5 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone
         raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}, not a TaskData")
     check_data(data, type(config.task).__name__)
     print_status(*find_doubts(data, type(config.task).__name__))
-    devices = [device, *(other_devices(env_config.executor, device) if alone else ())]
-    return LoadedTask(config, env_config, data.copy_to(devices), devices, fingerprint(data))
+    host_devices = find_host_devices(env_config.devices, env_config.executor, device, alone=alone)
+    return LoadedTask(config, env_config, data.copy_to(host_devices), device, host_devices, fingerprint(data))

@@ -46,9 +46,13 @@ class EnvConfig:
 
     executor: str = "loop"
     """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per
-    core. streams (CUDA): one host per stream, on all visible GPUs. fused: all hosts as one stacked network, for many
-    small hosts. The first three give the same results bit for bit, fused gives them up to rounding. auto: the fastest
-    one for these hosts, measured at the start, cached on this machine, and used again when a run is resumed."""
+    core. streams (CUDA): one host per stream. fused: all hosts as one stacked network, for many small hosts. The first
+    three give the same results bit for bit, fused gives them up to rounding. auto: the fastest one for these hosts,
+    measured at the start, cached on this machine, and used again when a run is resumed."""
+
+    devices: list[str] | None = None
+    """Devices on which hosts train, such as [cuda:0, cuda:1], in turn. The policy stays on the device of the trainer.
+    None: that device, and with executor streams all visible GPUs."""
 
     training: HostTraining = field(default_factory=HostTraining)
     """Training of hosts."""

@@ -55,8 +55,8 @@ class HostPool:
         host: Factory of host networks.
         config: Settings of the environments.
         n_envs: Number of environments N.
-        device: Device of observations, rewards and masks, and the first device of hosts.
-        extra_devices: Further devices for hosts, which are assigned to `device` and these in turn.
+        device: Device of observations, rewards and masks.
+        host_devices: Devices of hosts, which are assigned to them in turn. None: `device`.
         held_out: True to draw the held-out contexts of the family, which training never draws.
         shared_space: Slots and blueprints shared with the hosts of other tasks, for one policy that grows all of them.
         overseer: Overseer that watches the hosts. None: no host is rolled back, and a host that runs out of memory
@@ -79,7 +79,7 @@ class HostPool:
         config: EnvConfig,
         n_envs: int,
         device: torch.device,
-        extra_devices: Sequence[torch.device] = (),
+        host_devices: Sequence[torch.device] | None = None,
         held_out: bool = False,
         shared_space: SharedSpace | None = None,
         overseer: Overseer | None = None,
@@ -87,7 +87,7 @@ class HostPool:
         check_compatible(config, data, n_envs, device=device)
         self.config = config
         self.device = device
-        devices = [device, *extra_devices]
+        devices = [device] if host_devices is None else host_devices
         self.task = task
         self.clock = PhaseClock(make_timer(device))
         self.env_factory = EnvFactory(

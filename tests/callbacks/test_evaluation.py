@@ -2,11 +2,15 @@
 
 import csv
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
 from esper_lightning.callbacks import Evaluation
 from esper_lightning.envs.seeding import EVALUATION, TRAINING, episode_rng_seeds
+from esper_lightning.module import TamiyoModule
 from tests.runs import fit, only_run
 
 
@@ -24,6 +28,22 @@ def evaluate(root: Path, *flags: str) -> dict[str, list[str]]:
 def test_too_few_hosts_for_an_interval_are_refused(hosts: int) -> None:
     with pytest.raises(ValueError, match=r"evaluation\.hosts must be 0 \(none\) or at least 2"):
         Evaluation(hosts=hosts)
+
+
+def test_the_policy_plays_on_the_device_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning moves the module to the CPU before `on_fit_end`."""
+    played = []
+    monkeypatch.setattr(
+        "esper_lightning.callbacks.evaluation.run_comparison",
+        lambda comparison, data, policies, **others: played.extend(policies) or {},
+    )
+    module = TamiyoModule()
+    module.policy, module.observation_norm = nn.Linear(1, 1), nn.Identity()
+    trainer = Mock(log_dir=".", loggers=[], **{"datamodule.pool.device": torch.device("meta")})
+
+    Evaluation(hosts=2).on_fit_end(trainer, module)
+
+    assert [policy.policy.weight.device.type for policy in played] == ["meta"]
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_tick_reads_the_device_twice(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("executor", ["loop", "streams"])
+@pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
 def test_nothing_in_a_tick_waits_for_the_gpu_but_the_two_reads(
     monkeypatch: pytest.MonkeyPatch, make_policy: Callable[..., Policy], executor: str
 ) -> None:

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper_lightning.governor.snapshot import Snapshot
 from esper_lightning.growth.nested import iter_tensors
+from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.runs import differences
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -159,3 +161,33 @@ def test_what_is_held_can_be_taken_again() -> None:
     snapshot.take(snapshot.view())
 
     assert same(snapshot.view(), state)
+
+
+def test_the_tensors_of_a_gpu_are_copied_by_one_transfer_for_each_data_type() -> None:
+    with ImitatedGpu() as gpu:
+        weights = [torch.arange(6.0).view(2, 3).to(GPU) + i for i in range(9)]
+        image = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last).to(GPU)
+        state = {"weights": [*weights, weights[0].T], "image": image, "counts": [torch.ones(2, device=GPU).long()]}
+        reference = deepcopy(state)
+        snapshot = Snapshot(GPU)
+        gpu.waits.clear()
+        with Transfers() as transfers:
+            snapshot.take(state)
+        assert gpu.waits == {} and gpu.faults == {}
+        assert transfers.count == 2
+        for tensor in weights:
+            tensor.zero_()
+        restored = snapshot.view()
+        for ours, theirs in zip(iter_tensors(restored), iter_tensors(reference), strict=True):
+            assert torch.equal(ours, theirs.cpu())
+        assert restored["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+class Transfers(TorchDispatchMode):
+    """Counts copies into existing memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.count += function._schema.name == "aten::copy_"
+        return function(*args, **(kwargs or {}))

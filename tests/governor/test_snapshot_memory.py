@@ -13,8 +13,8 @@ from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import GovernorConfig, Verdict
 from esper_lightning.hosts import CNN
-from esper_lightning.tasks import Digits
 from esper_lightning.machine import resident_memory
+from esper_lightning.tasks import Digits
 from tests.conftest import SMALL
 
 GPU = torch.device("cuda", 0)

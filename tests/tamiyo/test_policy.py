@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from esper_lightning.envs import ActionSpace, Masks, Observation, Op
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState, use_ieee_float32
 
 TICKS, ENVS, FEATURES, WIDTH = 7, 3, 11, 16
 OPS, SLOTS, BLUEPRINTS, TARGETS, SPEEDS, CURVES = len(Op), 2, 3, 2, 3, 2
@@ -193,3 +193,14 @@ def test_a_new_memory_lets_go_slowly() -> None:
 def test_a_policy_of_width_zero_is_refused(width: int, embedding: int) -> None:
     with pytest.raises(ValueError, match="width must be at least 2 and blueprint_embedding at least 1"):
         PolicyConfig(width=width, blueprint_embedding=embedding)
+
+
+def test_the_policy_of_a_run_is_not_rounded_to_tf32() -> None:
+    unchanged = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = True
+        use_ieee_float32()
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.rnn.fp32_precision != "tf32"
+    finally:
+        torch.backends.cudnn.allow_tf32 = unchanged

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from esper_lightning.envs.execution.fused import FusedExecutor
 from esper_lightning.envs.execution.loop import LoopExecutor
-from esper_lightning.envs.execution.streams import StreamsExecutor, other_devices
+from esper_lightning.envs.execution.streams import StreamsExecutor
 from esper_lightning.envs.execution.threads import ThreadsExecutor
 from esper_lightning.plugins import Registry
 
@@ -49,6 +49,5 @@ __all__ = [
     "StreamsExecutor",
     "ThreadsExecutor",
     "check_executor",
-    "other_devices",
     "register",
 ]

@@ -140,11 +140,21 @@ def cache_file() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "esper-lightning" / "executors.json"
 
 
-def cache_key(env: HostEnv, data: TaskData, n_envs: int, *, available: Sequence[ExecutorChoice]) -> str:
-    """Return the cache key: everything that the speed of `n_envs` new environments like `env` depends on."""
+def cache_key(
+    env: HostEnv, data: TaskData, n_envs: int, *, available: Sequence[ExecutorChoice], devices: int = 1
+) -> str:
+    """Return the cache key: everything that the speed of new environments like `env` depends on.
+
+    Args:
+        env: One of the environments.
+        data: Their data.
+        n_envs: Number of environments.
+        available: Choices that are compared.
+        devices: Number of devices like that of `env` on which they train.
+    """
     machine = f"{_processor_name()}, {usable_cores()} cores, {torch.get_num_threads()} per operator"
     device = {"cuda": torch.cuda.get_device_name}.get(env.device.type, str)(env.device)
-    software = f"torch {version('torch')} on {device}"
+    software = f"torch {version('torch')} on {f'{devices} × ' if devices > 1 else ''}{device}"
     kind = hashlib.sha256(repr(_host_signature(env, data)).encode()).hexdigest()[:12]
     return f"{machine}; {software}; {n_envs} hosts of kind {kind}; {', '.join(map(str, available))}"
 
@@ -256,7 +266,8 @@ def select_executor(
         data: Training and validation data of the hosts.
         available: Choices to compare, see `available_choices`.
     """
-    key = cache_key(envs[0], data, len(envs), available=available)
+    devices = len({env.device for env in envs})
+    key = cache_key(envs[0], data, len(envs), available=available, devices=devices)
     cached, warning = load_choice(key, available)
     if cached is not None:
         return Selection(cached, [], f"executor {cached}: the fastest when it was measured for hosts like these")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ def float32_kernels(precision: str, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn  # torch does not declare the attribute
+    matmul = torch.backends.cuda.matmul
     previous = cudnn.allow_tf32, matmul.allow_tf32
     cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
     try:

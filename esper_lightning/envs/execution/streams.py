@@ -16,15 +16,6 @@ from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Split, Task
 
 
-def other_devices(executor: str, device: torch.device) -> list[torch.device]:
-    """Return the devices for hosts in addition to `device`: with streams every other visible GPU, else none."""
-    gpus = torch.cuda.device_count() if executor == "streams" else 0
-    if gpus < 2:
-        return []
-    own_index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.device(device.type, i) for i in range(gpus) if i != own_index]
-
-
 class StreamsExecutor(LoopExecutor):
     """`LoopExecutor` with one CUDA stream per environment, so that kernels of several hosts run at the same time.
 

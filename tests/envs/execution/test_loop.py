@@ -9,10 +9,15 @@ from torch.nn import functional as F
 
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.execution import loop
+from esper_lightning.envs.execution.loop import float32_kernels
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
+from esper_lightning.tasks import Digits
+from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, act, fossilize, germinate
+from tests.imitated_gpu import GPU, ImitatedGpu
 
 
 def grown_pool(make_pool: Callable[..., HostPool]) -> HostPool:
@@ -124,3 +129,32 @@ def test_the_switch_of_convolutions_is_left_as_it_was(
 
     assert used == [not before] * 2, "in training and in validation"
     assert torch.backends.mkldnn.enabled is before
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_hosts_on_a_gpu_round_to_tf32_only_if_it_is_set(precision: str, before: bool) -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    unchanged = cudnn.allow_tf32, matmul.allow_tf32
+    try:
+        cudnn.allow_tf32 = matmul.allow_tf32 = before
+        with float32_kernels(precision, torch.device("cuda")):
+            assert (cudnn.allow_tf32, matmul.allow_tf32) == (precision == "tf32",) * 2
+        with float32_kernels(precision, torch.device("cpu")):
+            assert cudnn.allow_tf32 is before
+        assert (cudnn.allow_tf32, matmul.allow_tf32) == (before, before)
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = unchanged
+
+
+def test_on_a_gpu_a_host_is_validated_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Digits(validation=50, test=50)
+    with ImitatedGpu():
+        pool = HostPool(task, task.load(), small_host, config=SMALL, n_envs=1, device=GPU)
+        lengths: list[int] = []
+        pool.envs[0].network.register_forward_pre_hook(lambda _, inputs: lengths.append(len(inputs[0])))
+        whole = pool.executor.validate(pool.envs, pool.data.validation)
+        monkeypatch.setattr(loop, "MAX_VALIDATED_ELEMENTS", 20 * 64)
+        in_parts = pool.executor.validate(pool.envs, pool.data.validation)
+        torch.testing.assert_close(in_parts, whole)
+    assert lengths == [50, 20, 20, 10]

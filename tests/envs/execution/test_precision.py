@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.controllers.random import RandomValid
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import HostPool, host_training
 from esper_lightning.envs.host_training import INITIAL_LOSS_SCALE, HostTraining
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import Layout
@@ -311,3 +311,20 @@ def test_hosts_train_and_are_validated_in_the_precision_of_their_setting(
 
     assert seen == {(True, dtype), (False, dtype)}
     assert pool.envs[0].scaler.is_enabled() is (precision == "fp16")
+
+
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
+def test_auto_is_the_half_precision_that_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, precision: str
+) -> None:
+    monkeypatch.setattr(host_training, "has_bf16", lambda device: has_bf16)
+    training = HostTraining(precision="auto")
+
+    assert training.precision_on(torch.device("cuda", 0)) == precision
+    assert training.precision_on(CPU) == "fp32"
+    assert not training.make_scaler(CPU).is_enabled()
+
+
+def test_tf32_is_refused_on_the_cpu(make_pool: MakePool) -> None:
+    with pytest.raises(ValueError, match=r"^training.precision tf32 needs a GPU, hosts are on cpu; use fp32"):
+        make_pool(1, training=HostTraining(precision="tf32"))

@@ -222,7 +222,7 @@ def test_a_stream_is_made_once(make_pool: MakePool, fake_cuda: FakeCuda) -> None
 
 
 @on_gpu
-@pytest.mark.parametrize("executor", ["loop", "streams"])
+@pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
 def test_memory_is_flat_over_50_rollouts(executor: str) -> None:
     """S1: 50 equal rollouts leave the GPU's memory as five of them leave it."""
     pool = gpu_pool(4, executor)

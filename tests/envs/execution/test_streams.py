@@ -8,7 +8,7 @@ import torch
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import EnvConfig, HostPool
-from esper_lightning.envs.execution import StreamsExecutor, other_devices
+from esper_lightning.envs.execution import StreamsExecutor
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import Digits
 from tests.conftest import SMALL, small_host
@@ -78,7 +78,7 @@ def test_after_an_error_the_hosts_are_at_rest(
 
 def two_devices(n_envs: int) -> HostPool:
     task = Digits(validation=100, test=100)
-    return HostPool(task, task.load(), small_host, config=SMALL, n_envs=n_envs, device=CPU, extra_devices=[SECOND])
+    return HostPool(task, task.load(), small_host, config=SMALL, n_envs=n_envs, device=CPU, host_devices=[CPU, SECOND])
 
 
 def test_environments_are_dealt_out_to_devices_in_turn() -> None:
@@ -125,21 +125,8 @@ def test_streams_of_a_device_wait_for_that_device_and_results_for_all(fake_cuda:
     assert [event.stream for event in fake_cuda.default[SECOND].log] == [there]
 
 
-def test_streams_take_every_gpu_and_other_executors_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    gpus = [torch.device("cuda", i) for i in range(3)]
-
-    assert other_devices("streams", gpus[0]) == gpus[1:]
-    assert other_devices("streams", gpus[1]) == [gpus[0], gpus[2]]
-    assert other_devices("streams", torch.device("cuda")) == gpus[1:]
-    assert other_devices("loop", gpus[0]) == other_devices("auto", gpus[0]) == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert other_devices("streams", gpus[0]) == []
-
-
 def test_a_data_module_builds_its_pools_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esper_lightning.datamodules.tasks.other_devices", lambda executor, device: [SECOND])
+    monkeypatch.setattr("esper_lightning.datamodules.tasks.find_host_devices", lambda *_, **__: [CPU, SECOND])
     data = HostPoolData(Digits(validation=100, test=100), tiny_host, EnvConfig(), n_envs=2)
     data.build(CPU)
     other = data.make_pool(3)

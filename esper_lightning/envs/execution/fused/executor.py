@@ -34,7 +34,7 @@ class FusedExecutor(LoopExecutor):
 
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
-        self.stacks: dict[str, HostStack] = {}  # by kind of host
+        self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
@@ -42,25 +42,34 @@ class FusedExecutor(LoopExecutor):
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
-            return map_by_kind(lambda alike: self._train_all(alike, data), envs)
+            return map_by_kind(lambda groups: self._train_all(groups, data), envs)
 
-    def _train_all(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
-        epoch = FusedEpoch(self._stack_of(envs, data), envs, self.task, data=data)
-        for i in range(len(epoch)):
-            epoch.step(i)
-        return epoch.result()
+    def _train_all(self, groups: Sequence[Sequence[HostEnv]], data: Split) -> list[Tensor]:
+        """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work."""
+        epochs = []
+        for envs in groups:
+            own_data = data.to(envs[0].device)
+            epochs.append(FusedEpoch(self._stack_of(envs, own_data), envs, self.task, data=own_data))
+        for i in range(len(epochs[0])):
+            for epoch in epochs:
+                epoch.step(i)
+        return [epoch.result() for epoch in epochs]
 
     def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
-        kind = envs[0].architecture
-        if kind not in self.stacks:
-            check_stack(envs[0], data.inputs)
-            self.stacks[kind] = HostStack(envs[0].network)
-        return self.stacks[kind]
+        kind, device = envs[0].architecture, envs[0].device
+        if (kind, device) not in self.stacks:
+            if not any(kind == checked for checked, _ in self.stacks):
+                check_stack(envs[0], data.inputs)
+            self.stacks[kind, device] = HostStack(envs[0].network)
+        return self.stacks[kind, device]
 
     @torch.inference_mode()
     def validate(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
-            return map_by_kind(lambda alike: self._measure_all(alike, data, [env.variants() for env in alike]), envs)
+            return map_by_kind(
+                lambda groups: [self._measure_all(alike, data, [env.variants() for env in alike]) for alike in groups],
+                envs,
+            )
 
     def _measure(self, env: HostEnv, data: Split, variants: Sequence[SeedVariant]) -> Tensor:  # [2, V]
         with raise_oom([env]):
@@ -69,6 +78,7 @@ class FusedExecutor(LoopExecutor):
     def _measure_all(
         self, envs: Sequence[HostEnv], data: Split, variants: Sequence[Sequence[SeedVariant]]
     ) -> Tensor:  # [N, 2, V]
+        data = data.to(envs[0].device)
         stack = self._stack_of(envs, data)
         stack.load([env.network for env in envs]).bind(requires_grad=False)
         most_elements = MAX_INPUT_ELEMENTS[data.inputs.device.type]
@@ -107,16 +117,22 @@ class FusedExecutor(LoopExecutor):
         return (totals / data.samples)[:, entry_index].transpose(0, 1)
 
 
-def map_by_kind(work: Callable[[Sequence[HostEnv]], Tensor], envs: Sequence[HostEnv]) -> Tensor:
-    """Run `work` on the hosts of each kind. Returns its rows in the order of `envs`."""
-    indices_by_kind: dict[str, list[int]] = {}
+def map_by_kind(work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]], envs: Sequence[HostEnv]) -> Tensor:
+    """Run `work` on the hosts of each kind, in groups by device. Returns its rows in the order of `envs`.
+
+    `work` returns one tensor for each group, with a row for each host. The result is on the first host's device.
+    """
+    groups_by_kind: dict[str, dict[torch.device, list[int]]] = {}
     for i, env in enumerate(envs):
-        indices_by_kind.setdefault(env.architecture, []).append(i)
-    rows = torch.cat([work([envs[i] for i in indices]) for indices in indices_by_kind.values()])
-    order = [i for indices in indices_by_kind.values() for i in indices]
+        groups_by_kind.setdefault(env.architecture, {}).setdefault(env.device, []).append(i)
+    rows, order = [], []
+    for groups in groups_by_kind.values():
+        rows += work([[envs[i] for i in indices] for indices in groups.values()])
+        order += [i for indices in groups.values() for i in indices]
+    joined = torch.cat([part.to(envs[0].device, non_blocking=True) for part in rows])
     if order == list(range(len(envs))):
-        return rows
-    return rows[upload(sorted(range(len(order)), key=order.__getitem__), rows.device)]
+        return joined
+    return joined[upload(sorted(range(len(order)), key=order.__getitem__), joined.device)]
 
 
 class FusedEpoch:

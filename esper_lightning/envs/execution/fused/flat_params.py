@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.envs.device_transfer import copy_parts
 from esper_lightning.envs.execution.fused.layers import StackedLayer, find_stacked_layers
-
 
 ALIGNMENT_BYTES = {"cpu": 1, "cuda": 256}
 """Alignment of stacked tensors in flat storage, by type of device.
@@ -66,7 +66,7 @@ class Assignment(NamedTuple):
         for layer, owner_layers in self._by_layer():
             for name in layer.buffer_names:
                 targets = [getattr(owner_layer, name) for owner_layer in owner_layers]
-                torch._foreach_copy_(targets, list(getattr(layer, name).unbind()))
+                copy_parts(getattr(layer, name).flatten(), targets)
 
     def _by_layer(self) -> Iterator[tuple[StackedLayer, tuple[nn.Module, ...]]]:
         return zip(self.stacked_module.layers.values(), zip(*self.owners, strict=True), strict=True)
@@ -119,8 +119,10 @@ class FlatParameters:
 
     def scatter(self, numbers: Tensor, targets: Sequence[Tensor]) -> None:
         """Copy flat numbers into one tensor per parameter: the inverse of `gather`."""
-        parts = [part for tensor in chain.from_iterable(self.views(numbers)) for part in tensor.unbind()]
-        torch._foreach_copy_(list(targets), parts)  # on CUDA a few kernels instead of one per tensor
+        given, padded = iter(targets), []
+        for shape, padding in zip(chain.from_iterable(self.shapes), self.padding, strict=True):
+            padded += [*islice(given, shape[0]), *([numbers.new_empty(padding)] if padding else [])]
+        copy_parts(numbers, padded)
 
     def views(self, numbers: Tensor) -> list[list[Tensor]]:  # [stacked module][tensor] [owners, …]
         """Return views of flat numbers, one for each tensor of each stacked module."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.device_transfer import copy_parts, upload
 from esper_lightning.envs.execution.fused.flat_params import FlatParameters
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.loss_scale import scale_tensors
@@ -195,5 +195,5 @@ class StackedScaler:
     def write_back(self) -> None:
         """Write the state back to the environments' scalers."""
         scales, good_steps = zip(*self.tensors, strict=True)
-        torch._foreach_copy_(list(scales), list(self.scales.unbind()))
-        torch._foreach_copy_(list(good_steps), list(self.good_steps.to(torch.int32).unbind()))
+        copy_parts(self.scales, scales)
+        copy_parts(self.good_steps.to(torch.int32), good_steps)

@@ -112,6 +112,8 @@ def make(
     dtype: torch.dtype = torch.float64,
     *,
     governor: GovernorConfig = GovernorConfig(),
+    device: torch.device = CPU,
+    host_devices: Sequence[torch.device] | None = None,
     **changes: Any,
 ) -> HostPool:
     """Make a pool of one of HOSTS with the config FAST_CONFIG and `changes` to it, watched by the rules `governor`."""
@@ -119,7 +121,16 @@ def make(
     with precision(dtype):
         config = replace(FAST_CONFIG, executor=executor, **changes)
         overseer = Overseer(governor)
-        return HostPool(task, task.load(), HOSTS[host], config=config, n_envs=n_envs, device=CPU, overseer=overseer)
+        return HostPool(
+            task,
+            task.load(),
+            HOSTS[host],
+            config=config,
+            n_envs=n_envs,
+            device=device,
+            host_devices=host_devices,
+            overseer=overseer,
+        )
 
 
 class EpisodeRecord:

@@ -232,6 +232,7 @@ def test_validation_takes_large_data_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     pool = make("fused", "cnn", 3)
     play(pool, 5)
     whole = pool.executor.validate(pool.envs, pool.data.validation)
-    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.MAX_INPUT_ELEMENTS", {"cpu": 1})  # 16 samples, 50 in all
+    # Passes of 16 samples, 50 in all.
+    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.MAX_INPUT_ELEMENTS", {"cpu": 1})
 
     torch.testing.assert_close(pool.executor.validate(pool.envs, pool.data.validation), whole, rtol=EXACT, atol=0.0)

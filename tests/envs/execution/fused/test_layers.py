@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on
 from esper_lightning.blueprints.conv import GroupNorm
 from esper_lightning.blueprints.residual import LearnedNorm
+from esper_lightning.envs.execution.fused import stacking
 from esper_lightning.envs.execution.fused.flat_params import Assignment, FlatParameters, StackedModule
 from esper_lightning.envs.execution.fused.layers import MAX_BMM_HOSTS, STACKED_TYPES, stack_layers
 from esper_lightning.envs.execution.fused.stacking import (
@@ -132,7 +133,7 @@ def assert_same_in_training(pair: StackedAndSeparate, columns: bool = False) -> 
         close(pair.weights.grads, pair.weights.gather(alone))
 
 
-@pytest.mark.parametrize("count", [1, 2, MAX_BMM_HOSTS, MAX_BMM_HOSTS + 1])
+@pytest.mark.parametrize("count", [1, 2, MAX_BMM_HOSTS["cpu"], MAX_BMM_HOSTS["cpu"] + 1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
     pair = StackedAndSeparate(*LAYERS[layer], count)
@@ -142,6 +143,22 @@ def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: i
         staffed.scatter_buffers()
 
     close([list(layer.buffers()) for layer in pair.layers], buffers)
+
+
+@pytest.mark.parametrize("layer", [name for name, (_, shape) in LAYERS.items() if shape == IMAGE])
+def test_with_the_memory_format_and_the_products_of_a_gpu_results_are_the_same(
+    layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST["cuda"])
+    monkeypatch.setitem(MAX_BMM_HOSTS, "cpu", MAX_BMM_HOSTS["cuda"])
+    pair = StackedAndSeparate(*LAYERS[layer], 3)
+    pair.stack_index.select_all(3)
+    pair.weights.bind(requires_grad=True)
+    features = stack_inputs(pair.x, 3)
+
+    assert features.is_contiguous()
+    assert pair.stack(features).is_contiguous()
+    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3))
 
 
 @pytest.mark.parametrize("layer", ["linear, vector", "linear, vector, no bias", "layer norm, vector, no bias"])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from esper_lightning.envs.execution.fused import stacking
 from esper_lightning.envs.execution.fused.stacking import (
     Partition,
     broadcast_per_entry,
@@ -121,9 +122,17 @@ def test_one_number_for_each_entry(layout: str, count: int, samples: int) -> Non
     assert_same_gradients(x, ours, torch.cat([part * n for part, n in zip(x.chunk(count), numbers, strict=True)]))
 
 
-def test_stacked_images_have_channels_last_in_memory() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_stacked_images_keep_the_memory_format_of_their_device(
+    monkeypatch: pytest.MonkeyPatch, device_type: str
+) -> None:
+    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST[device_type])
+    expected = {"cpu": torch.channels_last, "cuda": torch.contiguous_format}[device_type]
     x = stack_inputs(features("image", 4, 2), 4)
     deal = Partition([[2, 0], [1, 3]], CPU)
+    merged = deal.merge(deal.split(x))
 
-    assert x.is_contiguous(memory_format=torch.channels_last)
-    assert deal.merge(deal.split(x)).is_contiguous(memory_format=torch.channels_last)
+    assert x.is_contiguous(memory_format=expected)
+    assert merged.is_contiguous(memory_format=expected)
+    assert torch.equal(merged, x)
+    assert torch.equal(unstack_outputs(x, 4, 2), features("image", 4, 2))

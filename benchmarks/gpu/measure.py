@@ -1,0 +1,255 @@
+"""Measurements of the check on a GPU: `python -m benchmarks.gpu.measure NAME …` prints results of one of them."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import memory as memory_benchmark
+from benchmarks.execution import DEVICE, raw_seconds, seconds, step
+from benchmarks.gpu.report import print_result
+from benchmarks.hosts import BATCH, BATCHES, CASES, RawLoop, make_pool
+from esper_lightning.controllers.random import RandomValid
+from esper_lightning.envs import HostPool
+from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.execution.autotune import ExecutorChoice
+from esper_lightning.envs.spaces.actions import Op, to_action
+
+MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
+"""Side of the square matrices whose product is timed, by type of device."""
+
+ROLLOUTS, SETTLED = 50, 5
+"""Rollouts over which memory is compared, and the rollout by which allocators and caches are filled."""
+
+ROUNDS = 3
+"""Rounds of a measurement of speed, of which the fastest counts."""
+
+
+class ConvolutionShape(NamedTuple):
+    """A convolution of many hosts."""
+
+    hosts: int
+    channels: int
+    """Input channels of one host."""
+    outputs: int
+    """Output channels of one host."""
+    side: int
+    """Height and width of the features."""
+    kernel: int
+
+
+Convolve = Callable[[Tensor, Tensor, int], Tensor]
+"""Function of features, weights and the number of hosts."""
+
+CONVOLUTIONS = [
+    ConvolutionShape(hosts, *shape)
+    for hosts in (16, 64)
+    for shape in ((4, 8, 4, 1), (3, 8, 32, 3), (8, 16, 16, 3), (16, 32, 8, 3), (32, 64, 16, 3), (64, 128, 8, 3))
+]
+"""Convolutions of the hosts of the presets: digits, base 8 and base 32."""
+
+
+def executors() -> list[str]:
+    """Return the executors that are measured on this device."""
+    return ["streams", "fused"] if DEVICE.type == "cuda" else ["loop", "fused"]
+
+
+def measured_pool(executor: str, hosts: int, *, case: str = "digits", precision: str = "fp32") -> HostPool:
+    """Return a pool whose hosts have seeds of all kinds."""
+    data = CASES[case].task.load().copy_to([DEVICE])
+    return make_pool(CASES[case], data, hosts, ExecutorChoice(executor, True), "different", precision)
+
+
+@contextmanager
+def no_waits() -> Iterator[list[int]]:
+    """Raise an error at every wait for the GPU but the downloads of a tick, whose number is in the list."""
+    downloads = [0]
+
+    def read(tensor: Tensor) -> Tensor:
+        downloads[0] += 1
+        torch.cuda.set_sync_debug_mode("default")
+        numbers = download(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return numbers
+
+    with patch("esper_lightning.envs.host_pool.download", read):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield downloads
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def waits(executor: str) -> None:
+    """Check that a tick waits for the GPU only twice, in every precision."""
+    for precision in ("fp32", "bf16", "fp16"):
+        pool = measured_pool(executor, 8, precision=precision)
+        action = to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+        pool.step(action)  # creates what is cached
+        if DEVICE.type != "cuda":
+            pool.step(action)
+            continue
+        with no_waits() as downloads:
+            pool.step(action)
+        print_result(f"downloads of a tick in {precision}", downloads[0])
+        assert downloads[0] == 2, "a tick downloads its actions and its measurements"
+
+
+def launches() -> None:
+    """Count the kernels that a tick launches."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
+    for executor in executors():
+        pool = measured_pool(executor, 64 if DEVICE.type == "cuda" else 2)
+        step(pool)
+        with profile(activities=kinds) as record:
+            step(pool)
+        counts = {event.key: event.count for event in record.key_averages()}
+        launched = sum(n for key, n in counts.items() if key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+        copied = sum(n for key, n in counts.items() if key.startswith("cudaMemcpy"))
+        print_result(f"{executor}, {pool.n_envs} hosts: kernels launched in a tick", launched)
+        print_result(f"{executor}, {pool.n_envs} hosts: copies in a tick", copied)
+
+
+def memory(executor: str, rollouts: int = ROLLOUTS) -> None:
+    """Compare the memory after 50 rollouts with that after five."""
+    pool, controller = memory_benchmark.make_pool(executor, 4, DEVICE), RandomValid(0)
+    settled: dict[str, float] = {}
+    for rollout in range(1, rollouts + 1):
+        memory_benchmark.play(pool, controller, 0)  # the same rollout, so that memory must be the same
+        if rollout == SETTLED:
+            settled = memory_benchmark.memory_in_use(DEVICE)
+    for kind, mib in memory_benchmark.memory_in_use(DEVICE).items():
+        print_result(f"{kind} after {rollouts} rollouts", f"{mib:.1f}", "MiB")
+        print_result(f"{kind}: growth since rollout {SETTLED}", f"{mib - settled[kind]:+.2f}", "MiB")
+
+
+def resume(accelerator: str, folder: str) -> None:
+    """Kill a deterministic run, resume it, and compare its end with that of a run that was not killed."""
+    root = Path(folder)
+    flags = ["--trainer.deterministic", "true", "--trainer.max_epochs", "4", "--trainer.enable_progress_bar", "false"]
+    flags += ["--trainer.accelerator", accelerator, "--trainer.devices", "1", "--config", "configs/smoke.yaml"]
+    command = [sys.executable, "-m", "esper_lightning", "fit", *flags, "--trainer.default_root_dir"]
+    subprocess.run([*command, str(root / "whole")], check=True)
+    with subprocess.Popen([*command, str(root / "killed")]) as run:
+        while run.poll() is None and not list((root / "killed").rglob("latest.ckpt")):
+            time.sleep(0.02)
+        run.send_signal(signal.SIGKILL)
+    print_result("the run was killed", run.returncode == -signal.SIGKILL)
+    (checkpoint,) = (root / "killed").rglob("latest.ckpt")
+    subprocess.run([*command, str(root / "killed"), "--ckpt_path", str(checkpoint)], check=True)
+    ends = [sorted((root / name).rglob("evaluation.csv"))[-1].read_bytes() for name in ("whole", "killed")]
+    print_result("the resumed run ends with the same comparison", ends[0] == ends[1])
+    print_result("largest first_ratio_error", f"{max(first_ratio_errors(root / 'whole')):.2g}")
+    assert ends[0] == ends[1], "a resumed run continues bit for bit"
+
+
+def first_ratio_errors(folder: Path) -> list[float]:
+    """Return the difference of the probability ratio from 1 at the beginning of each update of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = {file.parent for file in folder.rglob("events.out.*")}
+    points = EventAccumulator(str(events)).Reload().Scalars("train/first_ratio_error")
+    return [point.value for point in points]
+
+
+def matrix_rate() -> None:
+    """Measure the rate of matrix products, with which speeds can be compared."""
+    side = MATRIX_SIDE[DEVICE.type]
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        a, b = (torch.randn(side, side, device=DEVICE).to(dtype) for _ in range(2))
+        fastest = min(seconds(lambda a=a, b=b: a @ b) for _ in range(10))
+        print_result(f"product of {side}² numbers in {name}", f"{2 * side**3 / fastest / 1e12:.2f}", "TFLOP/s")
+
+
+def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16")) -> None:
+    """Measure how fast hosts train without seeds and with different ones, relative to a plain loop."""
+    data = CASES[case].task.load().copy_to([DEVICE])
+    n, images = int(hosts), int(hosts) * BATCHES * BATCH
+    for precision in precisions:
+        raw = RawLoop(CASES[case], data, n, precision)
+        raw_seconds(raw)
+        plain = min(min(raw_seconds(raw).values()) for _ in range(ROUNDS))
+        print_result(f"{precision}: raw loop", f"{images / plain:.0f}", "images/s")
+        print_result(f"{precision}: raw loop", f"{images / plain * raw.flops() / 1e12:.4f}", "TFLOP/s")
+        for executor in executors():
+            for seeds in ("none", "different"):
+                pool = make_pool(CASES[case], data, n, ExecutorChoice(executor, True), seeds, precision)
+                step(pool)
+                rounds = [step(pool) for _ in range(ROUNDS)]
+                trained, ticked = min(one.train for one in rounds), min(one.tick for one in rounds)
+                label = f"{precision}: {executor}, seeds {seeds}"
+                print_result(label, f"{n / ticked:.1f}", "environment steps/s")
+                print_result(label, f"{images / trained:.0f}", "images/s")
+                print_result(f"{label}: training over the raw loop's", f"{plain / trained:.2f}")
+                del pool
+
+
+def batched_convolution(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
+    """Convolve the features [B, N·C, H, W] of N hosts with their weights [N·D, C, k, k] by one batched product."""
+    kernel = weight.shape[-1]
+    columns = F.unfold(x, kernel, padding=kernel // 2).unflatten(1, (hosts, -1))  # [B, N, C·k·k, H·W]
+    columns = columns.permute(1, 2, 0, 3).flatten(2)
+    y = torch.bmm(weight.view(hosts, -1, columns.shape[1]), columns)  # [N, D, B·H·W]
+    return y.unflatten(2, (x.shape[0], *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
+
+
+def convolutions(shapes: Sequence[ConvolutionShape] | None = None) -> None:
+    """Measure ways to convolve the features of many hosts at once, forward and backward."""
+
+    def grouped(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
+        return F.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=hosts)
+
+    plans = {
+        "groups": (grouped, torch.contiguous_format),
+        "groups, channels last": (grouped, torch.channels_last),
+        "batched product": (batched_convolution, torch.contiguous_format),
+    }
+    for shape, dtype in product(CONVOLUTIONS if shapes is None else shapes, (torch.float32, torch.bfloat16)):
+        n = shape.hosts
+        x = torch.randn(BATCH, n * shape.channels, shape.side, shape.side, device=DEVICE, dtype=dtype)
+        weight = torch.randn(n * shape.outputs, shape.channels, shape.kernel, shape.kernel, device=DEVICE, dtype=dtype)
+        for name, (convolve, memory_format) in plans.items():
+            inputs = x.clone(memory_format=memory_format).requires_grad_()
+            weights = weight.clone().requires_grad_()
+
+            def work(convolve: Convolve = convolve, inputs: Tensor = inputs, weights: Tensor = weights) -> None:
+                convolve(inputs, weights, n).float().square().sum().backward()  # noqa: B023
+
+            work()
+            fastest = min(seconds(work) for _ in range(ROUNDS))
+            label = f"{n} hosts, {shape.channels} to {shape.outputs} channels, {shape.side}², kernel {shape.kernel}"
+            print_result(f"{label}, {str(dtype).removeprefix('torch.')}: {name}", f"{fastest * 1e3:.3f}", "ms")
+
+
+MEASUREMENTS: dict[str, Callable[..., None]] = {
+    "waits": waits,
+    "launches": launches,
+    "memory": memory,
+    "resume": resume,
+    "matrix_rate": matrix_rate,
+    "convolutions": convolutions,
+    "speed": speed,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        print_result("device", torch.cuda.get_device_name())
+    name, *arguments = sys.argv[1:]
+    MEASUREMENTS[name](*arguments)
+
+
+if __name__ == "__main__":
+    main()

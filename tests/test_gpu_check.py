@@ -1,0 +1,102 @@
+"""The check on a GPU: what is missing, how steps end, and measurements on the CPU in miniature."""
+
+import csv
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.gpu import measure
+from benchmarks.gpu.__main__ import NEEDED, make_steps, missing_distributions, run_steps, unpack_wheels
+from benchmarks.gpu.report import Step, parse_results
+from tests.runs import ROOT
+
+
+def python(code: str, limit: int = 60) -> Step:
+    return Step(code[:20], [sys.executable, "-c", code], limit)
+
+
+def test_missing_packages_are_named_and_taken_from_their_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "absent_thing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("absent_thing.py", "import absent_other")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+
+    assert missing_distributions(["absent_thing", "json"]) == ["absent-thing"]
+    unpack_wheels(tmp_path / "wheels", tmp_path / "packages")
+    assert missing_distributions(["absent_thing", "json"]) == ["absent-other"], "a wheel may need another one"
+
+
+def test_every_package_of_the_check_is_known() -> None:
+    assert missing_distributions(NEEDED) == []
+
+
+def test_a_step_without_time_left_is_skipped(tmp_path: Path) -> None:
+    (result,) = run_steps([python("print(1)")], {}, tmp_path, budget=0)
+
+    assert result.value == "skipped: no time left"
+
+
+def test_a_step_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path: Path) -> None:
+    steps = [python("print('RESULT\\tspeed\\t3.5\\tm/s')"), python("raise SystemExit(3)")]
+    steps.append(Step("a run", [sys.executable, "-c", ""], 60, folder=tmp_path / "none"))
+    steps.append(python("import time; time.sleep(99)", limit=1))
+
+    run_steps(steps, {}, tmp_path, budget=600)
+
+    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    outcomes = [row["value"] for row in rows if row["quantity"] == "outcome"]
+    assert outcomes == ["ok", "failed with exit code 3", "failed: no closing comparison", "took too long"]
+    assert [row["value"] for row in rows if row["unit"] == "m/s"] == ["3.5"]
+    assert "| speed | 3.5 | m/s |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_the_steps_name_configs_and_measurements_that_exist(device: str, tmp_path: Path) -> None:
+    for step in make_steps(tmp_path, device):
+        if "--config" in step.command:
+            assert (ROOT / step.command[step.command.index("--config") + 1]).is_file()
+        if "benchmarks.gpu.measure" in step.command:
+            assert step.command[3] in measure.MEASUREMENTS
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_batched_product_is_a_grouped_convolution(kernel: int) -> None:
+    x, weight = torch.randn(2, 3 * 4, 5, 5, dtype=torch.float64), torch.randn(3 * 6, 4, kernel, kernel).double()
+
+    grouped = F.conv2d(x, weight, padding=kernel // 2, groups=3)
+    torch.testing.assert_close(measure.batched_convolution(x, weight, 3), grouped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "quantities"),
+    [
+        ("waits", ("fused",), 0),
+        ("launches", (), 4),
+        ("memory", ("fused", 6), 2),
+        ("matrix_rate", (), 3),
+        ("convolutions", ([measure.ConvolutionShape(2, 3, 4, 5, 3)],), 2 * 3),
+        ("speed", ("digits", "2", ("fp32",)), 2 + 2 * 2 * 3),
+    ],
+)
+def test_a_measurement_runs_on_the_cpu(
+    name: str, arguments: tuple[object, ...], quantities: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure.MEASUREMENTS[name](*arguments)
+
+    assert len(parse_results(name, capsys.readouterr().out)) == quantities
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    measure.resume("cpu", str(tmp_path))
+
+    results = parse_results("resume", capfd.readouterr().out)
+    assert results[1].value == "True"
+    assert float(results[2].value) < 1e-5
