@@ -81,8 +81,8 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--set", "lr=1"], "--config"),
-        (["--config", "a", "--set", "lr"], "--set 'lr': give a setting and its values, as --set"),
+        (["--set", "lr=1"], "config"),
+        (["--config", "a", "--set", "lr"], "--set 'lr': give a setting and its values, as in --set"),
         (["--config", "a", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
         (["--config", "a", "--jobs", "0"], "jobs"),
         (["--config", "a", "--seed", "3"], "did you mean '--seeds'?"),
