@@ -3,7 +3,7 @@
 All of them can be imported from `esper_lightning`. They raise ValueError where the command line ends with one line.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Governor, Grow, Preemption, ProgressReport, RolloutState, Telemetry
 from esper_lightning.callbacks.grow.deciders import Decider
@@ -113,11 +112,12 @@ def train(
         log_every_n_steps=1,
     )
     module.check(data)
-    if resume is not None:
-        data.keep_blueprints(identity := open_checkpoint(resume)[IDENTITY_KEY])
+    saved = None if resume is None else open_checkpoint(resume)[IDENTITY_KEY]
+    if saved is not None:
+        data.keep_blueprints(saved)
     data.build(trainer.strategy.root_device)
-    if resume is not None:
-        check_identity(identity, run_identity(module, data))
+    if saved is not None:
+        check_identity(saved, run_identity(module, data))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     assert module.report is not None and trainer.log_dir is not None, "a rollout has been played, and was logged"
     return TrainedRun(Path(trainer.log_dir), module, data, module.report.metrics)
@@ -216,9 +216,17 @@ class _Classifier(LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=self.lr)
 
 
-def _loader(batches: Batches) -> Batches:
-    """Return batches as Lightning takes them: it would take a list for one loader per element."""
-    return DataLoader(batches, batch_size=None) if isinstance(batches, list | tuple) else batches
+class _Loader:
+    """Minibatches as one loader: Lightning would take a list of them for one loader per element."""
+
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 def grow(
@@ -267,7 +275,8 @@ def grow(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _loader(training), _loader(validation))
+    first, second = (_Loader(part) if isinstance(part, Sequence) else part for part in (training, validation))
+    trainer.fit(module, first, second)
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     return GrownNetwork(
         network, module.accuracy, {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}
