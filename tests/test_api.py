@@ -50,6 +50,7 @@ def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_
     assert (run.folder / "events.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
     longer = train(
         hosts(),
@@ -64,6 +65,7 @@ def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
     assert load(longer.checkpoint)["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_and_its_checkpoint_are_compared_alike(
     run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
