@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container
+from pathlib import Path
 
 import pytest
 import torch

@@ -38,8 +38,8 @@ OUTPUT_FILE, RUNS_FILE, TABLE_FILE = "output.txt", "runs.csv", "table.csv"
 EVALUATION = "evaluation"
 """Folder of a comparison in the folder of a run. With several tasks it has a folder for each."""
 
-SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other. Commas
-within brackets separate nothing."""
+SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other.
+Commas within brackets separate nothing."""
 
 DIED = "its process died twice: killed, or out of memory"
 EXIT_DIED = 1
