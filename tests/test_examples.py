@@ -45,7 +45,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     nbclient.NotebookClient(content, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
-    texts = "".join(output.get("text", "") for output in outputs)
+    texts = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
     assert {
         "grow_my_network": "parameters",
         "own_controller": "greedy",

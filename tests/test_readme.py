@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +25,31 @@ def kept(name: str, controllers: Container[str] | None = None) -> list[str]:
     return tables.markdown({one: results[one] for one in wanted})
 
 
+GROWING, TRAINING = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
 def test_the_example_grows_a_network_and_keeps_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     torch.manual_seed(0)
+
+    exec(GROWING, {})
+
+    assert "PROBATIONARY → FOSSILIZED" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = TRAINING
+    for long, short in (("rollouts=30", "rollouts=1"), ("batches=8", "batches=1"), ('static"]', 'static"], hosts=2')):
+        assert code.count(long) == 1
+        code = code.replace(long, short)
 
     exec(code, {})
 
-    assert "PROBATIONARY → FOSSILIZED" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tamiyo" in said and "climbing" in said and "small static" in said
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
