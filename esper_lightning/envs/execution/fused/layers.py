@@ -4,6 +4,7 @@ The code of hosts and seeds runs unchanged on stacked features; only the layers 
 Weights are plain tensors [rows, …], bound from outside. V stack entries, B samples, C and D channels of one host.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,13 +15,12 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints.conv import GroupNorm, group_norm
 from esper_lightning.blueprints.residual import LearnedNorm
-from esper_lightning.envs.config import MAX_HOSTS
 from esper_lightning.envs.execution.fused.stacking import CHANNELS_LAST, StackIndex, broadcast_per_entry, is_image
 from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
-MAX_BMM_HOSTS = {"cpu": 4, "cuda": MAX_HOSTS}
+MAX_BMM_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
 """Most hosts for which a 1×1 convolution is computed as a batched matrix product, by type of device.
 
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
