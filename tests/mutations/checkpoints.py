@@ -146,7 +146,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A resumed host has forgotten its loss scale",
         "esper_lightning/envs/host_env.py",
-        'self.scaler.load_state_dict(state["scaler"])',
+        'self.scaler.load_state_dict(scaler_numbers(state["scaler"]))',
         "pass",
         "tests/envs/execution/test_precision.py::test_a_run_goes_on_bit_for_bit_from_every_tick",
     ),

@@ -299,9 +299,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A GPU offers other actions than the CPU",
-        "esper_lightning/envs/spaces/action_discovery.py",
-        "for name in blueprint_names(layout) if get_blueprint(name, layout).devices is None",
-        "for name in blueprint_names(layout, next(iter(slots.values())).alpha.device)",
+        "esper_lightning/blueprints/registry.py",
+        "if b.devices is None and is_of_this_package(b.build)",
+        "if is_of_this_package(b.build)",
         "tests/envs/spaces/test_action_discovery.py::test_the_action_space_does_not_depend_on_the_device",
     ),
     Defect(

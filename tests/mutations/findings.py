@@ -99,7 +99,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F6: the random numbers of exploration are not restored",
         "esper_lightning/ppo/collector.py",
-        "self.generator.set_state(generator.clone())",
+        """self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))""",
         "pass",
         "tests/ppo/test_rollout_storage.py::test_a_rollout_resumes_at_every_tick",
     ),

@@ -4,7 +4,7 @@ The code of hosts and seeds runs unchanged on stacked features; only the layers 
 Weights are plain tensors [rows, …], bound from outside. V stack entries, B samples, C and D channels of one host.
 """
 
-import sys
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from esper_lightning.growth.blend import SampleGate, sample_gates
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
-MAX_BMM_HOSTS = {"cpu": 4, "cuda": sys.maxsize}
+MAX_BMM_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
 """Most hosts for which a 1×1 convolution is computed as a batched matrix product, by type of device.
 
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
