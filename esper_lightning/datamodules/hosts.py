@@ -1,7 +1,7 @@
 """Data module that owns the environments; a Lightning batch is one tick."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,9 @@ Result = TypeVar("Result")
 
 BLUEPRINT_CHOICES = CHOICES_KEY.format("blueprint")
 """Key of the blueprints in the identity of a run."""
+
+SIGHT_KEY = "data.env.sight"
+"""Key of the observation in the identity of a run whose observation is in rows."""
 
 
 class TickLoader:
@@ -238,6 +241,7 @@ class HostPoolData(LightningDataModule):
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
+            **({} if pool.rows is None else {SIGHT_KEY: asdict(pool.config.sight)}),
             "host": pool.host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }

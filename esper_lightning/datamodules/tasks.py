@@ -126,7 +126,7 @@ class LoadedTask(NamedTuple):
         factory = EnvFactory(
             self.config.task, self.data, self.config.host, config=self.env_config, devices=self.devices
         )
-        return factory.space, factory.growable
+        return factory.space, torch.stack(list(factory.growable.values())).any(0)
 
 
 def load_task(config: TaskConfig, env: EnvConfig, device: torch.device) -> LoadedTask:
