@@ -109,7 +109,7 @@ class HostPool:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch=batch)
-        self._choose_executor(self.env_factory.growable_in(first))
+        self._choose_executor(self.env_factory.growable[first.architecture])
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.observation_builder = ObservationBuilder(

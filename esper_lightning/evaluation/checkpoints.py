@@ -28,7 +28,7 @@ from esper_lightning.controllers.transfer import (
     make_transferable,
 )
 from esper_lightning.datamodules.hosts import SIGHT_KEY, HostPoolData
-from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.envs.spaces.observation import DEFAULT_GROUPS, ObservationConfig
 from esper_lightning.module import TamiyoModule, run_identity
 from esper_lightning.serialization.checks import load_settings
 from esper_lightning.serialization.excerpt import excerpt
@@ -248,9 +248,10 @@ def _observation_config(settings: Mapping[str, str]) -> ObservationConfig:
     try:
         # Text is recorded without quotes.
         texts = {field.name: settings[f"{OBSERVATION_SETTING}.{field.name}"] for field in fields(ObservationConfig)}
-        return ObservationConfig(
-            **{name: text if text in ("flat", "rows") else literal_eval(text) for name, text in texts.items()}
-        )
+        values: dict[str, Any] = {
+            name: text if text in DEFAULT_GROUPS else literal_eval(text) for name, text in texts.items()
+        }
+        return ObservationConfig(**values)
     except (KeyError, SyntaxError) as error:
         raise ValueError(f"its settings of the observation are missing or damaged: {error}") from error
 

@@ -87,12 +87,13 @@ class BlueprintTable(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         half = width // 2
-        self.key = linear(half, half, 0.1)
+        self.query = linear(half, half, 0.1)
         self.of_blueprint, self.of_slot = linear(half, half), linear(half, half)
         self.merit = linear(half, 1, SMALL_GAIN)
 
     def forward(self, hidden: SetHidden, slots: Tensor) -> Tensor:  # [..., K, B]
-        match = (self.key(hidden.blueprints) @ slots.unsqueeze(-1)).squeeze(-1) / math.sqrt(slots.shape[-1])
+        # The blueprints, of which there are most, are their own keys.
+        match = (hidden.blueprints @ self.query(slots).unsqueeze(-1)).squeeze(-1) / math.sqrt(slots.shape[-1])
         both = F.relu(self.of_blueprint(hidden.blueprints) + self.of_slot(slots).unsqueeze(-2))
         return match + self.merit(both).squeeze(-1)
 

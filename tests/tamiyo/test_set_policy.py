@@ -1,4 +1,4 @@
-"""The policy over sets: its weights, and what permuting, adding and removing slots and blueprints does to its choices."""
+"""The policy over sets: its weights, and its choices when slots and blueprints are permuted, added or removed."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def parts(slots: int, blueprints: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def decide(policy: Policy, host: Tensor, slot: Tensor, blueprint: Tensor) -> tuple[HostDistribution, Tensor]:
     """Return distribution and values of a policy whose masks leave out what is absent."""
-    slots, blueprints = blueprint.shape[-3:-1]
+    slots = slot.shape[-2]
     rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
     slot_mask = (slot[..., 0] > 0).unsqueeze(-2).repeat(1, 1, OPS, 1)
     slot_mask[..., Op.WAIT, :] = True

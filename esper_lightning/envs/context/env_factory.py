@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from esper_lightning.blueprints import build_on, suggest_name
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.context.context import HostContext
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails
+from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails, select_offer
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
@@ -197,14 +197,19 @@ class EnvFactory:
         return [self._get_or_create(0, context) for context in by_architecture.values()]
 
     def growable_in(self, env: HostEnv) -> Tensor:
-        """Return which blueprint can grow in which slot of an environment, [K, blueprints] bool."""
-        return self.growable[env.architecture]
+        """Return which blueprint may grow in which slot in the episode of an environment, [K, blueprints] bool."""
+        growable, context = self.growable[env.architecture], env.context.context
+        if not context.limits_offer:
+            return growable
+        return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
 
     @property
     def is_uniform(self) -> bool:
-        """True if the same blueprints can grow in the same slots of all hosts."""
+        """True if the same blueprints can grow in the same slots of all hosts in all episodes."""
         first, *others = self.growable.values()
-        return all(torch.equal(first, other) for other in others)
+        return all(torch.equal(first, other) for other in others) and not any(
+            context.limits_offer for context in self.context_distribution.contexts
+        )
 
     def _get_or_create(self, index: int, host_context: HostContext) -> HostEnv:
         architecture = architecture_name(host_context.context)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
-from esper_lightning.envs.spaces.actions import ActionSpace
+from esper_lightning.envs.spaces.actions import ActionSpace, Op
 from esper_lightning.envs.spaces.masks import HostMasks, Masks, compute_masks, make_masks
 from esper_lightning.envs.spaces.observation import BLUEPRINTS, Observation, blueprint_id, compute_features
 from esper_lightning.envs.spaces.rows import FeatureSource, RowBuilder, RowSizes
@@ -101,6 +101,8 @@ class ObservationBuilder:
         for name, row in zip(HostMasks._fields, rows, strict=True):
             mask = getattr(self.masks_on_cpu, name)
             mask.copy_(torch.tensor(row))
+            if name == "slot":
+                mask[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)
             if self.config.masks or name == "ended":
                 getattr(self.masks, name).copy_(copy_to_device(mask, self.device))
         if self.row_builder is not None:

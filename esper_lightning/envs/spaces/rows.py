@@ -1,7 +1,8 @@
 """Observations beyond the measurements of host and seeds, and their layout in rows.
 
 An observation in rows has one row for each slot: features of the host, of the slot, and of each blueprint in it. Slots
-that a host lacks, and blueprints that cannot grow in a slot, are marked by the first number of their part, which is 0.
+in which nothing can grow, and blueprints that cannot grow in a slot, are marked by the first number of their part, which
+is 0.
 N environments, K slots, B blueprints.
 """
 
@@ -31,13 +32,15 @@ from esper_lightning.envs.spaces.observation import (
 )
 from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.lifecycle import count_parameters
-from esper_lightning.growth.slot import ABSENT
 
 RENT_SCALE = 0.2
 """Rent in accuracy (0 to 1) that maps to 1."""
 
 GAIN_SCALE = 0.1
 """Contribution minus rent in accuracy (0 to 1) that maps to 1; larger ones are clipped."""
+
+LOG_COUNT_SCALE = 3.0
+"""Divisor of the logarithm of a number of slots or blueprints; 20 map to 1."""
 
 LARGEST_RENT = 3.0
 """Largest feature of a rent."""
@@ -49,8 +52,9 @@ class RowSizes(NamedTuple):
     """Numbers of features in the parts of a row. They depend neither on slots nor on blueprints."""
 
     host: int
+    """Features of the host."""
     slot: int
-    """Features of a slot; the first is 1 if the host has the slot."""
+    """Features of a slot; the first is 1 if anything can grow there."""
     blueprint: int
     """Features of a blueprint in a slot; the first is 1 if it can grow there."""
 
@@ -210,10 +214,13 @@ class RowBuilder:
 
     def __init__(self, envs: Sequence[Subject], config: ObservationConfig) -> None:
         self.source = FeatureSource(config)
-        host, slots, blueprints = self._compute(envs[:1])
-        names = [*host[0], *(SLOT_PREFIX + name for name in slots), *(BLUEPRINT_PREFIX + name for name in blueprints)]
+        space = envs[0].space
+        host, slots, blueprints = self._compute(
+            envs[:1], torch.ones(1, len(space.slot), len(space.blueprint), dtype=torch.bool)
+        )
+        names = [*host, *(SLOT_PREFIX + name for name in slots), *(BLUEPRINT_PREFIX + name for name in blueprints)]
         shown = dict(zip(names, config.select(names), strict=True))
-        self.host = [name for name in host[0] if shown[name]]
+        self.host = [name for name in host if shown[name]]
         self.slot = [name for name in slots if shown[SLOT_PREFIX + name]]
         self.blueprint = [name for name in blueprints if shown[BLUEPRINT_PREFIX + name]]
         self.sizes = RowSizes(len(self.host), 1 + len(self.slot), 1 + len(self.blueprint))
@@ -223,21 +230,28 @@ class RowBuilder:
             *(BLUEPRINT_PREFIX + name for name in (PRESENT, *self.blueprint)),
         ]
 
-    def _compute(self, envs: Sequence[Subject]) -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, Tensor]]:
-        """Return all features by name: of each host, of slots [N, K] and of blueprints [N, K, B]."""
+    def _compute(
+        self, envs: Sequence[Subject], growable: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return all features by name: of hosts [N], of slots [N, K] and of blueprints [N, K, B]."""
+        rows = [row_host_features(env) for env in envs]
+        host = dict(zip(rows[0], torch.tensor([list(row.values()) for row in rows]).unbind(-1), strict=True))
+        # Means and maxima over rows do not tell their number.
+        host["slots.offered"] = growable.any(-1).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
+        host["blueprints.offered"] = growable.any(-2).sum(-1).clamp(min=1).log() / LOG_COUNT_SCALE
         # A slot that a host lacks has the features of an empty one, which are hidden later.
         measured = [[slot_features(env, k) for k in range(len(env.slots))] for env in envs]
         table = torch.tensor([[list(features.values()) for features in row] for row in measured])  # [N, K, features]
         slots = dict(zip(measured[0][0], table.unbind(-1), strict=True))
         added = self.source.compute(envs)
-        return [row_host_features(env) for env in envs], slots | added.slots, added.blueprints
+        return host, slots | added.slots, added.blueprints
 
     def build(self, envs: Sequence[Subject], growable: Tensor) -> Tensor:  # [N, K, R]
         """Return the rows of all environments; `growable` [N, K, B] tells which blueprint can grow in which slot."""
-        host, slots, blueprints = self._compute(envs)
-        has_slot = torch.tensor([[slot.layout != ABSENT for slot in env.slots] for env in envs], dtype=torch.float32)
+        host, slots, blueprints = self._compute(envs, growable)
         can_grow = growable.float()
-        host_part = torch.tensor([[features[name] for name in self.host] for features in host])  # [N, host]
+        has_slot = can_grow.amax(-1)  # [N, K]
+        host_part = torch.stack([host[name] for name in self.host], -1) if self.host else has_slot[:, :0]  # [N, host]
         slot_part = torch.stack([has_slot, *(slots[name] * has_slot for name in self.slot)], -1)
         blueprint_part = torch.stack([can_grow, *(blueprints[name] * can_grow for name in self.blueprint)], -1)
         rows = host_part.unsqueeze(1).expand(-1, has_slot.shape[1], -1)
@@ -245,11 +259,10 @@ class RowBuilder:
 
 
 def row_host_features(env: Subject) -> dict[str, float]:
-    """Return the features of a host by name, none of which depends on the number of its slots without saying so."""
+    """Return the features of a host by name, without those that depend on the number of its slots."""
     values = {"price.compute": 0.0, "compute.committed": 0.0} | {
         name: value for name, value in host_features(env).items() if not name.startswith(STAGE_SHARE_PREFIX)
     }
-    values["slots"] = math.log(max(1, sum(slot.layout != ABSENT for slot in env.slots))) / 3.0
     values["ticks_left"] = math.log1p(env.horizon - env.tick) / LOG_SIZE_SCALE
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     return values

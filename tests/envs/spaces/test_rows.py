@@ -24,6 +24,7 @@ from esper_lightning.rewards import ObjectiveConfig, rent
 from esper_lightning.tamiyo.policy import PolicyConfig, policy_shape
 from esper_lightning.tamiyo.set_policy import make_policy
 from tests.decisions import WAIT, act, cull, fossilize, germinate
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -35,9 +36,13 @@ RAGGED = FamilyConfig(train=[{"host.widths": [[4, 8, 8], [6, 6]]}])
 ragged_host = partial(CNN, kernel=1, isolate=False, channels_last=False)
 
 
+def is_climbing(rule: Controller) -> bool:
+    return isinstance(rule, HillClimbing)
+
+
 @pytest.fixture(scope="module")
 def ragged(make_pool: MakePool) -> HostPool:
-    return make_pool(6, ragged_host, family=RAGGED, sight=ROWS, actions=make_pool(1).config.actions)
+    return make_pool(6, ragged_host, family=RAGGED, sight=ROWS)
 
 
 def named_rows(
@@ -144,7 +149,7 @@ def test_hosts_of_a_family_may_have_different_numbers_of_slots(ragged: HostPool)
         assert not absent.any()
 
 
-@pytest.mark.parametrize("rule", [RandomValid(0), HillClimbing(), Heuristic(), Periodic()])
+@pytest.mark.parametrize("rule", rest_is_slow([RandomValid(0), HillClimbing(), Heuristic(), Periodic()], is_climbing))
 def test_rules_play_hosts_of_different_numbers_of_slots(ragged: HostPool, rule: Controller) -> None:
     ragged.reset(range(6))
     rule.reset(ragged)
@@ -207,3 +212,30 @@ def test_features_in_rows_are_chosen_by_name(make_pool: MakePool) -> None:
     assert progress.feature_names == ["progress", "slot.present", "blueprint.present"]
     with pytest.raises(ValueError, match="a flat observation has ids of blueprints in place of names"):
         ObservationConfig(added=["names"])
+
+
+def test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says(make_pool: MakePool) -> None:
+    """The RNG seed of the episode selects them; what is not on offer is masked and absent."""
+    offers = FamilyConfig(train=[{"offer.slots": [2], "offer.blueprints": [1, 2]}])
+    pool = make_pool(12, family=offers, sight=ROWS)
+    pool.reset(range(12))
+
+    offered = pool.masks.blueprint.clone()
+    for env, mask in zip(pool.envs, offered, strict=True):
+        assert mask.any(-1).sum() == 2
+        assert mask.any(0).sum() == env.context.context.offered("offer.blueprints")
+    assert torch.equal(pool.masks.slot[:, Op.GERMINATE], offered.any(-1))
+    assert pool.rows is not None
+    host, slot, blueprint = pool.rows.split(pool.observation.features)
+    assert torch.equal(slot[..., 0] > 0, offered.any(-1)) and torch.equal(blueprint[..., 0] > 0, offered)
+    assert len({tuple(mask.flatten().tolist()) for mask in offered}) > 3, "hosts differ in what they offer"
+    column = pool.feature_names.index("blueprints.offered")
+    assert torch.allclose((3.0 * host[:, column]).exp(), offered.any(1).sum(-1).float())
+    state = pool.state_dict()
+    pool.reset(range(20, 32))
+    assert not torch.equal(pool.masks.blueprint, offered)
+    pool.load_state_dict(state)
+    assert torch.equal(pool.masks.blueprint, offered)
+    flat = make_pool(12, family=offers)
+    flat.reset(range(12))
+    assert torch.equal(flat.masks.blueprint, offered), "whatever the policy observes"
