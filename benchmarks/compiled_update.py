@@ -41,7 +41,7 @@ DECIDED_HOSTS, DECIDED_SLOTS, DECIDED_BLUEPRINTS = 64, 12, 8
 Terms = Callable[[Policy, Rollout, PPOConfig], PPOTerms]
 
 
-def make_pool(hosts: int = HOSTS, sight: ObservationConfig = ObservationConfig()) -> HostPool:
+def make_pool(hosts: int, sight: ObservationConfig) -> HostPool:
     """Return hosts that train as little as possible: only the policy's part is measured."""
     task = Digits()
     slots = ["block1.pool", "block2.pool", "block3"]
@@ -127,7 +127,7 @@ def main() -> None:
         low, median, high = np.quantile(seconds_of_decisions(20 * args.rounds), (0.25, 0.5, 0.75))
         print(f"one decision for {DECIDED_HOSTS} hosts: {1e3 * median:.1f} ms ({1e3 * low:.1f} … {1e3 * high:.1f})")
         return
-    pool = make_pool()
+    pool = make_pool(HOSTS, ObservationConfig())
     print("| width | uncompiled, ms | compiled, ms | uncompiled / compiled (quartiles) | first update, s |")
     print("|---|---|---|---|---|")
     for width in WIDTHS:

@@ -197,7 +197,7 @@ class TamiyoModule(LightningModule):
         if not settings.observations:
             return nn.Identity()
         if isinstance(features, RowSizes):
-            return RowNorm(features, settings.momentum, settings.clip)
+            return RowNorm(features, momentum=settings.momentum, clip=settings.clip)
         return RunningMeanStd((features,), settings.momentum, settings.clip)
 
     def on_fit_start(self) -> None:

@@ -12,8 +12,8 @@ from esper_lightning.envs.host_pool import HostPool
 from esper_lightning.envs.spaces.actions import Action
 from esper_lightning.envs.spaces.masks import Masks
 from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.envs.step_result import PoolMetrics, StepResult
+from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.profiling import PhaseClock
 from esper_lightning.serialization.checks import check_keys
 

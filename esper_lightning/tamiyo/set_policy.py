@@ -47,7 +47,10 @@ SMALL_GAIN = 0.01
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
-    """Return mean and maximum over the rows that are `present` [..., n] bool; 0 if none is. Rows must not be negative."""
+    """Return mean and maximum over the rows that are `present` [..., n] bool; 0 if none is.
+
+    Rows must not be negative.
+    """
     kept = rows * present.unsqueeze(-1)
     mean = kept.sum(-2) / present.sum(-1, keepdim=True).clamp(min=1)
     return torch.cat([mean, kept.amax(-2)], -1)

@@ -1,4 +1,4 @@
-"""A policy over sets from training to other hosts: it resumes, is evaluated, loaded, and decides in a user's training."""
+"""A policy over sets after its training: it resumes, is evaluated and loaded, and decides in a user's training."""
 
 import csv
 import shutil
@@ -44,7 +44,7 @@ def test_a_run_of_a_policy_over_sets_resumes_bit_for_bit(trained: Run, tmp_path:
 
 def evaluate(trained: Run, out: Path, *args: str) -> list[str]:
     """Return the names of the compared controllers, one for each host."""
-    few = ("--evaluation.hosts=2", "--evaluation.against=[wait, climbing]", "--evaluation.controls=false")
+    few = ("--evaluation.hosts=2", "--evaluation.against=['small static', climbing]", "--evaluation.controls=false")
     with patch.object(sys, "argv", sys.argv[:1]):
         main(["evaluate", "--ckpt_path", str(trained.latest), "--out", str(out), *few, *args])
     with (out / "evaluation.csv").open(newline="") as file:

@@ -86,9 +86,10 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
-    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `offer.slots` and
-    `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode selects, and
-    `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole episode.
+    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `offer.slots`
+    and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode selects, and
+    `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole
+    episode.
     """
 
     train: list[VariableGrid] = field(default_factory=list)

@@ -24,7 +24,9 @@ NAME_BITS = 8
 LAYERS_SCALE, INNER_WIDTH_SCALE = 4.0, 3.0
 """Divisors of a seed's number of layers, and of the logarithm of its inner width over the width of the feature."""
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 SLOT_DESCRIPTION = ("depth", *LAYOUTS, "width", "positions")
 """Names of the numbers that describe a slot. depth: share of the host's FLOPs before it; then the layout as one-hot,
@@ -131,7 +133,7 @@ def summarise_layers(name: str, layout: str, width: int) -> LayerSummary:
     """Return the layers of a blueprint's module, which is built on the meta device, without memory."""
     with torch.device("meta"):
         modules = list(get_blueprint(name, layout).build(width).modules())
-    convs = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
+    convs = [module for module in modules if isinstance(module, CONVOLUTIONS)]
     linear = [module for module in modules if isinstance(module, nn.Linear)]
     widths = [conv.out_channels for conv in convs] + [layer.out_features for layer in linear]
     wide = [conv for conv in convs if max(conv.kernel_size) > 1]

@@ -1,8 +1,7 @@
 """Observations beyond the measurements of host and seeds, and their layout in rows.
 
 An observation in rows has one row for each slot: features of the host, of the slot, and of each blueprint in it. Slots
-in which nothing can grow, and blueprints that cannot grow in a slot, are marked by the first number of their part, which
-is 0.
+in which nothing can grow, and blueprints that cannot grow in a slot, are absent: the first number of their part is 0.
 N environments, K slots, B blueprints.
 """
 

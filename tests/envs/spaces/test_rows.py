@@ -159,7 +159,7 @@ def test_rules_play_hosts_of_different_numbers_of_slots(ragged: HostPool, rule: 
 
 def test_a_flat_observation_refuses_hosts_of_different_numbers_of_slots(make_pool: MakePool) -> None:
     with pytest.raises(
-        ValueError, match="other slots or seeds can grow than on the first.*set env.sight.layout to rows"
+        ValueError, match=r"other slots or seeds can grow than on the first.*set env\.sight\.layout to rows"
     ):
         make_pool(2, ragged_host, family=RAGGED)
 
