@@ -11,6 +11,7 @@ from tests.mutations import (
     growth,
     plugins,
     ppo,
+    sets,
     trust,
 )
 
@@ -19,6 +20,7 @@ DEFECTS = (
     *growth.DEFECTS,
     *grow.DEFECTS,
     *ppo.DEFECTS,
+    *sets.DEFECTS,
     *execution.DEFECTS,
     *evaluation.DEFECTS,
     *governor.DEFECTS,

@@ -160,3 +160,51 @@ def test_all_choices_are_about_equally_likely_at_first(width: int) -> None:
     entropy, _ = distribution.entropy()
     free = distribution.choice_probability() > 0.99
     assert free.any() and (entropy[free] > 0.97).all()
+
+
+def observe(slots: int, blueprints: int, generator: torch.Generator) -> tuple[VectorObservation, Masks, Tensor, Tensor]:
+    """Return 64 hosts on which only GERMINATE is possible, and the best slot [N] and blueprint in each slot [N, K]:
+    those with the largest second feature."""
+    n = 64
+    host = torch.randn(1, n, ROWS.host, generator=generator)
+    slot = torch.randn(1, n, slots, ROWS.slot, generator=generator)
+    blueprint = torch.randn(1, n, slots, blueprints, ROWS.blueprint, generator=generator)
+    slot[..., 0] = blueprint[..., 0] = 1.0
+    rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
+    possible = torch.zeros(1, n, OPS, slots, dtype=torch.bool)
+    possible[:, :, Op.GERMINATE] = True
+    shapes = (slots, blueprints), (slots, TARGETS), (OPS, slots, SPEEDS), (SPEEDS, CURVES)
+    others = [torch.ones(1, n, *shape, dtype=torch.bool) for shape in shapes]
+    masks = Masks(possible, *others, ended=torch.zeros(1, n, dtype=torch.bool))
+    return VectorObservation(rows), masks, slot[0, ..., 1].argmax(-1), blueprint[0, ..., 1].argmax(-1)
+
+
+@pytest.mark.slow
+def test_what_is_learned_with_few_slots_and_blueprints_holds_with_more() -> None:
+    """The best choices are learned from rewards alone, with 3 slots and 4 blueprints, and made with 7 and 9."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    shape = PolicyShape(ROWS.host, space_of(3, 4), slot_features=ROWS.slot, blueprint_features=ROWS.blueprint)
+    policy = make_policy(shape, PolicyConfig(width=32, memory="none"))
+    optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
+    starts = torch.ones(1, 64, dtype=torch.bool)
+
+    def rewards(slots: int, blueprints: int, greedy: bool) -> tuple[Tensor, Tensor]:
+        observation, masks, best_slot, best_blueprint = observe(slots, blueprints, generator)
+        distribution, _, _ = policy(observation, policy.initial_state(64), masks, starts)
+        action = distribution.mode() if greedy else distribution.sample(generator)
+        slot, blueprint = action.slot[0], action.blueprint[0]
+        found = best_blueprint.gather(1, slot.unsqueeze(1)).squeeze(1) == blueprint
+        return (slot == best_slot).float() + found.float(), distribution.log_prob(action)[0]
+
+    for _ in range(400):
+        reward, log_prob = rewards(3, 4, greedy=False)
+        optimizer.zero_grad()
+        (-(reward - reward.mean()) * log_prob).mean().backward()
+        optimizer.step()
+
+    with torch.no_grad():
+        learned, elsewhere = (
+            torch.cat([rewards(*sizes, greedy=True)[0] for _ in range(8)]).mean() for sizes in ((3, 4), (7, 9))
+        )
+    assert learned > 1.8 and elsewhere > 1.6, "at random the mean reward is .58 and .25"
