@@ -128,8 +128,9 @@ class SetHeads(nn.Module):
         super().__init__()
         self.floors = dict(floors or {})
         sizes = space.sizes
-        existing = table_shapes(sizes)
-        check_floors(self.floors, {head: choices for head, (_, choices) in existing.items() if choices > 1})
+        # Number of choices of each head on the training hosts.
+        self.sizes = {head: choices for head, (_, choices) in table_shapes(sizes).items()}
+        check_floors(self.floors, {head: choices for head, choices in self.sizes.items() if choices > 1})
         self.of_slot, self.of_core = linear(width, width // 2), linear(width, width // 2)
         ops, speeds = sizes["op"], sizes["speed"]
         makers = {
@@ -142,7 +143,7 @@ class SetHeads(nn.Module):
             "speed": lambda: RowTable(width, ops, speeds),
             "curve": lambda: CoreTable(width, speeds, sizes["curve"]),
         }
-        self.tables = nn.ModuleDict({head: makers[head]() for head in existing})
+        self.tables = nn.ModuleDict({head: makers[head]() for head in self.sizes})
 
     def forward(self, hidden: SetHidden) -> HeadTables:
         slots = F.relu(self.of_slot(hidden.slots) + self.of_core(hidden.core).unsqueeze(-2))  # [..., K, H]

@@ -15,7 +15,18 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.evaluation.play import play_episode
 from tests.callbacks.grow.trainings import QUICK, classifier, train
-from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, fit, only_run, with_callback
+from tests.runs import (
+    CONFIGS,
+    HORIZON,
+    Run,
+    SaveEveryTick,
+    cli,
+    continuation,
+    differences,
+    fit,
+    only_run,
+    with_callback,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +130,22 @@ def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trai
     assert first.pool is not None and second.pool is not None
     assert len(first.pool.subject.history.accuracy) == 2 and len(second.pool.subject.history.accuracy) == 4
     assert second.pool.observation.features.shape[1] == 3, "a row for each slot"
+
+
+def test_hosts_of_several_tasks_may_be_families_as_in_the_general_config(tmp_path: Path) -> None:
+    built = cli(
+        *("--config", str(CONFIGS / "general.yaml"), "--trainer.default_root_dir", str(tmp_path)),
+        *("--trainer.max_epochs=1", "--data.n_envs=6", "--data.env.horizon=2", "--data.env.training.batches=1"),
+        *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--telemetry.level=off"),
+    )
+
+    pool, report = built.datamodule.pool, built.model.report
+    assert list(pool.task_slices) == ["Digits", "deep", "table", "wine"]
+    assert pool.space.slot == [f"place{i + 1}" for i in range(6)]
+    offered = {
+        name: (pool.masks.blueprint[span].any(-1).sum(-1).max().item(), pool.envs[span.start].slots[0].layout)
+        for name, span in pool.task_slices.items()
+    }
+    assert offered["deep"][0] == 6 and offered["wine"][0] <= 3
+    assert {layout for _, layout in offered.values()} == {"image", "vector"}
+    assert report is not None and report.metrics["first_ratio_error"] < 1e-4
