@@ -22,6 +22,7 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import PolicyData
+from esper_lightning.envs.spaces.rows import RowSizes
 from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.compiled_terms import CompiledTerms
@@ -36,11 +37,12 @@ from esper_lightning.ppo.losses import (
     update_metrics,
 )
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import RowNorm, RunningMeanStd
 from esper_lightning.ranks import ALONE
 from esper_lightning.serialization.checks import check_weights, load_settings
 from esper_lightning.serialization.safe_load import CPU
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
+from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
+from esper_lightning.tamiyo.set_policy import make_policy
 
 MONITORED_METRICS = (
     *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
@@ -195,15 +197,19 @@ class TamiyoModule(LightningModule):
         """
         use_ieee_float32()
         self.policy_shape = shape
-        self.policy = Policy(shape, self.policy_config)
-        self.observation_norm = self._make_norm(shape.features)
+        self.policy = make_policy(shape, self.policy_config)
+        self.observation_norm = self._make_norm(shape.features if shape.rows is None else shape.rows)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = self._make_norm(shape.privileged) if self.policy_config.asymmetric else None
         self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
 
-    def _make_norm(self, features: int) -> nn.Module:
+    def _make_norm(self, features: int | RowSizes) -> nn.Module:
         settings = self.normalize
-        return RunningMeanStd((features,), settings.momentum, settings.clip) if settings.observations else nn.Identity()
+        if not settings.observations:
+            return nn.Identity()
+        if isinstance(features, RowSizes):
+            return RowNorm(features, momentum=settings.momentum, clip=settings.clip)
+        return RunningMeanStd((features,), settings.momentum, settings.clip)
 
     def on_fit_start(self) -> None:
         if not any(callback.state_key == "RolloutState" for callback in attached_callbacks(self.trainer)):

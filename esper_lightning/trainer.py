@@ -266,8 +266,8 @@ class EsperTrainer(Trainer):
         self._set_up_overseer(model, "grow")
         try:
             with one_line_errors():
-                pool = datamodule.make_pool(1)
-                chosen = find_controller(controller, comparison.make_controllers(), pool.device)
+                chosen = find_controller(controller, comparison.make_controllers(), datamodule.pool.device)
+                pool = datamodule.make_pool(1, sight=getattr(chosen, "sight", None))  # that of a policy over sets
                 chosen.reset(pool)  # raises ValueError now if the hosts do not fit
                 folder.mkdir(parents=True, exist_ok=True)
             (rng_seed,) = episode_rng_seeds(datamodule.seed, EVALUATION, 0, n_envs=1)

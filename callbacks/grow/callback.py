@@ -33,9 +33,11 @@ from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
 from esper_lightning.callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
 from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig
+from esper_lightning.envs.flops import HostFlops, count_flops
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.subject import Subject
 from esper_lightning.growth import GrowingNetwork, SeedEvent, attach_from_state_dict, attach_slots, slots_of
 from esper_lightning.growth.attach import attach_from_records, attachment_records
@@ -163,7 +165,13 @@ class Grow(Callback):
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
-        return EnvConfig(horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective)
+        return EnvConfig(
+            horizon=horizon,
+            lifecycle=self.lifecycle,
+            actions=self.actions,
+            objective=self.objective,
+            sight=getattr(self.decider, "sight", ObservationConfig()),  # that of a policy over sets
+        )
 
     @property
     def growing(self) -> GrowingNetwork:
@@ -265,8 +273,10 @@ class Grow(Callback):
             self._hold_seeds(trainer)
         assert self._growing is not None, "the network has slots"
         self._growing.horizon = horizon
-        subject = Subject(self._growing, space, actions=self.actions, objective=self.objective)
-        self.pool = SinglePool(subject, growable, self._config(horizon))
+        config = self._config(horizon)
+        flops = self._count_flops() if config.sight.needs_flops else None
+        subject = Subject(self._growing, space, actions=self.actions, objective=self.objective, flops=flops)
+        self.pool = SinglePool(subject, growable, config)
         if state:
             self._continue(trainer, state)
         self._report = GrowthReport(trainer, self.pool, is_resumed=bool(state))
@@ -276,15 +286,27 @@ class Grow(Callback):
     def _find_space(self, example: ExampleInput) -> tuple[ActionSpace, Tensor]:
         """Return the choices of each head, and which blueprint can grow in which slot, by a trial on a few samples."""
         rows = first_rows(example, PROBE_ROWS)
-        trial = copy.deepcopy(self.network)
-        for slot in slots_of(trial).values():
-            slot.empty()
+        trial = self._emptied_network()
 
         def loss_of(network: nn.Module) -> Tensor:
             outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
             return torch.stack([(x.float() - 1.0).square().mean() for x in outputs]).sum()
 
         return probe_action_space(trial, loss_of, actions=self.actions, birth=self.lifecycle.birth)
+
+    def _emptied_network(self) -> nn.Module:
+        """Return a copy of the network with empty slots."""
+        trial = copy.deepcopy(self.network)
+        for slot in slots_of(trial).values():
+            slot.empty()
+        return trial
+
+    def _count_flops(self) -> HostFlops:
+        """Return the FLOPs of the network with empty slots for one sample."""
+        trial = self._emptied_network()
+        row = first_rows(self._meter.example_input(str(self.network_name)), 1)
+        with isolate_rng():
+            return count_flops(trial, lambda: call_network(trial, row))
 
     def _begin(self, trainer: Trainer) -> None:
         """Measure the network before its first epoch, and let the decider choose its first action."""

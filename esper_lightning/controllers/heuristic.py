@@ -86,10 +86,10 @@ class Heuristic:
 
     def act(self, pool: Hosts) -> Action:
         masks = pool.masks_on_cpu.slot.tolist()
-        growable = pool.masks_on_cpu.blueprint[0].tolist()
+        blueprint_masks = pool.masks_on_cpu.blueprint.tolist()
         actions = [
             self._choose_action(env, memory, slot_mask, growable=growable)
-            for env, memory, slot_mask in zip(pool.envs, self.memories, masks, strict=True)
+            for env, memory, slot_mask, growable in zip(pool.envs, self.memories, masks, blueprint_masks, strict=True)
         ]
         return to_action(actions, pool.device)
 

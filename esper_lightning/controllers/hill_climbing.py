@@ -69,7 +69,10 @@ class HillClimbing:
         self.config = config
 
     def reset(self, pool: Hosts) -> None:
-        self.candidates = list_candidates(pool, self.config)
+        # Hosts of a family may differ in widths alone: seeds are then tried in the order of the first host.
+        masks = pool.masks_on_cpu.blueprint
+        alike = bool((masks == masks[:1]).all())
+        self.candidates = [list_candidates(pool, self.config, 0 if alike else host) for host in range(pool.n_envs)]
         self.tempo, ticks = fastest_tempo(pool)
         self.last_start = pool.config.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
         self.tried: list[set[tuple[int, int]]] = [set() for _ in pool.envs]
@@ -113,7 +116,7 @@ class HillClimbing:
 
     def _germinate(self, pool: Hosts, host: int) -> tuple[int, ...]:
         tried = self.tried[host]
-        actions = {pair: make_action(Op.GERMINATE, *pair, tempo=self.tempo) for pair in self.candidates}
+        actions = {pair: make_action(Op.GERMINATE, *pair, tempo=self.tempo) for pair in self.candidates[host]}
         available = [pair for pair, action in actions.items() if is_possible(pool, host, action)]
         if not available:
             return WAIT_ACTION
@@ -129,15 +132,15 @@ def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tup
     return (op, slot, blueprint, 0, tempo, 0, 0, 0)  # in the order of HEADS
 
 
-def list_candidates(pool: Hosts, config: ClimbingConfig) -> list[tuple[int, int]]:
-    """Return slot and blueprint of every seed that can grow in the pool, in the order in which they are tried."""
+def list_candidates(pool: Hosts, config: ClimbingConfig, host: int = 0) -> list[tuple[int, int]]:
+    """Return slot and blueprint of every seed that can grow on a host, in the order in which they are tried."""
     blueprints = pool.space.blueprint
     for name in config.blueprints or ():
         if name not in blueprints:
             raise ValueError(f"climbing.blueprints: {name!r} is not available; {suggest_name(name, blueprints)}")
     selected = [blueprints.index(name) for name in config.blueprints or blueprints]
-    growable = pool.masks_on_cpu.blueprint[0].tolist()
-    slots = list(enumerate(pool.envs[0].slots))
+    growable = pool.masks_on_cpu.blueprint[host].tolist()
+    slots = list(enumerate(pool.envs[host].slots))
     pairs = [(k, b) for b in selected for k, _ in (slots[::-1] if config.last_slot_first else slots) if growable[k][b]]
 
     def parameters(pair: tuple[int, int]) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
 from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.subject import Subject
+from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.tamiyo.policy import Policy
 
 
@@ -19,7 +20,7 @@ class ObservedHosts(Protocol):
     def n_envs(self) -> int: ...
 
     @property
-    def observation(self) -> Observation: ...
+    def observation(self) -> Observation | VectorObservation: ...
 
     @property
     def masks(self) -> Masks: ...

@@ -15,7 +15,7 @@ from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Hosts, PolicyController
 from esper_lightning.envs import HEADS, Action, Masks, Op
 from esper_lightning.envs.spaces.actions import CHOICES_KEY, ActionSpace
-from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation
+from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation, ObservationConfig
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization.excerpt import excerpt
 
@@ -71,6 +71,7 @@ class SpaceAdapter:
 
     def __init__(self, spaces: TrainingSpaces, pool: Hosts) -> None:
         check_heads(spaces.space, pool.space)
+        check_slots(spaces.space, pool.space)
         self.pool = pool
         self.n_envs = pool.n_envs
         space = pool.space
@@ -117,6 +118,12 @@ class SpaceAdapter:
             columns.append(pool.feature_names.index(host_name))
         return columns
 
+    def _host_observation(self) -> Observation:
+        """Return the observation of the hosts in their own spaces."""
+        observation = self.pool.observation
+        assert isinstance(observation, Observation), "the features have been found"
+        return observation
+
     @property
     def episode_starts(self) -> Tensor:  # [N] bool
         return self.pool.episode_starts
@@ -124,7 +131,7 @@ class SpaceAdapter:
     @property
     def observation(self) -> Observation:
         """Observation in the policy's spaces: features [N, D] and blueprint ids [N, K]."""
-        host_observation = self.pool.observation
+        host_observation = self._host_observation()
         features = torch.where(
             self.is_padded, self.padding_features, host_observation.features[:, self.feature_columns]
         )
@@ -181,13 +188,17 @@ def split_feature_name(feature: str, slots: Sequence[str]) -> tuple[int, str]:
 
 
 def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
-    """Raise ValueError unless the choices of all heads except slots and blueprints agree and the slots suffice."""
+    """Raise ValueError unless the choices of all heads except slots and blueprints agree."""
     for head, policy_choices, host_choices in zip(HEADS, policy_space, host_space, strict=True):
         if head not in MAPPED_HEADS and policy_choices != host_choices:
             raise ValueError(
                 f"Tamiyo chooses among {excerpt(policy_choices)} with its {head} head, these hosts offer "
                 f"{excerpt(host_choices)}; set actions as in its training"
             )
+
+
+def check_slots(policy_space: ActionSpace, host_space: ActionSpace) -> None:
+    """Raise ValueError if the hosts have more slots than the policy."""
     if len(host_space.slot) > len(policy_space.slot):
         raise ValueError(
             f"these hosts have {len(host_space.slot)} slots, the policy has {len(policy_space.slot)}; "
@@ -240,3 +251,58 @@ class TransferController:
 
     def act(self, pool: Hosts) -> Action:
         return self.adapter.translate(self.controller.act(self.adapter))
+
+
+class SetTransferController:
+    """Lets a policy over sets act on hosts with any numbers of slots and blueprints.
+
+    Args:
+        controller: Controller of a policy over sets.
+        spaces: Spaces of its training hosts; their slots and blueprints do not matter.
+        sight: Observation of its training. A pool must have been made with it, to have its rows.
+    """
+
+    def __init__(self, controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig) -> None:
+        self.controller = controller
+        self.spaces = spaces
+        self.sight = sight
+
+    def reset(self, pool: Hosts) -> None:
+        """Start an episode. Raises ValueError if the hosts do not fit the policy."""
+        self._check(pool)
+        self.controller.reset(pool)
+
+    def _check(self, pool: Hosts) -> None:
+        check_heads(self.spaces.space, pool.space)
+        if pool.feature_names != self.spaces.features:
+            differing = sorted({*pool.feature_names} ^ {*self.spaces.features})
+            raise ValueError(
+                f"the policy reads other features in rows than these hosts show, as {excerpt(', '.join(differing))}; "
+                f"make the pool with sight=controller.sight (data.env.sight) and the lifecycle and ops of the training"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the controller, for an episode that is continued later."""
+        return {"controller": self.controller.state_dict()}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        self._check(pool)
+        self.controller.load_state_dict(pool, state["controller"])
+
+    def act(self, pool: Hosts) -> Action:
+        return self.controller.act(pool)
+
+
+def make_transferable(
+    controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig
+) -> TransferController | SetTransferController:
+    """Return a controller that acts on other hosts than those of the training.
+
+    Raises ValueError if a policy over sets, which has no use for them, is given stand-ins.
+    """
+    if sight.layout == "flat":
+        return TransferController(controller, spaces)
+    if spaces.stand_ins:
+        raise ValueError("stand_ins: a policy over sets chooses among any blueprints; leave stand_ins out")
+    return SetTransferController(controller, spaces, sight)

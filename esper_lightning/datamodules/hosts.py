@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,9 @@ Result = TypeVar("Result")
 
 BLUEPRINT_CHOICES = CHOICES_KEY.format("blueprint")
 """Key of the blueprints in the identity of a run."""
+
+SIGHT_KEY = "data.env.sight"
+"""Key of the observation in the identity of a run whose observation is in rows."""
 
 
 class TickLoader:
@@ -266,6 +269,7 @@ class HostPoolData(LightningDataModule):
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
             **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
             "observed features": pool.feature_names,
+            **({} if pool.rows is None else {SIGHT_KEY: asdict(pool.config.sight)}),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from esper_lightning.console import print_status
 from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer, check_host_count
+from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
@@ -40,11 +41,15 @@ class TaskConfig:
     """Names or import paths of the blueprints available on these hosts. None: all of this package that can grow
     there."""
 
+    family: FamilyConfig | None = None
+    """Contexts of these hosts, for observations in rows. None: all are alike."""
+
     def env_config(self, env: EnvConfig) -> EnvConfig:
         """Return the environment settings of these hosts: `env` with the changes of this task."""
         changes = {"executor": self.executor, "training": self.training}
         known = {name: value for name, value in changes.items() if value is not None}
-        return replace(env, actions=replace(env.actions, blueprints=self.blueprints), **known)
+        actions = replace(env.actions, blueprints=self.blueprints)
+        return replace(env, actions=actions, family=self.family or FamilyConfig(), **known)
 
 
 def make_task_configs(first: TaskConfig, others: Mapping[str, TaskConfig], env: EnvConfig) -> dict[str, TaskConfig]:
@@ -58,11 +63,15 @@ def make_task_configs(first: TaskConfig, others: Mapping[str, TaskConfig], env: 
     first_name = type(first.task).__name__
     if first_name in others:
         raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
-    if others and (env.family.train or env.family.held_out):
-        raise ValueError("data.also and data.env.family: hosts of several tasks cannot be a family; leave one out")
+    families = [env.family, *(config.family for config in others.values() if config.family is not None)]
+    if others and env.sight.layout == "flat" and any(family.train or family.held_out for family in families):
+        raise ValueError(
+            "data.also and data.env.family: hosts of several tasks cannot be a family; leave one out, or set "
+            "data.env.sight.layout to rows"
+        )
     for name, config in {"": first, **others}.items():
         check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
-    return {first_name: replace(first, blueprints=env.actions.blueprints), **others}
+    return {first_name: replace(first, blueprints=env.actions.blueprints, family=env.family), **others}
 
 
 class LoadedTask(NamedTuple):
@@ -127,7 +136,7 @@ class LoadedTask(NamedTuple):
         factory = EnvFactory(
             self.config.task, self.data, self.config.host, config=self.env_config, devices=self.host_devices
         )
-        return factory.space, factory.growable
+        return factory.space, torch.stack(list(factory.growable.values())).any(0)
 
 
 def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone: bool = True) -> LoadedTask:

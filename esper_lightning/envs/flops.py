@@ -1,6 +1,7 @@
 """FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,15 @@ class HostFlops(NamedTuple):
         return sum(flops_of_pass(slot.width, n_positions) + gate_flops for n_positions in self.positions[slot.name])
 
 
-@torch.no_grad()
 def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     """Count the FLOPs of a host with empty slots on one sample `inputs` [1, …]; sets the host to evaluation mode."""
+    return count_flops(host, lambda: host(inputs))
+
+
+@torch.no_grad()
+def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
+    """Count the FLOPs of `run`, a forward pass of a host with empty slots on one sample; sets the host to evaluation
+    mode."""
     slots = slots_of(host).values()
     positions_by_slot: dict[str, list[int]] = {slot.name: [] for slot in slots}
     before: dict[str, int] = {}
@@ -54,7 +61,7 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     try:
         # Attention as plain matrix products: some PyTorch versions do not count the fused CPU kernel.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            host(inputs)
+            run()
     finally:
         for slot in slots:
             slot.override = None

@@ -35,6 +35,7 @@ from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
 from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult, Transition
+from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.stages import Stage
 from esper_lightning.profiling import PhaseClock, make_timer
@@ -65,6 +66,7 @@ class HostPool:
     Attributes:
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
             hidden.
+        rows: Sizes of the parts of a row of the observation. None: the observation is flat.
     """
 
     autoreset = False  # a rollout is exactly one episode of every host
@@ -99,7 +101,7 @@ class HostPool:
             held_out=held_out,
             shared_space=shared_space,
         )
-        self.data, self.space, growable = self.env_factory.data, self.env_factory.space, self.env_factory.growable
+        self.data, self.space = self.env_factory.data, self.env_factory.space
         first = self.env_factory.make(0, 0)
         check_host_memory(first.network, n_envs, device)
         self.envs = build_envs(lambda index: self.env_factory.make(index, index), n_envs)
@@ -107,19 +109,20 @@ class HostPool:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch=batch)
-        self._choose_executor(growable)
+        self._choose_executor(self.env_factory.growable[first.architecture])
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,
-            growable,
+            self.env_factory.growable_in(first) if self.env_factory.is_uniform else self._growable(),
             config=config,
             device=device,
             num_privileged=self.env_factory.num_privileged,
         )
         self.masks, self.masks_on_cpu = self.observation_builder.masks, self.observation_builder.masks_on_cpu
         self.observation, self.feature_names = self.observation_builder.observation, self.observation_builder.names
+        self.rows = self.observation_builder.rows
         self.privileged = self.observation_builder.privileged
         self.episode_starts = torch.zeros(n_envs, dtype=torch.bool, device=device)  # True after a rollback
         self.overseer: Overseer | None = None
@@ -174,15 +177,19 @@ class HostPool:
 
     @property
     def num_categories(self) -> int:
-        """Number of blueprint ids in an observation; id 0 is an empty slot."""
-        return len(self.space.blueprint) + 1
+        """Number of blueprint ids in a flat observation; id 0 is an empty slot. Rows have no ids."""
+        return len(self.space.blueprint) + 1 if self.rows is None else 0
 
-    def reset(self, rng_seeds: Sequence[int]) -> Observation:
+    def _growable(self) -> Tensor:  # [N, K, blueprints] bool
+        """Return which blueprint can grow in which slot of each host."""
+        return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
+
+    def reset(self, rng_seeds: Sequence[int]) -> Observation | VectorObservation:
         """Start an episode in every environment; environment i depends on the RNG seed `rng_seeds[i]` alone."""
         assert len(rng_seeds) == self.n_envs, "one RNG seed per environment"
         return self.reset_hosts(range(self.n_envs), rng_seeds)
 
-    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation:
+    def reset_hosts(self, hosts: Sequence[int], rng_seeds: Sequence[int]) -> Observation | VectorObservation:
         """Start an episode in some environments. The others continue theirs, so hosts may be at different ticks.
 
         Args:
@@ -194,7 +201,7 @@ class HostPool:
                 self.envs[i] = self.env_factory.make(i, rng_seed)
                 self.envs[i].reset(rng_seed)
                 self.episode_starts[i] = False
-            self._update_privileged()
+            self._update_constants()
         envs = [self.envs[i] for i in hosts]
         with self.clock.measure("validate", [env.timer for env in envs]):
             validated = self.executor.validate(envs, self.data.validation)
@@ -207,8 +214,10 @@ class HostPool:
         self._take_snapshots(envs)
         return self.observation
 
-    def _update_privileged(self) -> None:
-        """Update the privileged features of all environments, at the start of their episodes."""
+    def _update_constants(self) -> None:
+        """Update what stays the same in an episode: privileged features, and what can grow in which host."""
+        if not self.env_factory.is_uniform:
+            self.observation_builder.update_growable(self._growable())
         self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
 
     def load_host(self, index: int, state: Mapping[str, Any]) -> None:
@@ -465,7 +474,7 @@ class HostPool:
         self.switch_executor(choice)
         for i, saved in enumerate(state["envs"]):
             self.load_host(i, saved)
-        self._update_privileged()
+        self._update_constants()
         self.episode_starts.zero_()
         self.observation_builder.update()
         return note

@@ -71,6 +71,24 @@ def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
     return accounts
 
 
+def check_trials(state: Any, slots: int) -> list[dict[str, float]]:
+    """Return the saved contributions of the blueprints tried in each slot, or none for an older checkpoint.
+
+    Raises ValueError if they are invalid.
+    """
+    if state is None:
+        return [{} for _ in range(slots)]
+    if not isinstance(state, list) or len(state) != slots or not all(isinstance(trials, dict) for trials in state):
+        raise ValueError(f"a host's trials must be a list of {slots}, with contributions by blueprint for each slot")
+    names = [name for trials in state for name in trials]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a host's trials are not named by blueprints")
+    return [
+        dict(zip(trials, map(float, check_numbers("a host's trial", list(trials.values()))), strict=True))
+        for trials in state
+    ]
+
+
 def check_monitor(state: Any, horizon: int, slots: int) -> None:
     """Raise ValueError if this is no valid state of the Governor for a host of K = `slots` slots."""
     check_keys("the Governor's state", state, MONITOR_KEYS)

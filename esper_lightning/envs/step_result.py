@@ -11,6 +11,7 @@ from esper_lightning.envs.reward import AfterAction, HostStatus
 from esper_lightning.envs.spaces.actions import Action, Op
 from esper_lightning.envs.spaces.masks import Masks
 from esper_lightning.envs.spaces.observation import Observation
+from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.governor.judge import Judgement
 from esper_lightning.growth.growing_network import RefusalReasons
 from esper_lightning.growth.lifecycle import SeedEvent
@@ -106,7 +107,7 @@ class StepResult(NamedTuple):
 
     action: Action  # to learn from: the given action, with WAIT after a veto
     ops: Tensor  # [N] int64, on the CPU: op that each host executed
-    observation: Observation
+    observation: Observation | VectorObservation
     reward: Tensor  # [N]
     terminated: Tensor  # [N] bool: a rollback ends the trajectory; the host continues unless `masks.ended`
     truncated: Tensor  # [N] bool: the horizon was reached

@@ -5,7 +5,7 @@ from typing import Any
 
 from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.measurements import EpochResult, History, Validation
-from esper_lightning.envs.restore import check_accounts, check_validation, validation_state
+from esper_lightning.envs.restore import check_accounts, check_trials, check_validation, validation_state
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -34,6 +34,8 @@ class Subject:
         tick: Number of recorded epochs.
         history: Metrics of each epoch.
         accounts: Record of the seed in each slot for rewards, [K].
+        trials: Last measured contribution of each blueprint that was blended in a slot, in accuracy points, by name,
+            [K].
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Subject:
         self.last_op = Op.WAIT
         self.history = History()
         self.accounts = [SeedAccount() for _ in self.growing.slots]
+        self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
         self.validated: Validation | None = None  # of the last validation
         self.host_gradient: GradientStats | None = None
         self.ended = False
@@ -137,6 +140,9 @@ class Subject:
         self.record_validation(validation)
         self.tick += 1
         contributions = dict(zip(self.growing.slots, validation.contributions, strict=True))
+        for slot, trials in zip(self.slots, self.trials, strict=True):
+            if slot.blended and slot.blueprint is not None:
+                trials[slot.blueprint] = contributions[slot.name]
         gradients = dict(zip(self.growing.slots, training.seed_gradients, strict=True))
         is_measured = self.lifecycle.min_potential is not None
         potentials = dict(zip(self.growing.slots, validation.potentials, strict=True)) if is_measured else None
@@ -164,6 +170,7 @@ class Subject:
             "tick": self.tick,
             "last_op": int(self.last_op),
             "accounts": [list(account) for account in self.accounts],
+            "trials": [dict(trials) for trials in self.trials],
             "history": {name: list(values) for name, values in vars(self.history).items()},
             "validated": validation_state(self.validated) if self.validated else None,
             "host_gradient": list(self.host_gradient) if self.host_gradient else None,
@@ -174,6 +181,7 @@ class Subject:
         """Restore the record of a training from `record_state`."""
         self.tick, self.last_op = state["tick"], Op(state["last_op"])
         self.accounts = check_accounts(state.get("accounts"), self.horizon, len(self.slots))
+        self.trials = check_trials(state.get("trials"), len(self.slots))
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
         self.validated = check_validation(state["validated"], len(self.slots))
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None

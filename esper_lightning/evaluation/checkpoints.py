@@ -20,10 +20,17 @@ from esper_lightning.checkpointing.validate import (
     open_checkpoint,
 )
 from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
-from esper_lightning.controllers.transfer import FEATURES_KEY, TrainingSpaces, TransferController
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.controllers.transfer import (
+    FEATURES_KEY,
+    SetTransferController,
+    TrainingSpaces,
+    TransferController,
+    make_transferable,
+)
+from esper_lightning.datamodules.hosts import SIGHT_KEY, HostPoolData
+from esper_lightning.envs.spaces.observation import DEFAULT_GROUPS, ObservationConfig
 from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.serialization.checks import load_settings
 from esper_lightning.serialization.excerpt import excerpt
 from esper_lightning.serialization.safe_load import CPU
 from esper_lightning.tamiyo.policy import Policy
@@ -61,7 +68,9 @@ class TrainedPolicy(NamedTuple):
         return self._adapt(SampledController(self.policy, self.normalise, rng_seed))
 
     def _adapt(self, controller: LearnedController) -> Controller:
-        return controller if self.training_spaces is None else TransferController(controller, self.training_spaces)
+        if self.training_spaces is None:
+            return controller
+        return make_transferable(controller, self.training_spaces, self.sight or ObservationConfig())
 
 
 def path_list(paths: str | Sequence[str] | None) -> list[str]:
@@ -119,14 +128,26 @@ def load_transferred(
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
         model, spaces = load_module_and_spaces(checkpoint, stand_ins, data.pool.device)
-        return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces)
+        return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces, set_sight(model, checkpoint))
 
     policies = _load_each(checkpoints, load)
     _check_training_seeds(policies)
     for policy in policies:
-        for pool in data.pools.values():
+        for task, pool in data.pools.items():
+            if policy.sight is not None:
+                pool = data.make_pool(1, task=task, sight=policy.sight)
             policy.greedy().reset(pool)  # raises ValueError now if the hosts do not fit
     return policies
+
+
+def set_sight(module: TamiyoModule, checkpoint: Mapping[str, Any]) -> ObservationConfig | None:
+    """Return the observation that a policy over sets was trained on; None for another policy, which pools adapt to.
+
+    Raises ValueError if it is missing in the checkpoint, or damaged.
+    """
+    if module.policy_shape.rows is None:
+        return None
+    return load_settings(ObservationConfig, checkpoint[IDENTITY_KEY].get(SIGHT_KEY))
 
 
 def load_module_and_spaces(
@@ -140,16 +161,18 @@ def load_module_and_spaces(
     spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], stand_ins)
     module = TamiyoModule.from_checkpoint(checkpoint).to(device)
     shape = module.policy_shape
-    if (shape.space, shape.features) != (spaces.space, len(spaces.features)):
+    n_features = shape.features + shape.slot_features + shape.blueprint_features
+    if (shape.space, n_features) != (spaces.space, len(spaces.features)):
         raise ValueError("its policy is not one for the hosts that it names")
     return module, spaces
 
 
-def load_controller(path: str | Path, device: torch.device = CPU) -> TransferController:
+def load_controller(path: str | Path, device: torch.device = CPU) -> TransferController | SetTransferController:
     """Return a controller that takes the most likely actions of a trained policy.
 
     It acts on any pool that fits the policy: hosts of its own task, of another one with the same blueprints, or a
-    network that the callback `Grow` grows.
+    network that the callback `Grow` grows. A policy over sets acts on hosts with any slots and blueprints, in a pool
+    whose `EnvConfig` has the controller's `sight`.
 
     Args:
         path: Checkpoint of a run on hosts.
@@ -161,7 +184,8 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
     checkpoint = open_checkpoint(path, check_policy)
     with checkpoint_errors(path, "loaded"):
         module, spaces = load_module_and_spaces(checkpoint, {}, device)
-    return TransferController(module.controller(), spaces)
+        sight = set_sight(module, checkpoint) or ObservationConfig()
+    return make_transferable(module.controller(), spaces, sight)
 
 
 def load_rivals(
@@ -179,7 +203,7 @@ def load_rivals(
 
     Raises ValueError, naming the checkpoint and what differs, if one is damaged, foreign or from other hosts.
     """
-    hosts = {name: value for name, value in data.identity().items() if name != FEATURES_KEY}
+    hosts = {name: value for name, value in data.identity().items() if name not in (FEATURES_KEY, SIGHT_KEY)}
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
         identity = checkpoint[IDENTITY_KEY]
@@ -221,9 +245,13 @@ def rival_names(paths: Sequence[str], compared: Sequence[str]) -> list[str]:
 
 def _observation_config(settings: Mapping[str, str]) -> ObservationConfig:
     """Return the settings of the observation in a checkpoint. Raises ValueError if they are missing or damaged."""
-    names = [field.name for field in fields(ObservationConfig)]
     try:
-        return ObservationConfig(**{name: literal_eval(settings[f"{OBSERVATION_SETTING}.{name}"]) for name in names})
+        # Text is recorded without quotes.
+        texts = {field.name: settings[f"{OBSERVATION_SETTING}.{field.name}"] for field in fields(ObservationConfig)}
+        values: dict[str, Any] = {
+            name: text if text in DEFAULT_GROUPS else literal_eval(text) for name, text in texts.items()
+        }
+        return ObservationConfig(**values)
     except (KeyError, SyntaxError) as error:
         raise ValueError(f"its settings of the observation are missing or damaged: {error}") from error
 

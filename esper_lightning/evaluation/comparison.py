@@ -278,7 +278,7 @@ class Comparison:
             task: Name of the task, where there are several. None: the first.
             save_networks: Number of hosts to keep: the best of the first policy, or without one of the reference.
         """
-        make_pool = partial(data.make_pool, task=task)
+        make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(self.hosts, held_out=self.held_out)
         rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
         learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool, save_networks=save_networks)

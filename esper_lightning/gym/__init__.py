@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 NAMESPACE = "esper_lightning"
 
-CONFIGS_OF_SEVERAL_TASKS = frozenset({"mixed"})
+CONFIGS_OF_SEVERAL_TASKS = frozenset({"general", "mixed"})
 """Shipped configs without an id, because an environment has hosts of one task."""
 
 

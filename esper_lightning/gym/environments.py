@@ -14,6 +14,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_pool import WAIT_ACTION
 from esper_lightning.envs.seeding import TRAINING, draw_rng_seed
 from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.gym.spaces import (
     flatten_masks,
     flatten_observation,
@@ -51,6 +52,8 @@ class GymHosts:
     def __init__(self, pool: HostPool, render_mode: str | None) -> None:
         if render_mode not in (None, *METADATA["render_modes"]):
             raise ValueError(f"render_mode must be rgb_array or None, got {render_mode!r}")
+        if pool.rows is not None:
+            raise ValueError("an environment of Gymnasium has flat observations; set data.env.sight.layout to flat")
         self.pool = pool
         self.action_space = make_action_space(pool.space)
         self.observation_space = make_observation_space(pool.space, len(pool.feature_names))
@@ -73,7 +76,9 @@ class GymHosts:
 
     def observe(self) -> np.ndarray:  # [N, observation]
         """Return the observation of each host, in new storage."""
-        return flatten_observation(self.pool.observation, self.pool.space)
+        observation = self.pool.observation
+        assert isinstance(observation, Observation), "the layout is flat"
+        return flatten_observation(observation, self.pool.space)
 
     def action_masks(self) -> np.ndarray:  # [N, sum of choices] bool
         """Return the possible choices of each host, the heads one after the other; see `choice_masks`."""

@@ -16,7 +16,7 @@ from esper_lightning.ppo.gae import discounted_sums, gae, normalise
 from esper_lightning.ppo.guard import find_defect, usable_environments
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.ppo.rollout_buffer import Experience, Rollout, RolloutBuffer
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import ObservationNorm, RunningMeanStd
 from esper_lightning.ranks import Ranks
 from esper_lightning.serialization.checks import (
     check_count,
@@ -264,7 +264,7 @@ class RolloutCollector:
             rollout = rollout.select_envs(rest)
             if sequence_states is not None:
                 sequence_states = RecurrentState(*(part[:, rest] for part in sequence_states))
-        if isinstance(self.observation_norm, RunningMeanStd):
+        if isinstance(self.observation_norm, ObservationNorm):
             # The rollout holds features normalised by the old statistics; the new ones apply from the next rollout on.
             self.observation_norm.update(self.raw_features[active], ranks)
         if isinstance(self.privileged_norm, RunningMeanStd):

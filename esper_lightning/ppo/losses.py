@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,7 +251,7 @@ def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     return ppo_terms_of_hidden(policy, hidden, rollout, config)
 
 
-def ppo_terms_of_hidden(policy: Policy, hidden: Tensor, rollout: Rollout, config: PPOConfig) -> PPOTerms:
+def ppo_terms_of_hidden(policy: Policy, hidden: Any, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     """Compute the loss terms of a minibatch, given the policy's hidden features of all its steps, [T, n, width]."""
     distribution, values = policy.decode(hidden, rollout.masks, rollout.privileged)
     unforced = ~rollout.masks.forced  # a forced action teaches the policy nothing

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.envs.spaces.rows import RowSizes
 from esper_lightning.ranks import ALONE, Ranks
 
 
@@ -64,3 +65,47 @@ class RunningMeanStd(nn.Module):
     def deviation(self) -> Tensor:
         """Standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
         return torch.where(self.var > 1e-8, self.var, 1.0).sqrt()
+
+
+class RowNorm(nn.Module):
+    """Running mean and variance of observations in rows, shared by all slots and by all blueprints.
+
+    Only rows that are present count. The marks of presence stay as they are, and absent rows stay 0.
+
+    Args:
+        sizes: Numbers of features in the parts of a row.
+        momentum, clip: See `RunningMeanStd`.
+    """
+
+    def __init__(self, sizes: RowSizes, momentum: float | None = None, clip: float = 10.0) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.host, self.slot, self.blueprint = (
+            RunningMeanStd((size,), momentum, clip) for size in (sizes.host, sizes.slot - 1, sizes.blueprint - 1)
+        )
+
+    @torch.no_grad()
+    def update(self, batch: Tensor, ranks: Ranks = ALONE) -> None:
+        """Update the statistics with observations [..., K, R]; see `RunningMeanStd.update`."""
+        host, slot, blueprint = self.sizes.split(batch)
+        self.host.update(host, ranks)
+        for norm, rows in ((self.slot, slot), (self.blueprint, blueprint)):
+            norm.update(rows[rows[..., 0] > 0][..., 1:], ranks)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K, R], as returned
+        """Return normalised and clipped values."""
+        host, slot, blueprint = self.sizes.split(x)
+        host = self.host(host).unsqueeze(-2).expand(*slot.shape[:-1], -1)
+        return torch.cat(
+            [host, _normalise_rows(self.slot, slot), _normalise_rows(self.blueprint, blueprint).flatten(-2)], -1
+        )
+
+
+def _normalise_rows(norm: RunningMeanStd, rows: Tensor) -> Tensor:
+    """Return rows of which all features but the first, the mark of presence, are normalised."""
+    present = rows[..., :1]
+    return torch.cat([present, norm(rows[..., 1:]) * present], -1)
+
+
+ObservationNorm = RunningMeanStd | RowNorm
+"""Normaliser of observations."""

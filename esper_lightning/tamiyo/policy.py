@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper_lightning.envs import HostPool, MixedPool
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.envs.spaces.choices import ChoiceSpace
+from esper_lightning.envs.spaces.rows import RowSizes
 from esper_lightning.envs.vector_env import ActionSpaceProtocol, VectorEnv
 from esper_lightning.serialization.checks import check_count
 from esper_lightning.tamiyo.heads import Heads
@@ -54,6 +56,7 @@ class PolicyShape(NamedTuple):
     """Sizes of the policy's inputs and outputs."""
 
     features: int
+    """Number D of features; where the observation has rows, of those of the host."""
     space: ActionSpaceProtocol
     categorical_fields: int = 0
     """Number K of categorical fields in an observation."""
@@ -61,6 +64,15 @@ class PolicyShape(NamedTuple):
     """Number of values of each categorical field."""
     privileged: int = 0
     """Number of features that only the critic may receive."""
+    slot_features: int = 0
+    """Number of features of a slot in an observation in rows. 0: the observation is flat."""
+    blueprint_features: int = 0
+    """Number of features of a blueprint in a slot in an observation in rows."""
+
+    @property
+    def rows(self) -> RowSizes | None:
+        """Sizes of the parts of a row. None: the observation is flat."""
+        return RowSizes(self.features, self.slot_features, self.blueprint_features) if self.slot_features else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes as plain data, for a checkpoint."""
@@ -80,8 +92,17 @@ class PolicyShape(NamedTuple):
 def policy_shape(env: VectorEnv) -> PolicyShape:
     """Return the input and output sizes of a policy for these environments."""
     features, *categorical = env.observation
+    rows = env.rows if isinstance(env, HostPool | MixedPool) else None
     fields = categorical[0].shape[-1] if env.num_categories else 0
     privileged = 0 if env.privileged is None else env.privileged.shape[-1]
+    if rows is not None:
+        return PolicyShape(
+            rows.host,
+            env.space,
+            privileged=privileged,
+            slot_features=rows.slot,
+            blueprint_features=rows.blueprint,
+        )
     return PolicyShape(features.shape[-1], env.space, fields, env.num_categories, privileged)
 
 
@@ -119,24 +140,32 @@ class Policy(nn.Module):
         super().__init__()
         if config.asymmetric and not shape.privileged:
             raise ValueError("policy.asymmetric: these environments keep nothing from the policy; leave it at false")
-        width, n_inputs = config.width, shape.features
+        width = config.width
         self.width = width
         self.state_width = width if config.memory == "lstm" else 0
         self.asymmetric = config.asymmetric
-        self.embedding: nn.Embedding | None = None
-        if shape.categories:
-            self.embedding = nn.Embedding(shape.categories, config.blueprint_embedding)
-            n_inputs += shape.categorical_fields * config.blueprint_embedding
-        self.encoder = nn.Linear(n_inputs, width)
+        self.encoder = nn.Linear(self._make_inputs(shape, config), width)
         self.encoder_norm = nn.LayerNorm(width)
         self.lstm: nn.LSTM | None = None
         if config.memory == "lstm":
             self.lstm = nn.LSTM(width, width)
             self.lstm_norm = nn.LayerNorm(width)
-        self.heads = Heads(width, shape.space, config.probability_floors)
+        self.heads = self._make_heads(shape, config)
         n_critic_inputs = width + (shape.privileged if config.asymmetric else 0)
         self.value = nn.Sequential(nn.Linear(n_critic_inputs, width // 2), nn.ReLU(), nn.Linear(width // 2, 1))
         self._initialise()
+
+    def _make_inputs(self, shape: PolicyShape, config: PolicyConfig) -> int:
+        """Create the layers before the encoder, and return the number of its inputs."""
+        self.embedding: nn.Embedding | None = None
+        if not shape.categories:
+            return shape.features
+        self.embedding = nn.Embedding(shape.categories, config.blueprint_embedding)
+        return shape.features + shape.categorical_fields * config.blueprint_embedding
+
+    def _make_heads(self, shape: PolicyShape, config: PolicyConfig) -> Any:
+        """Create the action heads."""
+        return Heads(config.width, shape.space, config.probability_floors)
 
     def _initialise(self) -> None:
         for layer, gain in ((self.encoder, math.sqrt(2)), (self.value[0], math.sqrt(2)), (self.value[2], 1.0)):
@@ -177,18 +206,22 @@ class Policy(nn.Module):
         hidden, state = self.encode(observation, state, starts)
         return *self.decode(hidden, masks, privileged), state
 
-    def encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+    def encode(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Any, RecurrentState]:
         """Return the hidden features [T, N, width] of T steps and the state after the last one: see `forward`."""
         features, *categorical = observation
         if self.embedding is not None:
             features = torch.cat([features, self.embedding(categorical[0]).flatten(-2)], -1)  # [T, N, D + K·E]
-        encoded = F.relu(self.encoder_norm(self.encoder(features)))
+        return self._encode_host(features, state, starts)
+
+    def _encode_host(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        """Return the output [T, N, width] of encoder and LSTM for the encoder's inputs [T, N, …], and the new state."""
+        encoded = F.relu(self.encoder_norm(self.encoder(x)))
         if self.lstm is None:
             return encoded, state
         recurrent, state = self._run_lstm(encoded, state, starts)
         return self.lstm_norm(recurrent + encoded), state
 
-    def decode(self, hidden: Tensor, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
+    def decode(self, hidden: Any, masks: Any, privileged: Tensor | None) -> tuple[Any, Tensor]:
         """Return the distribution over actions and the normalised values [...] for hidden features [..., width]."""
         return self.heads.distribution(hidden, masks), self._critic_value(hidden, privileged)
 
@@ -212,13 +245,13 @@ class Policy(nn.Module):
         """Return the normalised values of one step, without an action distribution."""
         return self._critic_value(self._encode_step(observation, state, starts)[0], privileged)
 
-    def _critic_value(self, hidden: Tensor, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
+    def _critic_value(self, hidden: Any, privileged: Tensor | None) -> Tensor:  # [..., width] -> [...]
         if self.asymmetric:
             assert privileged is not None, "an asymmetric critic needs the privileged features"
             hidden = torch.cat([hidden, privileged], -1)
         return self.value(hidden).squeeze(-1)
 
-    def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+    def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[Any, RecurrentState]:
         hidden, state = self.encode([part[None] for part in observation], state, starts[None])
         return hidden[0], state
 

@@ -99,8 +99,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F6: the random numbers of exploration are not restored",
         "esper_lightning/ppo/collector.py",
-        """self.generator.set_state(check_generator_state("the generator's state", state["generator"], self.generator))""",
-        "pass",
+        "self.generator.set_state(check_generator_state(",
+        "repr(check_generator_state(",
         "tests/ppo/test_rollout_storage.py::test_a_rollout_resumes_at_every_tick",
     ),
     Defect(

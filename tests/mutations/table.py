@@ -14,6 +14,7 @@ from tests.mutations import (
     plugins,
     ppo,
     ranks,
+    sets,
     trust,
 )
 
@@ -23,6 +24,7 @@ DEFECTS = (
     *grow.DEFECTS,
     *gym.DEFECTS,
     *ppo.DEFECTS,
+    *sets.DEFECTS,
     *execution.DEFECTS,
     *evaluation.DEFECTS,
     *governor.DEFECTS,

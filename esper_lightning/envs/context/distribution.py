@@ -21,6 +21,9 @@ VariableGrid = dict[str, list[Any]]
 
 HOST, DATA, FAIL, TRAINING, PRICE_VARIABLE = "host", "data", "fail", "training", "objective.price"
 
+OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
+"""Variables that limit what an episode offers."""
+
 TRAINING_VARIABLES = ("lr", "seed_lr_factor", "weight_decay")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
@@ -51,6 +54,15 @@ class Context(NamedTuple):
     def price(self) -> float | None:
         return dict(self.variables).get(PRICE_VARIABLE)
 
+    def offered(self, variable: str) -> int | None:
+        """Return the number of slots or of blueprints on offer. None: all."""
+        return dict(self.variables).get(variable)
+
+    @property
+    def limits_offer(self) -> bool:
+        """True if not all slots or not all blueprints may be on offer."""
+        return (self.offered(OFFERED_SLOTS) or self.offered(OFFERED_BLUEPRINTS)) is not None
+
     @property
     def seeds_may_fail(self) -> bool:
         """True if seeds may fail, that is, receive no gradient."""
@@ -74,8 +86,10 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
-    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, and `fail` or
-    `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole episode.
+    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `offer.slots`
+    and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode selects, and
+    `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole
+    episode.
     """
 
     train: list[VariableGrid] = field(default_factory=list)
@@ -138,10 +152,13 @@ def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
             elif name == PRICE_VARIABLE:
                 if not all(_is_number(value) and value >= 0.0 for value in values):
                     raise ValueError(f"{where}: {name} must not be negative, got {values}")
+            elif name in (OFFERED_SLOTS, OFFERED_BLUEPRINTS):
+                if not all(type(value) is int and value >= 1 for value in values):
+                    raise ValueError(f"{where}: {name} needs whole numbers from 1 on, got {values}")
             elif group != HOST or not variable:
                 raise ValueError(
                     f"{where}: unknown variable {name!r}; there are host.<argument>, data.<field>, "
-                    f"training.lr, {PRICE_VARIABLE}, fail and fail.<blueprint>"
+                    f"training.lr, {PRICE_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
                 )
 
 
@@ -206,6 +223,25 @@ class ContextDistribution:
             for value in values
             if value is not None
         ]
+
+
+def select_offer(growable: Sequence[Sequence[bool]], context: Context, rng_seed: int) -> list[list[bool]]:
+    """Return which blueprint may grow in which slot [K][B] in the episode with this RNG seed.
+
+    Args:
+        growable: True where a blueprint can grow in a slot of the host, [K][B].
+        context: Context with the numbers of slots and blueprints on offer; where there are fewer, all are.
+        rng_seed: RNG seed of the episode, which selects them.
+    """
+    rng = random.Random(f"offer {rng_seed}")
+
+    def select(candidates: list[int], number: int | None) -> set[int]:
+        return set(candidates if number is None else rng.sample(candidates, min(number, len(candidates))))
+
+    slots = select([k for k, row in enumerate(growable) if any(row)], context.offered(OFFERED_SLOTS))
+    grow_there = [b for b in range(len(growable[0])) if any(growable[k][b] for k in slots)]
+    blueprints = select(grow_there, context.offered(OFFERED_BLUEPRINTS))
+    return [[grows and k in slots and b in blueprints for b, grows in enumerate(row)] for k, row in enumerate(growable)]
 
 
 def seed_fails(rng_seed: int, slot: str, blueprint: str, *, probability: float) -> bool:

@@ -5,17 +5,24 @@ import re
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper_lightning.blueprints import build_on, suggest_name
 from esper_lightning.envs.config import EnvConfig, HostFactory
 from esper_lightning.envs.context.context import HostContext
-from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails
+from esper_lightning.envs.context.distribution import Context, ContextDistribution, seed_fails, select_offer
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.governing import Overseer
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
-from esper_lightning.envs.spaces.action_discovery import SharedSpace, describe_host, discover_action_space, pad_slots
+from esper_lightning.envs.spaces.action_discovery import (
+    SharedSpace,
+    describe_host,
+    discover_action_space,
+    pad_slots,
+    union_of_slots,
+)
+from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.profiling import HostTimer, make_timer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
 from esper_lightning.user_code import find_user_part
@@ -36,7 +43,8 @@ class EnvFactory:
     Attributes:
         data: All data variants that the contexts need, on the devices.
         space: Action space, the same for hosts of every architecture.
-        growable: True where a blueprint can grow in a slot, [K, blueprints] bool, the same for every architecture.
+        growable: True where a blueprint can grow in a slot, by architecture, [K, blueprints] bool each. All are equal
+            unless the policy observes rows.
 
     Raises ValueError if contexts do not fit the task, the host, or each other.
     """
@@ -75,26 +83,38 @@ class EnvFactory:
         architectures = {architecture_name(context): context for context in all_contexts}
         if config.training.compile is not None and len(architectures) > 1:
             raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
-        action_spaces = {
-            architecture: discover_action_space(
-                self._build_host(context, devices[0]),
-                task,
-                batch,
-                actions=config.actions,
-                birth=config.lifecycle.birth,
-                shared_space=shared_space,
-            )
-            for architecture, context in architectures.items()
-        }
-        (_, (self.space, self.growable)), *further_spaces = action_spaces.items()
+
+        def discover() -> dict[str, tuple[ActionSpace, Tensor]]:
+            return {
+                architecture: discover_action_space(
+                    self._build_host(context, devices[0]),
+                    task,
+                    batch,
+                    actions=config.actions,
+                    birth=config.lifecycle.birth,
+                    shared_space=self.shared_space,
+                )
+                for architecture, context in architectures.items()
+            }
+
+        action_spaces = discover()
+        (_, (first_space, first_growable)), *further_spaces = action_spaces.items()
         for architecture, (space, growable) in further_spaces:
-            if space != self.space or not torch.equal(growable, self.growable):
+            if space == first_space and torch.equal(growable, first_growable):
+                continue
+            if config.sight.layout == "flat":
                 raise ValueError(
                     f"family: on hosts with {architecture} other slots or seeds can grow than on the first; all "
-                    f"contexts need the same, name slots and blueprints that fit all"
+                    f"contexts need the same, name slots and blueprints that fit all, or set env.sight.layout to rows"
                 )
+            if self.shared_space is None:
+                self.shared_space = union_of_slots(list(action_spaces.values()))
+                action_spaces = discover()
+            break
+        self.space = next(iter(action_spaces.values()))[0]
+        self.growable = {architecture: growable for architecture, (_, growable) in action_spaces.items()}
         self.host_flops = None
-        if config.objective.charges_compute:
+        if config.objective.charges_compute or config.sight.needs_flops:
             self.host_flops = {
                 architecture: measure_flops(self._build_host(context, devices[0]), batch.inputs[:1])
                 for architecture, context in architectures.items()
@@ -177,6 +197,21 @@ class EnvFactory:
         by_architecture = {architecture_name(context.context): context for context in self.host_contexts.values()}
         return [self._get_or_create(0, context) for context in by_architecture.values()]
 
+    def growable_in(self, env: HostEnv) -> Tensor:
+        """Return which blueprint may grow in which slot in the episode of an environment, [K, blueprints] bool."""
+        growable, context = self.growable[env.architecture], env.context.context
+        if not context.limits_offer:
+            return growable
+        return torch.tensor(select_offer(growable.tolist(), context, env.rng_seed))
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if the same blueprints can grow in the same slots of all hosts in all episodes."""
+        first, *others = self.growable.values()
+        return all(torch.equal(first, other) for other in others) and not any(
+            context.limits_offer for context in self.context_distribution.contexts
+        )
+
     def _get_or_create(self, index: int, host_context: HostContext) -> HostEnv:
         architecture = architecture_name(host_context.context)
         if (index, architecture) not in self.envs:
@@ -209,10 +244,9 @@ class EnvFactory:
     @property
     def num_privileged(self) -> int:
         """Number of privileged features P; 0: nothing is hidden."""
-        return (
-            len(self.context_distribution.encode(self.context_distribution.contexts[0]))
-            + self.context_distribution.seeds_may_fail * self.growable.numel()
-        )
+        return len(
+            self.context_distribution.encode(self.context_distribution.contexts[0])
+        ) + self.context_distribution.seeds_may_fail * len(self.space.slot) * len(self.space.blueprint)
 
     def privileged_features(self, env: HostEnv) -> list[float]:
         """Return the P privileged features of an episode: encoded context, then failing pairs of slot and blueprint."""

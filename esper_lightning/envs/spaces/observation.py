@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -46,10 +46,30 @@ STAGE_SHARE_PREFIX = "share."
 BLUEPRINTS = "blueprints"
 """Name that selects the blueprint ids of slots, a separate field of the observation."""
 
+FeatureGroup = Literal["descriptions", "rents", "trials", "names"]
+"""Group of features that an observation may have beside the measurements of host and seeds."""
+
+DEFAULT_GROUPS: dict[str, frozenset[FeatureGroup]] = {
+    "flat": frozenset(),
+    "rows": frozenset({"descriptions", "rents", "trials"}),
+}
+"""Groups of features by layout of the observation, unless others are chosen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObservationConfig:
-    """Features that a policy observes, for ablations. Rule-based controllers are not affected."""
+    """Features that a policy observes, and their layout. Rule-based controllers are not affected."""
+
+    layout: Literal["flat", "rows"] = "flat"
+    """Layout of the features, which also decides on the policy's network. flat, one vector, for a network that is made
+    for a number of slots and of blueprints. rows, one row for each slot and for each blueprint in a slot, for a network
+    over sets whose weights depend on neither number, so that it plays on any host."""
+
+    added: list[FeatureGroup] | None = None
+    """Groups of features beside the measurements. descriptions, what slots and blueprints are, as sizes, compute and
+    layers; rents, the price of a seed in the present state and its gain above that; trials, the last contribution of
+    each blueprint in each slot in this episode; names, a code of each blueprint's name (rows only). None stands for no
+    group where the layout is flat, and for descriptions, rents and trials where it is rows."""
 
     shown: list[str] = field(default_factory=lambda: ["*"])
     """Names or patterns of observed features (`loss.*`); `blueprints`: blueprint ids. [progress]: time only."""
@@ -60,6 +80,23 @@ class ObservationConfig:
     masks: bool = True
     """Mask impossible actions. False: all are offered, impossible ones are executed as WAIT, and the policy learns from
     the action that it chose."""
+
+    def __post_init__(self) -> None:
+        if self.layout == "flat" and "names" in (self.added or ()):
+            raise ValueError(
+                "env.sight.added: a flat observation has ids of blueprints in place of names; leave names out, or set "
+                "env.sight.layout to rows"
+            )
+
+    @property
+    def groups(self) -> frozenset[FeatureGroup]:
+        """Groups of features beside the measurements."""
+        return DEFAULT_GROUPS[self.layout] if self.added is None else frozenset(self.added)
+
+    @property
+    def needs_flops(self) -> bool:
+        """True if the FLOPs of hosts are counted for the observation."""
+        return self.layout == "rows" or not self.groups.isdisjoint({"descriptions", "rents"})
 
     def select(self, names: Sequence[str]) -> list[bool]:
         """Return True for each observed name. Raises ValueError if a pattern matches no name or no feature remains."""
@@ -112,7 +149,15 @@ def plateau_length(accuracy: list[float]) -> int:
 
 
 def compute_features(env: Subject) -> dict[str, float]:
-    """Return all features of one environment by name."""
+    """Return the measurements of one environment by name, in a flat layout."""
+    values = host_features(env)
+    for k, slot in enumerate(env.slots):
+        values |= {f"{slot.name}.{name}": value for name, value in slot_features(env, k).items()}
+    return values
+
+
+def host_features(env: Subject) -> dict[str, float]:
+    """Return the features of the host as a whole by name."""
     history = env.history
     values = {"progress": env.tick / env.horizon}
     values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
@@ -133,8 +178,6 @@ def compute_features(env: Subject) -> dict[str, float]:
         values[f"{STAGE_SHARE_PREFIX}{stage.name}"] = sum(slot.stage is stage for slot in env.slots) / len(env.slots)
     for op in env.space.op:
         values[f"last_op.{op}"] = float(env.last_op.name == op)
-    for k in range(len(env.slots)):
-        values |= slot_features(env, k)
     return values
 
 
@@ -149,7 +192,7 @@ def log_norm(gradient: GradientStats | None) -> float:
 
 
 def slot_features(env: Subject, k: int) -> dict[str, float]:
-    """Return the features of slot `k`, with names that begin with the slot's name."""
+    """Return the features of slot `k` by name."""
     slot, record = env.slots[k], env.records[k]
     gradient, contribution, previous = record.gradient, record.contribution, record.previous_contribution
     values = {stage.name: float(slot.stage is stage) for stage in Stage}
@@ -175,7 +218,7 @@ def slot_features(env: Subject, k: int) -> dict[str, float]:
     if len(blends) > 1:
         values |= {f"blend.{blend}": float(slot.occupied and slot.style == blend) for blend in blends}
     values["parameters"] = log_size(count_parameters(slot.seed), env)
-    return {f"{slot.name}.{name}": value for name, value in values.items()}
+    return values
 
 
 def log_ratio(seed: GradientStats | None, host: GradientStats | None) -> float:

@@ -53,7 +53,7 @@ class PlanSampler:
         self.random = Random(rng_seed)
         self.space = pool.space
         self.config = pool.config
-        growable = pool.masks_on_cpu.blueprint[0].tolist()
+        growable = pool.masks_on_cpu.blueprint.any(0).tolist()
         self.growable = {
             slot: [name for name, grows in zip(pool.space.blueprint, row, strict=True) if grows]
             for slot, row in zip(pool.space.slot, growable, strict=True)

@@ -1,0 +1,151 @@
+"""A policy over sets after its training: it resumes, is evaluated and loaded, and decides in a user's training."""
+
+import csv
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from esper_lightning import load_controller
+from esper_lightning.__main__ import main
+from esper_lightning.callbacks import Grow
+from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.evaluation.play import play_episode
+from tests.callbacks.grow.trainings import QUICK, classifier, train
+from tests.runs import (
+    CONFIGS,
+    HORIZON,
+    Run,
+    SaveEveryTick,
+    cli,
+    continuation,
+    differences,
+    fit,
+    only_run,
+    with_callback,
+)
+
+pytestmark = pytest.mark.slow
+
+ROWS = ("--data.env.sight.layout=rows",)
+FAST = ActionConfig(tempos={"FAST": 2})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two rollouts of a policy over sets on hosts with three slots, with a checkpoint of every tick."""
+    root = tmp_path_factory.mktemp("sets")
+    fit(root, *ROWS, "--trainer.max_epochs=2", "--seed_everything=0", *with_callback(SaveEveryTick))
+    return only_run(root)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_of_a_policy_over_sets_resumes_bit_for_bit(trained: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "part" / "version_0")
+    run.checkpoints.mkdir(parents=True)
+    checkpoint = shutil.copy(trained.checkpoints / f"tick{HORIZON + 3}.ckpt", run.checkpoints)
+
+    fit(tmp_path / "part", *ROWS, "--trainer.max_epochs=2", "--seed_everything=0", "--ckpt_path", str(checkpoint))
+
+    assert differences(continuation(run.latest), continuation(trained.latest)) == []
+
+
+def evaluate(trained: Run, out: Path, *args: str) -> list[str]:
+    """Return the names of the compared controllers, one for each host."""
+    few = ("--evaluation.hosts=2", "--evaluation.against=['small static', climbing]", "--evaluation.controls=false")
+    with patch.object(sys, "argv", sys.argv[:1]):
+        main(["evaluate", "--ckpt_path", str(trained.latest), "--out", str(out), *few, *args])
+    with (out / "evaluation.csv").open(newline="") as file:
+        return [row["controller"] for row in csv.DictReader(file)]
+
+
+def test_it_is_evaluated_on_hosts_with_more_slots_and_other_blueprints(trained: Run, tmp_path: Path) -> None:
+    many = (
+        "--data.host.init_args.slots=[block1, block1.pool, block2, block2.pool, block3]",
+        "--data.env.actions.blueprints=[depthwise, conv_light]",
+    )
+
+    controllers = evaluate(trained, tmp_path / "many", "--transfer=true", *many)
+
+    assert controllers.count("tamiyo") == 2 and controllers.count("climbing") == 2
+
+
+def test_on_its_own_hosts_it_is_evaluated_the_same_with_and_without_transfer(trained: Run, tmp_path: Path) -> None:
+    evaluate(trained, tmp_path / "own")
+    evaluate(trained, tmp_path / "transferred", "--transfer=true")
+
+    own, transferred = (
+        [
+            [row[name] for name in ("controller", "host_seed", "objective")]
+            for row in csv.DictReader((tmp_path / folder / "evaluation.csv").read_text().splitlines())
+        ]
+        for folder in ("own", "transferred")
+    )
+    assert own == transferred
+
+
+def test_stand_ins_are_refused_since_it_needs_none(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        evaluate(trained, tmp_path, "--transfer=true", '--stand_ins={"norm": "conv_light"}')
+
+    assert "a policy over sets chooses among any blueprints; leave stand_ins out" in capsys.readouterr().err
+
+
+def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
+    trained: Run, make_pool: Callable[..., HostPool]
+) -> None:
+    controller = load_controller(trained.latest)
+    fitting = make_pool(2, sight=controller.sight, actions=FAST)
+
+    outcome = play_episode(fitting, "tamiyo", controller, rng_seeds=[3, 4])
+
+    assert len(outcome.objective) == 2
+    with pytest.raises(ValueError, match=r"make the pool with sight=controller\.sight"):
+        controller.reset(make_pool(1, actions=FAST))
+    with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
+        controller.reset(make_pool(1, sight=controller.sight))
+
+
+def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trained: Run, tmp_path: Path) -> None:
+    def callback() -> Grow:
+        return Grow(
+            ["1", "3", "5"],
+            decider=str(trained.latest),
+            batches=1,
+            loss="val_loss",
+            horizon=4,
+            actions=FAST,
+            lifecycle=QUICK,
+        )
+
+    first, second = callback(), callback()
+    train(classifier(dropout=0.0), first, epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    train(classifier(dropout=0.0), second, epochs=4, resume_from=tmp_path / "half.ckpt")
+
+    assert first.pool is not None and second.pool is not None
+    assert len(first.pool.subject.history.accuracy) == 2 and len(second.pool.subject.history.accuracy) == 4
+    assert second.pool.observation.features.shape[1] == 3, "a row for each slot"
+
+
+def test_hosts_of_several_tasks_may_be_families_as_in_the_general_config(tmp_path: Path) -> None:
+    built = cli(
+        *("--config", str(CONFIGS / "general.yaml"), "--trainer.default_root_dir", str(tmp_path)),
+        *("--trainer.max_epochs=1", "--data.n_envs=6", "--data.env.horizon=2", "--data.env.training.batches=1"),
+        *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--telemetry.level=off"),
+    )
+
+    pool, report = built.datamodule.pool, built.model.report
+    assert list(pool.task_slices) == ["Digits", "deep", "table", "wine"]
+    assert pool.space.slot == [f"place{i + 1}" for i in range(6)]
+    offered = {
+        name: (pool.masks.blueprint[span].any(-1).sum(-1).max().item(), pool.envs[span.start].slots[0].layout)
+        for name, span in pool.task_slices.items()
+    }
+    assert offered["deep"][0] == 6 and offered["wine"][0] <= 3
+    assert {layout for _, layout in offered.values()} == {"image", "vector"}
+    assert report is not None and report.metrics["first_ratio_error"] < 1e-4

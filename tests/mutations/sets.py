@@ -1,0 +1,79 @@
+"""Defects of the policy over sets: its observation in rows, its network and its normaliser."""
+
+from tests.mutations.defect import Defect
+
+ROWS = "esper_lightning/envs/spaces/rows.py"
+POLICY = "esper_lightning/tamiyo/set_policy.py"
+T_ROWS = "tests/envs/spaces/test_rows.py"
+T_POLICY = "tests/tamiyo/test_set_policy.py"
+
+PERMUTED = f"{T_POLICY}::test_permuting_slots_and_blueprints_permutes_the_choices"
+PADDED = f"{T_POLICY}::test_slots_and_blueprints_that_a_host_lacks_change_nothing"
+NORMALISED = f"{T_POLICY}::test_rows_are_normalised_by_the_statistics_of_the_present_ones_of_all_slots"
+HOLD = f"{T_ROWS}::test_rows_hold_what_their_names_say"
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "Slots that a host lacks count in the mean over slots",
+        POLICY,
+        "present.sum(-1, keepdim=True).clamp(min=1)",
+        "rows.shape[-2]",
+        PADDED,
+    ),
+    Defect(
+        "The tables of pairs of op and slot are in the order of slots",
+        POLICY,
+        ".transpose(-3, -2).flatten(-3, -2)",
+        ".flatten(-3, -2)",
+        PERMUTED,
+    ),
+    Defect(
+        "Absent rows count in the statistics",
+        "esper_lightning/ppo/running_norm.py",
+        "norm.update(rows[rows[..., 0] > 0][..., 1:])",
+        "norm.update(rows[..., 1:])",
+        NORMALISED,
+    ),
+    Defect(
+        "The mark of presence is normalised away",
+        "esper_lightning/ppo/running_norm.py",
+        "    return torch.cat([present, norm(rows[..., 1:]) * present], -1)",
+        "    return torch.cat([present - present.mean(), norm(rows[..., 1:]) * present], -1)",
+        NORMALISED,
+    ),
+    Defect(
+        "Rent is that of a seed alone, not in addition to the fossilized ones",
+        ROWS,
+        "torch.log1p((grown + added) / host) - torch.log1p(grown / host)",
+        "torch.log1p(added / host)",
+        HOLD,
+    ),
+    Defect(
+        "A fossilized seed is charged again",
+        ROWS,
+        "return rent[..., 0] * torch.tensor(live), rent[..., 1:]",
+        "return rent[..., 0] + 0.1, rent[..., 1:]",
+        HOLD,
+    ),
+    Defect(
+        "A seed that was culled is forgotten",
+        "esper_lightning/envs/subject.py",
+        "            if slot.blended and slot.blueprint is not None:\n",
+        "            trials.clear()\n            if slot.blended and slot.blueprint is not None:\n",
+        f"{T_ROWS}::test_a_culled_seed_is_remembered_by_what_it_has_shown_even_after_a_checkpoint",
+    ),
+    Defect(
+        "A slot without a blueprint on offer can be chosen",
+        "esper_lightning/envs/spaces/observation_builder.py",
+        "mask[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)",
+        "pass",
+        f"{T_ROWS}::test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says",
+    ),
+    Defect(
+        "All episodes offer the same slots and blueprints",
+        "esper_lightning/envs/context/distribution.py",
+        'random.Random(f"offer {rng_seed}")',
+        'random.Random("offer")',
+        f"{T_ROWS}::test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says",
+    ),
+)
