@@ -76,7 +76,10 @@ def test_the_death_of_a_random_process_at_a_random_moment_ends_the_other_and_the
         lines = re.findall("^error: .*", (root / "0.txt").read_text() + (root / "1.txt").read_text(), re.MULTILINE)
         # Whoever starts the processes reports the death of rank 0.
         assert len(lines) == (1 if victim == 1 and codes[0] else 0), lines
-        assert all("another process of the run has ended, and go on from the last checkpoint" in line for line in lines)
+        assert all(
+            "another process of the run has ended; find out why, and go on from the last checkpoint" in line
+            for line in lines
+        )
         fit_in_ranks(2, root / "runs", *HOSTS, "--ckpt_path", str(latest))
         assert differences(content(latest), content(uninterrupted)) == []
     assert killed == KILLS
