@@ -73,7 +73,7 @@ EVALUATION_FOLDER, TRANSFER_FOLDER = "evaluation", "transfer"
 GROWN_FOLDER = "grown"
 """Subfolder for the network of `grow`."""
 
-LOST_RANK_MESSAGE = "another process of the run has ended"
+LOST_RANK_MESSAGE = "another process of the run has ended; find out why"
 
 SECONDS_TO_END = 60.0
 """Seconds that the other processes of a run have to end after the first one."""

@@ -55,27 +55,34 @@ def test_sigterm_to_either_process_saves_the_tick_and_ends_both(
 def test_the_death_of_a_random_process_at_a_random_moment_ends_the_other_and_the_run_goes_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
-    random = Random(0)
-    for trial in range(KILLS):
+    random, killed = Random(0), 0
+    for trial in range(3 * KILLS):  # some runs are over before they are killed
+        if killed == KILLS:
+            break
         root = tmp_path / str(trial)
         root.mkdir()
         victim, latest = random.randrange(2), root / "runs" / "version_0" / "checkpoints" / "latest.ckpt"
         with ExitStack() as stack:
             ranks = start_ranks(stack, 2, lambda root=root: fit(root / "runs", *HOSTS), outputs=root)
             wait_until(latest.is_file)
-            time.sleep(random.uniform(0.0, 1.0))
+            time.sleep(random.uniform(0.0, 0.5))
             os.kill(ranks[victim].pid, signal.SIGKILL)
             codes = [rank.wait() for rank in ranks]
         if codes == [0, 0]:
-            continue  # the run was over
+            continue
+        killed += 1
         assert codes[victim] in (-signal.SIGKILL, 0)
         assert codes[1 - victim] in (EXIT_LOST_RANK, 0)
         lines = re.findall("^error: .*", (root / "0.txt").read_text() + (root / "1.txt").read_text(), re.MULTILINE)
         # Whoever starts the processes reports the death of rank 0.
         assert len(lines) == (1 if victim == 1 and codes[0] else 0), lines
-        assert all("another process of the run has ended, and go on from the last checkpoint" in line for line in lines)
+        assert all(
+            "another process of the run has ended; find out why, and go on from the last checkpoint" in line
+            for line in lines
+        )
         fit_in_ranks(2, root / "runs", *HOSTS, "--ckpt_path", str(latest))
         assert differences(content(latest), content(uninterrupted)) == []
+    assert killed == KILLS
 
 
 @pytest.mark.parametrize("victim", [0, 1])
