@@ -72,6 +72,7 @@ LONG = (
     *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=10", "--data.env.training.batch_size=16"),
     *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
     *("--data.env.executor=loop", "--data.env.actions.blueprints=[norm]", "--trainer.default_root_dir=runs"),
+    "--data.env.training.batches=8",  # enough for the running statistics of BatchNorm
 )
 
 
