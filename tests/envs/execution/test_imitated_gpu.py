@@ -76,7 +76,7 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
             torch.nn.utils.clip_grad_norm_(collector.policy.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        update_metrics(terms, [], list(collector.policy.heads.tables), finite=[])
+        update_metrics(terms, [], collector.policy.heads.sizes, finite=[])
 
         saved = pool.state_dict(), collector.state_dict()
         pool.load_state_dict(saved[0])
