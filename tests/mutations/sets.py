@@ -30,8 +30,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Absent rows count in the statistics",
         "esper_lightning/ppo/running_norm.py",
-        "norm.update(rows[rows[..., 0] > 0][..., 1:])",
-        "norm.update(rows[..., 1:])",
+        "norm.update(rows[rows[..., 0] > 0][..., 1:], ranks)",
+        "norm.update(rows[..., 1:], ranks)",
         NORMALISED,
     ),
     Defect(
