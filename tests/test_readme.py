@@ -33,7 +33,7 @@ def test_the_example_grows_a_network_and_keeps_a_seed(capsys: pytest.CaptureFixt
 
     exec(GROWING, {})
 
-    assert "PROBATIONARY → FOSSILIZED" in capsys.readouterr().out
+    assert "{'2': 'norm FOSSILIZED'}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
