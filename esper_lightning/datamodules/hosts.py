@@ -179,11 +179,26 @@ class HostPoolData(LightningDataModule):
         """
         if self._pool is not None:
             return
-        several = len(self.task_configs) > 1
-        if self.saved_blueprints is not None and not several:
-            ((name, config),) = self.task_configs.items()
-            self.task_configs[name] = replace(config, blueprints=config.blueprints or self.saved_blueprints)
         self.ranks = Ranks(self.ranks.sizes, rank, world)
+        configs = self.task_configs
+        if self.saved_blueprints is not None and len(configs) == 1:
+            ((name, config),) = configs.items()
+            self.task_configs = {name: replace(config, blueprints=config.blueprints or self.saved_blueprints)}
+        try:
+            self.pools = self._make_pools(device, world)
+        except ValueError:
+            if self.task_configs is configs:
+                raise
+            # These are not the hosts of the saved run, which the check of identities tells better.
+            self.task_configs = configs
+            self.pools = self._make_pools(device, world)
+        for pool in self.pools.values():
+            if pool.selection is not None:
+                print_status(*pool.selection.report())
+        (first, *others) = self.pools.values()
+        self._pool = MixedPool(self.pools) if others else first
+
+    def _make_pools(self, device: torch.device, world: int) -> dict[str, HostPool]:
         self.loaded_tasks = self._for_each_task(
             lambda name: load_task(self.task_configs[name], self.env, device, alone=world == 1)
         )
@@ -192,19 +207,14 @@ class HostPoolData(LightningDataModule):
                 list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values()),
                 self.saved_blueprints,
             )
-            if several
+            if len(self.task_configs) > 1
             else None
         )
-        self.pools = self._for_each_task(
+        return self._for_each_task(
             lambda name: self.loaded_tasks[name].make_pool(
                 self.task_configs[name].n_envs // world, shared_space=shared_space, overseer=self.overseer
             )
         )
-        for pool in self.pools.values():
-            if pool.selection is not None:
-                print_status(*pool.selection.report())
-        (first, *others) = self.pools.values()
-        self._pool = MixedPool(self.pools) if others else first
 
     def oversee(self, overseer: Overseer | None) -> None:
         """Let an overseer watch all hosts, those of pools made later too. None: stop watching."""

@@ -39,7 +39,7 @@ def test_the_policy_plays_on_the_device_of_the_hosts(monkeypatch: pytest.MonkeyP
     )
     module = TamiyoModule()
     module.policy, module.observation_norm = nn.Linear(1, 1), nn.Identity()
-    trainer = Mock(log_dir=".", loggers=[], **{"datamodule.pool.device": torch.device("meta")})
+    trainer = Mock(run_path=Path(), loggers=[], **{"datamodule.pool.device": torch.device("meta")})
 
     Evaluation(hosts=2).on_fit_end(trainer, module)
 

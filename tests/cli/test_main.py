@@ -173,7 +173,7 @@ def test_a_cifar_config_has_the_host_of_its_purpose(name: str, parameters: int, 
 def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
     lines = config.read_text().splitlines()
 
-    assert len(lines) < 40
+    assert len(lines) < (90 if "  also:" in lines else 40)
     assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
 
 

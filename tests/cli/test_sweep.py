@@ -82,11 +82,11 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
     ("args", "said"),
     [
         (["--set", "lr=1"], "config"),
-        (["--config", "a", "--set", "lr"], "--set 'lr': give a setting and its values, as in --set"),
-        (["--config", "a", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
-        (["--config", "a", "--jobs", "0"], "jobs"),
-        (["--config", "a", "--seed", "3"], "did you mean '--seeds'?"),
-        (["--config", "a", "--out", "."], "folder '.' is not empty; name another one by --out"),
+        (["--config", "smoke", "--set", "lr"], "--set 'lr': give a setting and its values, as in --set"),
+        (["--config", "smoke", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
+        (["--config", "smoke", "--jobs", "0"], "jobs"),
+        (["--config", "smoke", "--seed", "3"], "did you mean '--seeds'?"),
+        (["--config", "smoke", "--out", "."], "folder '.' is not empty; name another one by --out"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_in_a_line(

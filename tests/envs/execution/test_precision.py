@@ -64,7 +64,7 @@ def frozen(pool: HostPool, host: int) -> list[Tensor]:
 
 def one_step_pool(make_pool: MakePool, n_envs: int = 1, **settings: object) -> HostPool:
     """Return a pool in fp16 with one minibatch per step, and a training and a blending seed on the first host."""
-    pool = make_pool(n_envs, horizon=20, training=HostTraining(precision="fp16", batches=1, **settings))
+    pool = make_pool(n_envs, horizon=20, training=HostTraining(precision="fp16", batches=1, lr=0.02, **settings))
     pool.reset(range(n_envs))
     idle = [WAIT] * (n_envs - 1)
     for row in (germinate(1, 1), WAIT, germinate(0, 2)):
@@ -127,7 +127,7 @@ def learn(
     host: nn.Module, learning: nn.Module, layout: Layout, precision: str, seeds: Iterable[int]
 ) -> Iterator[tuple[float, set[nn.Parameter]]]:
     """Take a step for each batch. Returns the losses, and which parameters have a gradient."""
-    training = HostTraining(precision=precision)
+    training = HostTraining(precision=precision, lr=0.02)
     optimizer, scaler = training.make_optimizer(learning), training.make_scaler(CPU)
     for seed in seeds:
         inputs, classes = batch_of(layout, seed=seed)

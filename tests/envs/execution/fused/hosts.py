@@ -22,7 +22,7 @@ from esper_lightning.tasks import Digits, Split, Task, TaskData
 
 FAST_CONFIG = EnvConfig(
     horizon=20,
-    training=HostTraining(batches=2, batch_size=16),
+    training=HostTraining(batches=2, batch_size=16, lr=0.02),
     # Within 20 environment steps seeds reach every stage, and slots germinate repeatedly.
     lifecycle=LifecycleConfig(training_ticks=1, min_contribution=None, auto_cull=False, embargo_ticks=1),
     actions=ActionConfig(tempos={"FAST": 2}, styles=["linear_add", "cosine_multiply", "linear_gate"]),
