@@ -98,7 +98,7 @@ class Counting(execution.LoopExecutor):
         return super().train_epoch(envs, data)
 
 
-class EvenDigits(Task):
+class ParityOfDigits(Task):
     def load(self):
         data = Digits(validation=100, test=100).load()
         return TaskData(*(Split(split.inputs, 1 - split.targets % 2) for split in data[:3]), classes=2)
@@ -120,7 +120,7 @@ imports: [mine_parts]
 trainer: {accelerator: cpu, max_epochs: 1, default_root_dir: runs, enable_progress_bar: false}
 model: {policy: {width: 16}, ppo: {minibatches: 2}}
 data:
-  task: EvenDigits
+  task: ParityOfDigits
   host: mine_parts.OneLayer
   n_envs: 2
   env:
@@ -151,7 +151,7 @@ def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
 
     pool, run = built.datamodule.pool, only_run(place / "runs")
     assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["mixer"])
-    assert type(pool.task).__name__ == "EvenDigits" and pool.data.classes == 2
+    assert type(pool.task).__name__ == "ParityOfDigits" and pool.data.classes == 2
     compared = json.loads((run.folder / "evaluation" / "evaluation.json").read_text())["controllers"]
     assert compared["first slot"]["fossils"]["mean"] == 1.0
     assert {"static first slot", "small static", "tamiyo"} <= set(compared)
@@ -169,7 +169,7 @@ def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
 
 def test_the_same_file_is_used_from_python(place: Path) -> None:
     parts = importlib.import_module("mine_parts")
-    task = parts.EvenDigits()
+    task = parts.ParityOfDigits()
     config = EnvConfig(
         horizon=4,
         training=HostTraining(batches=1),
@@ -202,7 +202,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: ActionConfig(blueprints=["mine_parts.thrifty"]), "blueprint 'mine_parts.thrifty' is not one"),
         (lambda: EnvConfig(executor="mine_parts.OneLayer"), "executor 'mine_parts.OneLayer' is not one"),
         (lambda: make_controller("mine_parts.Needy"), "missing a required argument: 'speed'; give every argument a"),
-        (lambda: make_controller("mine_parts.EvenDigits"), "EvenDigits has no method 'reset'; give it one"),
+        (lambda: make_controller("mine_parts.ParityOfDigits"), "ParityOfDigits has no method 'reset'; give it one"),
         (lambda: register_reward("thrifty", ["gain"])(parts.thrifty), "reward 'thrifty' is already registered"),
         (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "a name has no dot"),
         (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of names"),
