@@ -230,6 +230,21 @@ class _Loader:
         return len(self.batches)
 
 
+def _check_batches(name: str, batches: Any) -> None:
+    """Raise ValueError unless `batches` can be read again and again and begins with inputs and their classes."""
+    if isinstance(batches, Iterator):
+        raise ValueError(f"{name} is an iterator, which ends after one epoch; give a list or a DataLoader")
+    first = next(iter(batches), None)
+    if first is None:
+        raise ValueError(f"{name} has no minibatches; give at least one")
+    if not (isinstance(first, list | tuple) and len(first) == 2 and all(isinstance(part, Tensor) for part in first)):
+        got = type(first).__name__
+        raise ValueError(f"{name} must be pairs of inputs and classes, got {got}; other data are for the callback Grow")
+    inputs, classes = first
+    if classes.ndim == 0 or len(inputs) != len(classes):
+        raise ValueError(f"{name} begins with no minibatch of inputs and classes; put the data into a DataLoader")
+
+
 def grow(
     network: nn.Module,
     training: Batches,
@@ -249,9 +264,9 @@ def grow(
     For another optimizer, metric or data of another form, give the callback `Grow` to your own Trainer.
 
     Args:
-        network: Network that classifies; it is changed in place.
-        training: Minibatches of one epoch.
-        validation: Minibatches on which seeds are judged.
+        network: Network that classifies; it is changed in place, and trained in training mode.
+        training: Minibatches of one epoch, as a list or a DataLoader: they are read once in every epoch.
+        validation: Minibatches on which seeds are judged, of the same form.
         slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
         epochs: Epochs of training; after each, the controller chooses one action.
         controller: Name of a rule, import path, schedule (`x.json`), checkpoint of a policy (`x.ckpt`), or an object.
@@ -261,9 +276,15 @@ def grow(
         accelerator: Device, as Lightning's Trainer names it.
         rng_seed: RNG seed of the order of data and of the seeds' weights.
 
-    Raises ValueError if a slot or a blueprint does not exist, or if nothing can grow there.
+    Returns the network after the last epoch, which need not be the best one.
+
+    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, or if the data are no
+    minibatches that can be read in every epoch.
     """
+    for name, batches in {"training": training, "validation": validation}.items():
+        _check_batches(name, batches)
     seed_everything(rng_seed, verbose=False)
+    network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
     module = _Classifier(network, loss, lr)
     growing = Grow(slots, network="network", blueprints=blueprints, decider=controller, rng_seed=rng_seed)
     trainer = Trainer(

@@ -5,6 +5,9 @@ Whatever has a method `map(function, items)` can do such work: `InTurn` and `Pro
 """
 
 import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -12,9 +15,13 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from esper_lightning.plugins import import_modules, imported_modules
+from esper_lightning.process import watch_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+SECONDS_TO_END = 60.0
+"""Time in which a worker saves its work once the process that has started it has ended."""
 
 ATTEMPTS = 2
 """Number of workers that try an item before it is given up."""
@@ -84,6 +91,18 @@ class Processes:
                 worker.close()
 
 
+def _begin_worker(modules: tuple[str, ...]) -> None:
+    watch_parent(_end_worker)
+    import_modules(modules)
+
+
+def _end_worker() -> None:
+    """End this process as SIGTERM would: a run in training saves its tick first."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SECONDS_TO_END)
+    os._exit(128 + signal.SIGTERM)
+
+
 class _Worker:
     """One process, which is replaced when it dies. It is a pool of its own, so that its death concerns no other."""
 
@@ -94,7 +113,7 @@ class _Worker:
         for _ in range(ATTEMPTS):
             if self._process is None:
                 self._process = ProcessPoolExecutor(
-                    1, multiprocessing.get_context("spawn"), import_modules, (imported_modules(),)
+                    1, multiprocessing.get_context("spawn"), _begin_worker, (imported_modules(),)
                 )
             try:
                 return self._process.submit(function, item).result()

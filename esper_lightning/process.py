@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -150,6 +151,24 @@ def exits_on_signals(note: Callable[[], str]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+WATCH_INTERVAL = 1.0
+"""Seconds between two looks at the process that has started this one."""
+
+
+def watch_parent(on_death: Callable[[], object]) -> threading.Thread:
+    """Call a function when the process that has started this one has ended. Returns the daemon thread that does it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_INTERVAL)
+        on_death()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 def replace_handlers(handler: Callable[[int, FrameType | None], object]) -> dict[int, Any]:

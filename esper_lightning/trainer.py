@@ -7,11 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -53,7 +52,7 @@ from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.evaluation.search.report import print_information, write_information
 from esper_lightning.evaluation.search.value_of_information import InformationConfig, value_of_information
 from esper_lightning.module import TamiyoModule
-from esper_lightning.process import BEFORE_TRAINING, silent_threads
+from esper_lightning.process import BEFORE_TRAINING, WATCH_INTERVAL, silent_threads, watch_parent
 from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.ranks import is_lost_rank
 from esper_lightning.serialization.replace import replace_durably
@@ -78,9 +77,6 @@ LOST_RANK_MESSAGE = "another process of the run has ended; find out why"
 SECONDS_TO_END = 60.0
 """Seconds that the other processes of a run have to end after the first one."""
 
-WATCH_INTERVAL = 1.0
-"""Seconds between two looks at the process that has started this one."""
-
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
 """Endings of the line about an interrupt that comes in training or after it."""
@@ -99,7 +95,7 @@ class EsperTrainer(Trainer):
     run_path: Path
     """Folder of the run, during `fit`; on other ranks than the first only once `log_dir` was read."""
 
-    _parent_watch: threading.Thread | None = None
+    _parent_watch: Thread | None = None
     _stage_has_ended = False
     _started_ranks: Sequence["subprocess.Popen[bytes]"] = ()
     callbacks: list[Callback]  # set by Lightning, which does not declare it
@@ -405,17 +401,13 @@ class EsperTrainer(Trainer):
             getattr(self.strategy, "cluster_environment", None), LightningEnvironment
         ):
             return
-        parent = os.getppid()
 
-        def watch() -> None:
-            while os.getppid() == parent:
-                time.sleep(WATCH_INTERVAL)
+        def end() -> None:
             if self.local_rank == 1:  # one of several speaks
                 print(f"error: {self._recovery_hint(LOST_RANK_MESSAGE)}", file=sys.stderr, flush=True)
             os._exit(EXIT_LOST_RANK)
 
-        self._parent_watch = threading.Thread(target=watch, daemon=True)
-        self._parent_watch.start()
+        self._parent_watch = watch_parent(end)
 
     def _end(self, problem: str, code: int) -> NoReturn:
         """End the program; rank 0 prints one line on what happened and how to go on."""

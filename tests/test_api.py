@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,30 @@ def test_a_network_of_ones_own_grows() -> None:
     assert grown.accuracy[-1] > grown.accuracy[0]
     with pytest.raises(ValueError, match="layer1"):
         grow(network, data[:10], data[20:24], ["layer1"])
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    {
+        "generator": ((batch for batch in batches(64)), "training is an iterator, which ends after one epoch"),
+        "nothing": ([], "training has no minibatches"),
+        "samples": ([(image, digit) for image, digit in zip(*batches(64)[0], strict=True)], "no minibatch"),
+        "inputs alone": ([image for image, _ in batches(64)], "must be pairs of inputs and classes, got Tensor"),
+    }.values(),
+)
+def test_data_that_are_no_minibatches_for_every_epoch_are_refused(training: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        grow(nn.Linear(64, 10), training, batches(64), ["0"])
+
+
+def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
+    modes = []
+    network.register_forward_hook(lambda module, *_: modes.append(module.training))
+
+    grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=1, accelerator="cpu")
+
+    assert any(modes)
 
 
 def test_every_name_of_the_package_is_there() -> None:

@@ -1,7 +1,9 @@
 """Work in processes: the same results in the same order, and a worker that dies concerns its item alone."""
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,13 @@ def die_until_marked(item: tuple[Path, int]) -> int:
         (folder / str(attempts)).touch()
         os._exit(9)
     return attempts
+
+
+def tell_and_wait(file: Path) -> None:
+    """Write the number of this process to a file, in one step, and work for as long as the test may take."""
+    file.with_suffix(".tmp").write_text(str(os.getpid()))
+    file.with_suffix(".tmp").rename(file)
+    time.sleep(60.0)
 
 
 def refuse(number: int) -> int:
@@ -66,3 +75,21 @@ def test_workers_import_the_modules_of_the_setting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plugins, "_imported", {"this": None})
 
     assert list(Processes(1).map(loaded, ["this", "antigravity"])) == [True, False]
+
+
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "worker"
+    code = "from tests.test_parallel import *\nlist(Processes(1).map(tell_and_wait, [Path(sys.argv[1])]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL
+    ) as started:
+        while not file.exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        started.kill()
+
+    worker = Path("/proc", file.read_text())
+    deadline = time.monotonic() + 30.0
+    while worker.exists() and "\nState:\tZ" not in (worker / "status").read_text():
+        assert time.monotonic() < deadline, "it works for nobody"
+        time.sleep(0.05)

@@ -21,6 +21,7 @@ from esper_lightning.console import exit_with_error, print_status, wide_console
 from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.parallel import Processes
+from esper_lightning.process import exits_on_signals
 
 COMMAND = "sweep"
 
@@ -235,7 +236,8 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
         folder.mkdir(parents=True, exist_ok=True)
     runs = plan(given.config, varied, range(given.seeds), folder)
-    results = sweep(fit, runs, jobs=given.jobs, folder=folder)
+    with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
+        results = sweep(fit, runs, jobs=given.jobs, folder=folder)
     rows = table_rows(results)
     write_rows(folder / TABLE_FILE, rows)
     wide_console().print(printed_table(rows, list(varied)))

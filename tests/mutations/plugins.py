@@ -73,9 +73,16 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Workers do not import the modules of the setting",
         "esper_lightning/parallel.py",
-        'multiprocessing.get_context("spawn"), import_modules, (imported_modules(),)',
-        'multiprocessing.get_context("spawn")',
+        "    import_modules(modules)",
+        "    pass",
         "tests/test_parallel.py::test_workers_import_the_modules_of_the_setting",
+    ),
+    Defect(
+        "Workers of a sweep that was killed go on",
+        "esper_lightning/parallel.py",
+        "    watch_parent(_end_worker)\n",
+        "",
+        "tests/test_parallel.py::test_a_worker_ends_with_the_process_that_started_it",
     ),
     Defect(
         "A policy is trained without the Governor",
