@@ -29,11 +29,9 @@ def test_a_seed_grown_by_hand_goes_through_its_whole_life_and_makes_the_network_
     lived, losses = [], []
     for _ in range(8):
         losses.append(learn(host, optimizer, step=7))
-        lived.append(
-            describe_events(
-                network.end_epoch({name: 1.0 + c for name, c in contributions(host, [batch], right).items()})
-            )
-        )
+        # Sixteen samples measure a contribution to 6 points, and its sign depends on the processor's rounding.
+        measured = contributions(host, [batch], right)
+        lived.append(describe_events(network.end_epoch(dict.fromkeys(measured, 1.0))))
     assert lived == [
         ["block2.pool: TRAINING"],
         [],
