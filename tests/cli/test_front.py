@@ -123,6 +123,27 @@ def test_a_config_is_copied_once(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("init", "digits"), 1, "cannot be written: "),
+        (("fit", "--config", "a" * 5000), 2, "File name too long"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_told_in_one_line(
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir("/proc")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize(
     ("given", "passed"),
     [
         (["--model.ppo.lr", "0.001"], ["--model.ppo.lr.start=0.001", "--model.ppo.lr.end=0.001"]),

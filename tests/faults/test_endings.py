@@ -412,6 +412,15 @@ def test_a_reader_of_the_help_may_go_away(options: str) -> None:
 
 
 @pytest.mark.slow
+def test_too_little_memory_to_load_the_program_is_told_in_a_line() -> None:
+    ended = shell("ulimit -v 1000000; esper-lightning fit --config smoke; echo $?")
+
+    assert ended.stdout.splitlines() == ["1"]
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: there is too little memory")
+
+
+@pytest.mark.slow
 def test_a_run_under_nohup_survives_its_terminal(tmp_path: Path) -> None:
     ended = shell(
         f'nohup "{sys.executable}" -m esper_lightning fit {SHORT} --trainer.default_root_dir {tmp_path} & '
