@@ -182,7 +182,13 @@ def git_revision(file: Path) -> dict[str, Any] | None:
     try:
         _, commit, changes = (
             subprocess.run(
-                ["git", *ask], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+                # A locked index, which a killed `git status` leaves behind, would refuse every later commit of the user.
+                ["git", "--no-optional-locks", *ask],
+                cwd=file.parent,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
             ).stdout
             for ask in git_commands
         )
