@@ -182,7 +182,7 @@ def git_revision(file: Path) -> dict[str, Any] | None:
     try:
         _, commit, changes = (
             subprocess.run(
-                # A locked index, which a killed `git status` leaves behind, would refuse every later commit of the user.
+                # A killed `git status` would leave a locked index behind, with which the user cannot commit.
                 ["git", "--no-optional-locks", *ask],
                 cwd=file.parent,
                 capture_output=True,

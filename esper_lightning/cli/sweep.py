@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,10 +18,11 @@ from rich.table import Table
 
 from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.parser import Parser
+from esper_lightning.cli.yaml_limits import check_limits
 from esper_lightning.console import exit_with_error, print_status, wide_console
 from esper_lightning.errors import one_line_errors, one_line_system_errors
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.parallel import Processes
+from esper_lightning.parallel import Processes, check_jobs
 from esper_lightning.process import exits_on_signals
 from esper_lightning.serialization.replace import make_folder, replace_file
 
@@ -42,6 +44,9 @@ EVALUATION = "evaluation"
 
 SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other.
 Commas within brackets separate nothing."""
+
+MAX_RUNS = 10_000
+"""Largest number of trainings in a sweep."""
 
 DIED = "its process died twice: killed, or out of memory"
 EXIT_DIED = 1
@@ -211,7 +216,9 @@ def sweep(fit: Fit, runs: Sequence[SweepRun], *, jobs: int, folder: Path) -> lis
 
 def split_values(text: str) -> list[str]:
     """Return the values in a text with commas between them; commas within brackets separate nothing."""
-    values = yaml.safe_load(f"[{text}]")
+    listed = f"[{text}]"
+    check_limits(listed)
+    values = yaml.safe_load(listed)
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
@@ -237,6 +244,10 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
     folder = Path(given.out)
     with one_line_errors():
         varied = dict(map(varied_setting, given.set))
+        check_jobs(given.jobs)
+        n_runs = given.seeds * math.prod(map(len, varied.values()))
+        if n_runs > MAX_RUNS:
+            raise ValueError(f"the sweep has {n_runs} runs, more than {MAX_RUNS}; give fewer RNG seeds or values")
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
         make_folder(folder)

@@ -103,6 +103,13 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/faults/test_disk.py::test_an_export_on_a_full_disk_names_the_reason_and_leaves_the_earlier_file",
     ),
     Defect(
+        "A run may leave a lock in the repository whose revision it notes",
+        "esper_lightning/provenance.py",
+        '"git", "--no-optional-locks", *ask',
+        '"git", *ask',
+        "tests/test_provenance.py::test_asking_for_the_revision_writes_nothing_to_the_repository",
+    ),
+    Defect(
         "A loader without an end takes all memory",
         "esper_lightning/tasks/datamodule.py",
         "if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * main_memory():",
