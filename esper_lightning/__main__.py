@@ -31,6 +31,10 @@ NOISY_LOGGERS = (
 """Loggers that emit these messages."""
 
 
+TOO_LITTLE_MEMORY_TEXT = "failed to map segment"
+"""Text in the ImportError of a library that does not fit into the memory which the process may take."""
+
+
 def keep_record(record: logging.LogRecord) -> bool:
     """Return False for log records whose message contains one of `IGNORED_MESSAGES`."""
     return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
@@ -60,7 +64,13 @@ def main(args: list[str] | None = None) -> None:
                 working_directory
             )  # so that a config can name the user's own modules; last, so that it hides no package
         prepared = prepare(sys.argv[1:] if args is None else args)
-        from esper_lightning.cli.main import run  # imported late: importing torch and Lightning takes seconds
+        try:
+            from esper_lightning.cli.main import run  # imported late: importing torch and Lightning takes seconds
+        except (ImportError, MemoryError) as error:
+            if isinstance(error, ImportError) and TOO_LITTLE_MEMORY_TEXT not in str(error):
+                raise
+            print("error: there is too little memory to load torch; raise the limit (ulimit -v)", file=sys.stderr)
+            raise SystemExit(1) from None
 
         try:
             run(prepared)

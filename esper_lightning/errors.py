@@ -30,17 +30,23 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or has_text
 
 
-EXIT_DISK_FAILED, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_LOST_RANK, EXIT_INTERRUPTED = 1, 3, 4, 5, 130
+EXIT_SYSTEM_FAILED, EXIT_DIVERGED, EXIT_USER_CODE, EXIT_LOST_RANK, EXIT_INTERRUPTED = 1, 3, 4, 5, 130
 """Exit codes; `EXIT_BAD_INPUT` is a further one."""
 
-DISK_REMEDIES = {
+SYSTEM_REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
     errno.EFBIG: "raise the limit on the size of files",
     errno.EIO: "check the disk",
     errno.EROFS: "make the file system writable",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the limit on open files of the machine",
+    errno.EAGAIN: "raise the limit on processes and threads (ulimit -u)",
 }
-"""Error numbers of disk failures, as opposed to errors in the program or its settings, with what helps."""
+"""Error numbers of the system: of its disk and its limits, not of the program or its settings. Each with what helps."""
+
+NO_THREAD_TEXT = "can't start new thread"
+"""Text of the RuntimeError of a thread that the system does not start."""
 
 
 class DivergedError(ArithmeticError):
@@ -55,21 +61,39 @@ OUT_OF_MEMORY_MESSAGE = (
 )
 
 
+SETTINGS_ERRORS = (
+    *(ValueError, TypeError, OSError, ImportError, SyntaxError, MisconfigurationException),
+    *(MemoryError, RuntimeError),  # reported only if the memory or another limit of the system is the reason
+)
+"""Exceptions that a user's settings can cause."""
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn errors that a user's settings can cause into one line and an exit; for code before the run begins."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError, SyntaxError, MisconfigurationException) as error:
-        if (failure := find_disk_error(error)) is not None:
-            exit_with_error(describe_disk_error(failure), EXIT_DISK_FAILED)
+    except SETTINGS_ERRORS as error:
+        if (failure := find_system_error(error)) is not None:
+            exit_with_error(describe_system_error(failure), EXIT_SYSTEM_FAILED)
+        if isinstance(error, MemoryError | RuntimeError):
+            if not is_out_of_memory(error):
+                raise
+            exit_with_error(OUT_OF_MEMORY_MESSAGE)
         if find_user_part(error) is not None:
             raise
         exit_with_error(str(error))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+
+
+@contextmanager
+def one_line_system_errors(way_out: str) -> Iterator[None]:
+    """Turn an error of the system into one line, which ends with the way out, and an exit."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if (failure := find_system_error(error)) is None:
             raise
-        exit_with_error(OUT_OF_MEMORY_MESSAGE)
+        exit_with_error(f"{describe_system_error(failure)}, and {way_out}", EXIT_SYSTEM_FAILED)
 
 
 @contextmanager
@@ -109,24 +133,29 @@ def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def find_disk_error(error: BaseException) -> OSError | None:
-    """Return the disk error in the causes of `error`, or None; torch's file writer wraps it in another exception."""
-    found = (cause for cause in exception_chain(error) if isinstance(cause, OSError) and cause.errno in DISK_REMEDIES)
-    return next(found, None)
-
-
-def describe_disk_error(failure: OSError) -> str:
-    """Return the reason of a disk failure, the name of the file, and what helps."""
-    where = f" ({os.fsdecode(failure.filename)})" if failure.filename else ""
-    assert failure.errno is not None, "that of a disk"
-    return f"{failure.strerror or failure}{where}; {DISK_REMEDIES[failure.errno]}"
-
-
-def find_missing_path(error: BaseException, folder: Path) -> Path | None:
-    """Return the path within `folder` that is missing, or a folder in place of a file, if that caused `error`."""
+def find_system_error(error: BaseException) -> OSError | None:
+    """Return the error of the system in the causes of `error`, or None: torch's file writer wraps it in another one."""
     for cause in exception_chain(error):
-        if isinstance(cause, FileNotFoundError | IsADirectoryError | NotADirectoryError) and cause.filename is not None:
+        if isinstance(cause, OSError) and cause.errno in SYSTEM_REMEDIES:
+            return cause
+        if isinstance(cause, RuntimeError) and str(cause) == NO_THREAD_TEXT:
+            return OSError(errno.EAGAIN, NO_THREAD_TEXT)
+    return None
+
+
+def describe_system_error(failure: OSError) -> str:
+    """Return the reason of an error of the system, the name of the file, and what helps."""
+    where = f" ({os.fsdecode(failure.filename)})" if failure.filename else ""
+    assert failure.errno is not None, "that of a disk or a limit"
+    return f"{failure.strerror or failure}{where}; {SYSTEM_REMEDIES[failure.errno]}"
+
+
+def find_unusable_path(error: BaseException, folder: Path) -> tuple[Path, OSError] | None:
+    """Return the path within `folder` that caused `error`, which is missing, no file, or not to be written."""
+    kinds = FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError
+    for cause in exception_chain(error):
+        if isinstance(cause, kinds) and cause.filename is not None:
             path = Path(os.fsdecode(cause.filename))
             if path.is_relative_to(folder):
-                return path
+                return path, cause
     return None

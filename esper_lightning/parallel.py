@@ -27,6 +27,16 @@ ATTEMPTS = 2
 """Number of workers that try an item before it is given up."""
 
 
+MAX_JOBS = 1024
+"""Largest number of processes; no machine has more cores."""
+
+
+def check_jobs(jobs: int) -> None:
+    """Raise ValueError unless `jobs` is a number of processes that a machine can have."""
+    if not 1 <= jobs <= MAX_JOBS:
+        raise ValueError(f"jobs must lie in 1 … {MAX_JOBS}, got {jobs}")
+
+
 class Mapper(Protocol):
     """Applies a function to independent items."""
 
@@ -59,8 +69,7 @@ class Processes:
     """
 
     def __init__(self, jobs: int, on_death: Callable[[Any], Any] | None = None) -> None:
-        if jobs < 1:
-            raise ValueError(f"jobs must be at least 1, got {jobs}")
+        check_jobs(jobs)
         self.jobs = jobs
         self.on_death = on_death
 

@@ -182,7 +182,13 @@ def git_revision(file: Path) -> dict[str, Any] | None:
     try:
         _, commit, changes = (
             subprocess.run(
-                ["git", *ask], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+                # A killed `git status` would leave a locked index behind, with which the user cannot commit.
+                ["git", "--no-optional-locks", *ask],
+                cwd=file.parent,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
             ).stdout
             for ask in git_commands
         )

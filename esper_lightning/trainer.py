@@ -27,17 +27,18 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.errors import (
-    EXIT_DISK_FAILED,
     EXIT_DIVERGED,
     EXIT_INTERRUPTED,
     EXIT_LOST_RANK,
+    EXIT_SYSTEM_FAILED,
     OUT_OF_MEMORY_MESSAGE,
     DivergedError,
-    describe_disk_error,
-    find_disk_error,
-    find_missing_path,
+    describe_system_error,
+    find_system_error,
+    find_unusable_path,
     is_out_of_memory,
     one_line_errors,
+    one_line_system_errors,
 )
 from esper_lightning.evaluation.checkpoints import (
     load_policies,
@@ -55,7 +56,7 @@ from esper_lightning.module import TamiyoModule
 from esper_lightning.process import BEFORE_TRAINING, WATCH_INTERVAL, silent_threads, watch_parent
 from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.ranks import is_lost_rank
-from esper_lightning.serialization.replace import replace_durably
+from esper_lightning.serialization.replace import make_folder, replace_durably
 from esper_lightning.serialization.safe_load import READ_ERRORS
 from esper_lightning.user_code import find_user_part
 
@@ -76,6 +77,9 @@ LOST_RANK_MESSAGE = "another process of the run has ended; find out why"
 
 SECONDS_TO_END = 60.0
 """Seconds that the other processes of a run have to end after the first one."""
+
+WAY_OUT = "start again, or name another folder by --out"
+"""Ending of the line about a disk that fails under a command that writes results."""
 
 IN_TRAINING = "in training; the last checkpoint is whole"
 AFTER_TRAINING = "after training; if the table is missing, resume from the run's latest.ckpt"
@@ -126,12 +130,15 @@ class EsperTrainer(Trainer):
                     if self._parent_watch is not None:  # it ends this process if rank 0 is the one that has gone
                         self._parent_watch.join(3.0 * WATCH_INTERVAL)
                     self._end(LOST_RANK_MESSAGE, EXIT_LOST_RANK)
-                if (failure := find_disk_error(error)) is not None:
-                    self._end(describe_disk_error(failure), EXIT_DISK_FAILED)
-                if self.training_started and (missing := find_missing_path(error, folder)) is not None:
+                if (failure := find_system_error(error)) is not None:
+                    self._end(describe_system_error(failure), EXIT_SYSTEM_FAILED)
+                if self.training_started and (found := find_unusable_path(error, folder)) is not None:
+                    path, cause = found
+                    if isinstance(cause, PermissionError):
+                        self._end(f"{str(path)!r} may not be written; permit it", EXIT_SYSTEM_FAILED)
                     exit_with_error(
-                        f"{str(missing)!r} was removed or replaced while the run wrote to it; start again",
-                        EXIT_DISK_FAILED,
+                        f"{str(path)!r} was removed or replaced while the run wrote to it; start again",
+                        EXIT_SYSTEM_FAILED,
                     )
                 if not self.training_started and is_out_of_memory(error):
                     exit_with_error(OUT_OF_MEMORY_MESSAGE)
@@ -200,25 +207,19 @@ class EsperTrainer(Trainer):
                 rival_checkpoints = self._read(path_list(rivals))
                 loaded_rivals = load_rivals(rival_checkpoints, paths, datamodule)
                 print_status(*setting_differences(checkpoints | rival_checkpoints))
-                folder.mkdir(parents=True, exist_ok=True)
-            run_comparison(
-                comparison,
-                datamodule,
-                policies,
-                rivals=loaded_rivals,
-                folder=folder,
-                record=self.record(),
-                save_networks=save_networks,
-            )
+                make_folder(folder)
+            with one_line_system_errors(WAY_OUT):
+                run_comparison(
+                    comparison,
+                    datamodule,
+                    policies,
+                    rivals=loaded_rivals,
+                    folder=folder,
+                    record=self.record(),
+                    save_networks=save_networks,
+                )
         except KeyboardInterrupt:
             exit_with_error("interrupted before the comparison was over", EXIT_INTERRUPTED)
-        except OSError as error:
-            if (failure := find_disk_error(error)) is None:
-                raise
-            exit_with_error(
-                f"{describe_disk_error(failure)} and start again, or name another folder by --out",
-                EXIT_DISK_FAILED,
-            )
 
     def information(
         self,
@@ -239,11 +240,12 @@ class EsperTrainer(Trainer):
         folder = None if out is None else Path(out)
         with one_line_errors():
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             result = value_of_information(datamodule.make_pool(SEARCH_ENVS), look)
         print_information(result)
         if folder is not None:
-            write_information(result, folder, self.record())
+            with one_line_system_errors(WAY_OUT):
+                write_information(result, folder, self.record())
 
     def grow(
         self, model: TamiyoModule, datamodule: HostPoolData, *, controller: str, out: str | Path | None = None
@@ -265,20 +267,14 @@ class EsperTrainer(Trainer):
                 chosen = find_controller(controller, comparison.make_controllers(), datamodule.pool.device)
                 pool = datamodule.make_pool(1, sight=getattr(chosen, "sight", None))  # that of a policy over sets
                 chosen.reset(pool)  # raises ValueError now if the hosts do not fit
-                folder.mkdir(parents=True, exist_ok=True)
-            (rng_seed,) = episode_rng_seeds(datamodule.seed, EVALUATION, 0, n_envs=1)
-            grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=folder)
-            text = json.dumps(self.record(), indent=1) + "\n"
-            replace_durably(folder / "run.json", lambda file: file.write(text.encode()))
+                make_folder(folder)
+            with one_line_system_errors(WAY_OUT):
+                (rng_seed,) = episode_rng_seeds(datamodule.seed, EVALUATION, 0, n_envs=1)
+                grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=folder)
+                text = json.dumps(self.record(), indent=1) + "\n"
+                replace_durably(folder / "run.json", lambda file: file.write(text.encode()))
         except KeyboardInterrupt:
             exit_with_error("interrupted before the network was grown", EXIT_INTERRUPTED)
-        except OSError as error:
-            if (failure := find_disk_error(error)) is None:
-                raise
-            exit_with_error(
-                f"{describe_disk_error(failure)}; free some space and start again, or name another folder by --out",
-                EXIT_DISK_FAILED,
-            )
         print_status(f"written to {folder}")
 
     def _read(self, paths: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper_lightning.checkpointing.shards import SHARDS_KEY, remove_other_shards
 from esper_lightning.checkpointing.validate import check_saved_policy
-from esper_lightning.errors import find_disk_error
+from esper_lightning.errors import find_system_error
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.serialization.safe_load import read_tensors
 
@@ -61,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_durably(target, write)
         except (OSError, RuntimeError) as error:
-            if isinstance(error, DiskError) or (failure := find_disk_error(error)) is None:
+            if isinstance(error, DiskError) or (failure := find_system_error(error)) is None:
                 raise
             assert failure.errno is not None
             raise DiskError(target, f"{failure.strerror}", failure.errno) from error

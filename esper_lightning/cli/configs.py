@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from esper_lightning.cli.names import nearest_name
+from esper_lightning.serialization.replace import replace_file
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -50,15 +51,14 @@ def find_config(name: str) -> str:
 def copy_config(name: str, folder: Path) -> Path:
     """Copy a config of the package, with its comments, into a folder and return the copy's path.
 
-    Raises ValueError if there is no such config, or if the folder has a file of this name already.
+    Raises ValueError if there is no such config, or if the folder has a file of this name already, and OSError if the
+    copy cannot be written.
     """
     source = config_path(name)
     target = folder / source.name
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise ValueError(f"{str(target)!r} exists already; rename or remove it first") from None
+    if target.exists():
+        raise ValueError(f"{str(target)!r} exists already; rename or remove it first")
+    replace_file(target, lambda draft: draft.write_text(source.read_text(encoding="utf-8"), encoding="utf-8"))
     return target
 
 

@@ -24,6 +24,7 @@ from esper_lightning.evaluation.networks import (
 )
 from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, max_difference
 from esper_lightning.growth.saving import load
+from esper_lightning.user_code import find_user_part
 
 COMMAND = "export"
 
@@ -71,8 +72,14 @@ def _from_folder(folder: Path, config: Namespace) -> tuple[nn.Module, Tensor]:
     host = check_object(folder / HOST_FILE, description["host"], trusted_packages(config.trust))
     samples = read_samples(folder / SAMPLES_FILE)
     network = load_host(folder, {**description, "host": {"init_args": {}, **host}})
-    with torch.no_grad():
-        outputs = network(samples["inputs"])
+    try:
+        with torch.no_grad():
+            outputs = network(samples["inputs"])
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+        if find_user_part(error) is not None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{folder}: the network does not take the saved inputs: {reason:.300}") from error
     if "outputs" not in samples or max_difference([outputs], [samples["outputs"]]) > TOLERANCE * _size(outputs):
         raise ValueError(f"{folder}: the network gives other outputs than when it was saved; save it again")
     return network, samples["inputs"]

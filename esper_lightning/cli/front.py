@@ -20,6 +20,7 @@ from esper_lightning.cli.names import nearest_name
 from esper_lightning.cli.options import GROUP, Option, help_text, is_known, option_table, schedule_names, unknown_option
 from esper_lightning.cli.yaml_limits import check_limits, check_unique_keys
 from esper_lightning.console import exit_with_error
+from esper_lightning.process import EXIT_OUTPUT_FAILED
 
 USAGE = "[--config FILE_OR_NAME …] [--SETTING VALUE …]"
 
@@ -102,7 +103,7 @@ def prepare(args: Sequence[str]) -> list[str]:
             check_options(command, words(rest, takes_positional=True))
             return [command, *name_configs(rest)]
         return [command, *prepare_settings(command, rest)]
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         exit_with_error(str(error))
 
 
@@ -166,7 +167,10 @@ def init(args: Sequence[str]) -> str:
     if not args:
         raise ValueError(f"init needs the name of a config: {', '.join(config_names())}")
     _refuse_more("init", args[1:])
-    path = copy_config(args[0], Path())
+    try:
+        path = copy_config(args[0], Path())
+    except OSError as error:
+        exit_with_error(f"{error.filename or args[0]} cannot be written: {error.strerror}", EXIT_OUTPUT_FAILED)
     return f"written to {path}; change it, then: {PROGRAM} fit --config {path}"
 
 

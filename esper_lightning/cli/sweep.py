@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,11 +18,13 @@ from rich.table import Table
 
 from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.parser import Parser
+from esper_lightning.cli.yaml_limits import check_limits
 from esper_lightning.console import exit_with_error, print_status, wide_console
-from esper_lightning.errors import one_line_errors
+from esper_lightning.errors import one_line_errors, one_line_system_errors
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.parallel import Processes
+from esper_lightning.parallel import Processes, check_jobs
 from esper_lightning.process import exits_on_signals
+from esper_lightning.serialization.replace import make_folder, replace_file
 
 COMMAND = "sweep"
 
@@ -41,6 +44,9 @@ EVALUATION = "evaluation"
 
 SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other.
 Commas within brackets separate nothing."""
+
+MAX_RUNS = 10_000
+"""Largest number of trainings in a sweep."""
 
 DIED = "its process died twice: killed, or out of memory"
 EXIT_DIED = 1
@@ -163,12 +169,16 @@ def run_rows(results: Sequence[SweepResult]) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows as CSV; a row without a column has an empty cell there."""
+    """Write rows as CSV, replacing an existing file; a row without a column has an empty cell there."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+
+    def write_draft(draft: Path) -> None:
+        with draft.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    replace_file(path, write_draft)
 
 
 def printed_table(rows: Sequence[Mapping[str, str]], varied: Sequence[str]) -> Table:
@@ -206,7 +216,9 @@ def sweep(fit: Fit, runs: Sequence[SweepRun], *, jobs: int, folder: Path) -> lis
 
 def split_values(text: str) -> list[str]:
     """Return the values in a text with commas between them; commas within brackets separate nothing."""
-    values = yaml.safe_load(f"[{text}]")
+    listed = f"[{text}]"
+    check_limits(listed)
+    values = yaml.safe_load(listed)
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
@@ -232,14 +244,19 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
     folder = Path(given.out)
     with one_line_errors():
         varied = dict(map(varied_setting, given.set))
+        check_jobs(given.jobs)
+        n_runs = given.seeds * math.prod(map(len, varied.values()))
+        if n_runs > MAX_RUNS:
+            raise ValueError(f"the sweep has {n_runs} runs, more than {MAX_RUNS}; give fewer RNG seeds or values")
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     runs = plan(given.config, varied, range(given.seeds), folder)
-    with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
-        results = sweep(fit, runs, jobs=given.jobs, folder=folder)
-    rows = table_rows(results)
-    write_rows(folder / TABLE_FILE, rows)
+    with one_line_system_errors("start again, with another folder by --out"):
+        with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
+            results = sweep(fit, runs, jobs=given.jobs, folder=folder)
+        rows = table_rows(results)
+        write_rows(folder / TABLE_FILE, rows)
     wide_console().print(printed_table(rows, list(varied)))
     print_status(f"written to {folder}: {TABLE_FILE}, {RUNS_FILE}")
     failed = [result for result in results if result.problem]

@@ -5,7 +5,7 @@ tells how that host is made; and `samples.safetensors`, on which an export is ch
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -27,11 +27,21 @@ from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.tasks import Split
+from esper_lightning.user_code import find_user_part
 
 NETWORK_FILE, HOST_FILE, SAMPLES_FILE = "network.safetensors", "host.json", "samples.safetensors"
 
 FORMAT_VERSION = 1
 """Version of host.json; folders of another version are refused."""
+
+BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, ArithmeticError, MemoryError)
+"""Exceptions of a host's constructor whose arguments are damaged."""
+
+MAX_SLOTS = 1000
+"""Largest number of slots of a host in a file."""
+
+MAX_WIDENING = 4
+"""Largest ratio of the size of weights in memory and in a file, which may hold them in a smaller format."""
 
 NUM_SAMPLES = 8
 """Test samples that are saved beside a network."""
@@ -143,7 +153,8 @@ def read_description(folder: Path) -> dict[str, Any]:
         or not isinstance(shape, list)
         or not all(type(size) is int and size > 0 for size in shape)
         or type(description.get("outputs")) is not int
-        or not (slots is None or (isinstance(slots, list) and all(isinstance(name, str) for name in slots)))
+        or not (slots is None or (isinstance(slots, list) and len(slots) <= MAX_SLOTS))
+        or not all(isinstance(name, str) for name in slots or ())
     ):
         raise ValueError(f"{path} is damaged: it does not tell how the host is made")
     return description
@@ -158,14 +169,39 @@ def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
     """
     module, _, name = description["host"]["class_path"].rpartition(".")
     make = getattr(import_module(module), name)
+    shape, outputs = tuple(description["input_shape"]), description["outputs"]
+    build = partial(make, shape, outputs, **description["host"]["init_args"])
     try:
-        network = make(tuple(description["input_shape"]), description["outputs"], **description["host"]["init_args"])
-    except TypeError as error:
-        raise ValueError(f"{folder / HOST_FILE}: the host cannot be made: {error}") from error
+        check_host_size(build, folder)
+        network = build()
+    except BUILD_ERRORS as error:
+        if find_user_part(error) is not None:
+            raise
+        raise ValueError(f"{folder / HOST_FILE}: the host cannot be made: {error!s:.300}") from error
     if description["slots"] is not None:
+        if len(slots_of(network)) > len(description["slots"]):
+            raise ValueError(f"{folder / HOST_FILE} is damaged: it names fewer slots than the host has")
         network = pad_slots(network, description["slots"], torch.device("cpu"))
     load(network, folder / NETWORK_FILE)
     return network.eval()
+
+
+def check_host_size(build: Callable[[], nn.Module], folder: Path) -> None:
+    """Raise ValueError if a host needs far more memory than the file of its weights holds, before any is taken.
+
+    A host whose constructor needs values, which the meta device does not have, is not checked.
+    """
+    file = folder / NETWORK_FILE
+    if not file.is_file():
+        raise ValueError(f"{str(folder)!r} holds no {NETWORK_FILE}")
+    try:
+        with torch.device("meta"):
+            outline = build()
+    except (NotImplementedError, RuntimeError):
+        return
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+    if needed > MAX_WIDENING * file.stat().st_size:
+        raise ValueError(f"its weights take {needed} bytes, and {NETWORK_FILE} has {file.stat().st_size}")
 
 
 def read_samples(path: Path) -> dict[str, Tensor]:

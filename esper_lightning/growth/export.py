@@ -98,7 +98,8 @@ def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Ten
 
 
 def _write_state_dict(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    torch.save(network.state_dict(), path)
+    with path.open("wb") as file:  # the name alone would hide the reason if the disk is full
+        torch.save(network.state_dict(), file)
     loaded = deepcopy(network)
     for parameter in loaded.parameters():
         parameter.zero_()

@@ -100,6 +100,8 @@ def read_tensors(path: Path, device: torch.device = CPU) -> Any:
             file.seek(0)
             content = torch.load(file, map_location=device, weights_only=True)
         check_content(content, size)
+    except PermissionError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except READ_ERRORS as error:
         reason = str(error).partition("\n")[0] if type(error) is ValueError else type(error).__name__
         raise ValueError(f"{str(path)!r} is truncated, damaged or of another kind ({reason})") from error

@@ -113,6 +113,40 @@ def test_a_folder_from_elsewhere_runs_no_code(grown: Path, tmp_path: Path, capsy
     assert "--trust tests" in refused(capsys, "export", str(own), "--to=pt2")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ({"base": 2**15}, "its weights take"),
+        ({"kernel": 10**9}, "cannot be made"),
+        ({"pools": -1}, "cannot be made"),
+        ({"base": "x"}, "cannot be made"),
+        ({"nosuch": 1}, "cannot be made"),
+    ],
+)
+def test_a_host_that_does_not_fit_its_weights_is_refused_before_memory_is_taken(
+    arguments: dict[str, Any], answer: str, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = json.loads((grown / HOST_FILE).read_text())["host"]["init_args"]
+    folder = edited(grown, tmp_path / "a", init_args=given | arguments)
+    assert answer in refused(capsys, "export", str(folder), "--to=pt2")
+
+
+def test_damaged_slots_and_samples_of_a_folder_are_refused_in_one_line(
+    grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited(grown, tmp_path / "a")
+    description = json.loads((folder / HOST_FILE).read_text())
+    for slots in ([], ["x"] * 10**6):
+        (folder / HOST_FILE).write_text(json.dumps(description | {"slots": slots}))
+        assert "is damaged" in refused(capsys, "export", str(folder), "--to=pt2")
+    (folder / HOST_FILE).write_text(json.dumps(description))
+    for inputs in (torch.zeros(3), torch.zeros(2, 1, 8, 8, dtype=torch.complex64)):
+        safetensors.torch.save_file({"inputs": inputs}, folder / SAMPLES_FILE)
+        assert "does not take the saved inputs" in refused(capsys, "export", str(folder), "--to=pt2")
+    (folder / NETWORK_FILE).unlink()
+    assert f"holds no {NETWORK_FILE}" in refused(capsys, "export", str(folder), "--to=pt2")
+
+
 def wrong_outputs(folder: Path, to: Path) -> Path:
     copy = edited(folder, to)
     samples = safetensors.torch.load_file(copy / SAMPLES_FILE)

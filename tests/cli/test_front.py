@@ -122,6 +122,41 @@ def test_a_config_is_copied_once(
     assert ended.value.code == 2 and copy.read_text() == "mine"
 
 
+def test_a_current_folder_that_was_removed_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["configs"])
+    monkeypatch.undo()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the current folder was removed; change to another one\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("init", "digits"), 1, "cannot be written: "),
+        (("fit", "--config", "a" * 5000), 2, "File name too long"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_told_in_one_line(
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir("/proc")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code and line.startswith("error: ") and said in line
+
+
 @pytest.mark.parametrize(
     ("given", "passed"),
     [

@@ -1,6 +1,7 @@
 """The command `sweep`: every setting with every RNG seed, one table, and the same numbers whatever the order."""
 
 import csv
+import errno
 import os
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from esper_lightning.cli.sweep import (
     SweepRun,
     plan,
     run_rows,
+    run_sweep,
     split_values,
     sweep,
     table_rows,
     train_once,
+    write_rows,
 )
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import CONFIGS
@@ -84,7 +87,10 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
         (["--set", "lr=1"], "config"),
         (["--config", "smoke", "--set", "lr"], "--set 'lr': give a setting and its values, as in --set"),
         (["--config", "smoke", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
+        (["--config", "smoke", "--set", f"lr={'[' * 3000}"], "its values are no YAML"),
         (["--config", "smoke", "--jobs", "0"], "jobs"),
+        (["--config", "smoke", "--jobs", "5000"], "jobs must lie in 1 … 1024, got 5000"),
+        (["--config", "smoke", "--seeds", "1000000000", "--set", "lr=1,2"], "the sweep has 2000000000 runs"),
         (["--config", "smoke", "--seed", "3"], "did you mean '--seeds'?"),
         (["--config", "smoke", "--out", "."], "folder '.' is not empty; name another one by --out"),
     ],
@@ -137,3 +143,32 @@ def test_a_run_that_is_refused_is_reported_with_its_last_line(tmp_path: Path) ->
 
     assert found.exit_code == 2 and found.values == {}
     assert found.problem.startswith("error: ") and "n_envs must be at least 1, got 0" in found.problem
+
+
+def test_a_sweep_on_a_full_disk_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("esper_lightning.cli.sweep.sweep", full)
+    with pytest.raises(SystemExit) as ended:
+        run_sweep(["--config", str(CONFIGS / "smoke.yaml"), "--out", str(tmp_path)], run_command_line)
+
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: No space left on device") and "--out" in line
+
+
+def test_a_table_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "runs.csv", [{"lr": "1"}])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(csv.DictWriter, "writerows", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_rows(tmp_path / "runs.csv", [{"lr": "1"}, {"lr": "2"}])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]
+    assert rows_of(tmp_path / "runs.csv") == [{"lr": "1"}]

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO, DiskError, size_on_disk
-from esper_lightning.errors import find_disk_error
+from esper_lightning.errors import find_system_error, one_line_errors, one_line_system_errors
+from esper_lightning.growth.export import export
 from esper_lightning.telemetry.tensorboard import TensorBoardWriter
 from tests.runs import HARD_LIMIT, HORIZON, ROOT, TINY, Run, fit, load, only_run
 
@@ -205,17 +206,68 @@ def circular(error: OSError) -> OSError:
     return error
 
 
-@pytest.mark.parametrize(("number", "is_one"), [(errno.ENOSPC, True), (errno.ENOENT, False)])
+@pytest.mark.parametrize(("number", "is_one"), [(errno.ENOSPC, True), (errno.EMFILE, True), (errno.ENOENT, False)])
 def test_an_error_behind_which_is_itself_is_looked_into_once(number: int, is_one: bool) -> None:
     error = circular(OSError(number, os.strerror(number)))
 
-    assert find_disk_error(error) is (error if is_one else None)
-    assert find_disk_error(error.__cause__) is (error if is_one else None)
+    assert find_system_error(error) is (error if is_one else None)
+    assert find_system_error(error.__cause__) is (error if is_one else None)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_run_whose_folder_is_removed_ends_in_one_line(
-    ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_command_on_a_failing_disk_ends_in_a_line_with_the_way_out(
+    wrapped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "a.csv")
+    failure = RuntimeError("unexpected pos 64 vs 0")  # torch's writer raises this one
+    failure.__context__ = full
+
+    with pytest.raises(SystemExit) as ended, one_line_system_errors("start again"):
+        raise failure if wrapped else full
+
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: No space left on device (a.csv); free some space, and start again\n"
+
+
+def test_an_error_of_another_kind_passes_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a mistake of ours"), one_line_system_errors("start again"):
+        raise RuntimeError("a mistake of ours")
+
+
+def test_a_thread_that_the_system_does_not_start_is_told_with_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise RuntimeError("can't start new thread")
+
+    assert ended.value.code == 1
+    assert "raise the limit on processes and threads" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_files")
+def test_an_export_on_a_full_disk_names_the_reason_and_leaves_the_earlier_file(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_text("earlier")
+    with pytest.raises(RuntimeError) as failed:
+        export(torch.nn.Linear(300, 300), torch.randn(2, 300), tmp_path / "a.pt", "state_dict")
+
+    found = find_system_error(failed.value)
+    assert found is not None and found.errno == errno.EFBIG
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "said"),
+    [
+        (FileNotFoundError, True, "was removed or replaced while the run wrote to it; start again"),
+        (FileNotFoundError, False, None),
+        (PermissionError, True, "may not be written; permit it, and start again"),
+    ],
+)
+def test_a_run_whose_folder_is_removed_or_may_not_be_written_ends_in_one_line(
+    kind: type[OSError],
+    ours: bool,
+    said: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing: list[Path] = []
 
@@ -223,12 +275,13 @@ def test_a_run_whose_folder_is_removed_ends_in_one_line(
         folder = Path(board.writer.log_dir)
         shutil.rmtree(folder)
         missing.append(folder / "events" if ours else tmp_path.parent / "of_a_data_set")
-        raise circular(FileNotFoundError(errno.ENOENT, "No such file or directory", os.fsencode(missing[0])))
+        raise circular(kind(errno.ENOENT, "as the system says", os.fsencode(missing[0])))
 
     monkeypatch.setattr(TensorBoardWriter, "histogram", histogram)
 
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path)
 
-    is_said = f"error: {str(missing[0])!r} was removed or replaced while the run wrote" in capsys.readouterr().err
-    assert (ended.value.code, is_said) == ((1, True) if ours else (4, False))  # 4: raised by the function above
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert (f"error: {str(missing[0])!r} {said}" in line) == (said is not None)
+    assert ended.value.code == (1 if said else 4)  # 4: raised by the function above

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from signal import SIGHUP, SIGINT, SIGTERM, Signals
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning import Callback, LightningDataModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from esper_lightning.__main__ import main
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import Output
@@ -29,9 +31,6 @@ from tests.faults.programs import Program, fresh_starter
 from tests.faults.runs import tick_of
 from tests.processes import run_in_fork
 from tests.runs import CONFIGS, HARD_LIMIT, HORIZON, ROOT, TINY, fit, only_run, with_callback
-
-CODES = {0, 1, 2, 3, 4, 129, 130, 141, 143}
-"""Exit codes that docs/reference/cli.md names."""
 
 
 class NoReader(io.StringIO):
@@ -260,6 +259,32 @@ def test_a_disk_without_any_space_ends_a_resumed_run_in_a_line(resumable: Path) 
     fit(resumable, "--ckpt_path", str(latest))
 
 
+RESULTS: dict[str, tuple[str, ...]] = {
+    "evaluate": (*TINY, "--evaluation.hosts=2"),
+    "grow": (*TINY, "--controller=periodic"),
+    "information": (
+        *(*TINY, "--look.plans=1", "--look.finalists=3", "--look.hosts=2"),
+        "--data.env.family={train: [{host.kernel: [1, 3]}], held_out: []}",
+    ),
+}
+"""Commands that write results into the folder of --out, with further arguments."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RESULTS)
+def test_a_command_whose_results_find_no_space_ends_in_a_line(command: str, tmp_path: Path) -> None:
+    def run_without_space() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # as if no byte were free
+        with patch.object(sys, "argv", sys.argv[:1]):  # Lightning warns of arguments of the process
+            main([command, *RESULTS[command], f"--out={tmp_path}"])
+
+    code, said = run_in_fork(run_without_space)
+
+    assert code == 1 and "Traceback" not in said, said
+    assert said.splitlines()[-1].endswith(", and start again, or name another folder by --out"), said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_table_whose_numbers_cannot_be_scaled_is_refused_without_warnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -384,6 +409,15 @@ def test_a_reader_of_the_help_may_go_away(options: str) -> None:
 
     assert ended.stdout.splitlines()[-1] in ("0", "141") and "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) <= 1
+
+
+@pytest.mark.slow
+def test_too_little_memory_to_load_the_program_is_told_in_a_line() -> None:
+    ended = shell("ulimit -v 1000000; esper-lightning fit --config smoke; echo $?")
+
+    assert ended.stdout.splitlines() == ["1"]
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: there is too little memory")
 
 
 @pytest.mark.slow

@@ -93,6 +93,18 @@ def test_no_code_is_run(protocol: int, why: str, tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    torch.save({}, tmp_path / "a.ckpt")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"a\.ckpt' cannot be read: Permission denied$"):
+        read_tensors(tmp_path / "a.ckpt")
+
+
 def test_torchs_old_format_is_refused(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
 

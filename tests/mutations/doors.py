@@ -26,8 +26,8 @@ DEFECTS = (
     Defect(
         "A copy of a config replaces a file of the user",
         CONFIGS,
-        'target.open("x"',
-        'target.open("w"',
+        "if target.exists():",
+        "if False:",
         f"{TEST_FRONT}a_config_is_copied_once",
     ),
     Defect(

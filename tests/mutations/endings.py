@@ -74,6 +74,42 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/test_user_code.py::test_what_a_loader_raises_is_of_the_user_even_from_a_worker_process",
     ),
     Defect(
+        "A folder for results in which no file can be made is found after the work",
+        "esper_lightning/serialization/replace.py",
+        "        with TemporaryFile(dir=folder):\n            pass\n",
+        "",
+        "tests/serialization/test_replace.py::"
+        "test_a_folder_in_which_no_file_can_be_made_is_refused_before_there_are_results",
+    ),
+    Defect(
+        "A thread that the system does not start ends the program with a traceback",
+        "esper_lightning/errors.py",
+        "isinstance(cause, RuntimeError) and str(cause) == NO_THREAD_TEXT",
+        "False",
+        "tests/faults/test_disk.py::test_a_thread_that_the_system_does_not_start_is_told_with_the_limit",
+    ),
+    Defect(
+        "A folder that may not be written to ends a run with a traceback",
+        "esper_lightning/errors.py",
+        " | NotADirectoryError | PermissionError",
+        " | NotADirectoryError",
+        "tests/faults/test_disk.py::test_a_run_whose_folder_is_removed_or_may_not_be_written_ends_in_one_line",
+    ),
+    Defect(
+        "An export hides why its file cannot be written",
+        "esper_lightning/growth/export.py",
+        "torch.save(network.state_dict(), file)",
+        "torch.save(network.state_dict(), path)",
+        "tests/faults/test_disk.py::test_an_export_on_a_full_disk_names_the_reason_and_leaves_the_earlier_file",
+    ),
+    Defect(
+        "A run may leave a lock in the repository whose revision it notes",
+        "esper_lightning/provenance.py",
+        '"git", "--no-optional-locks", *ask',
+        '"git", *ask',
+        "tests/test_provenance.py::test_asking_for_the_revision_writes_nothing_to_the_repository",
+    ),
+    Defect(
         "A loader without an end takes all memory",
         "esper_lightning/tasks/datamodule.py",
         "if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * main_memory():",

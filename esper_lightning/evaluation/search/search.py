@@ -23,7 +23,7 @@ from esper_lightning.evaluation.play import paired_difference, play_episode
 from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.parallel import InTurn, Mapper, Processes
+from esper_lightning.parallel import InTurn, Mapper, Processes, check_jobs
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""
@@ -83,9 +83,10 @@ class SearchConfig:
             raise ValueError(f"search.max_seeds must be at least 1, got {self.max_seeds}")
         if not 0.0 < self.explore <= 1.0:
             raise ValueError(f"search.explore must lie in (0, 1], got {self.explore}")
-        for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1), ("jobs", 1)):
+        for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name} must be at least {least}, got {getattr(self, name)}")
+        check_jobs(self.jobs)
 
 
 class BestSchedules(NamedTuple):
