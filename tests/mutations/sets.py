@@ -6,6 +6,8 @@ ROWS = "esper_lightning/envs/spaces/rows.py"
 POLICY = "esper_lightning/tamiyo/set_policy.py"
 T_ROWS = "tests/envs/spaces/test_rows.py"
 T_POLICY = "tests/tamiyo/test_set_policy.py"
+T_ZERO_SHOT = "tests/test_zero_shot.py"
+T_CONTEXTS = "tests/envs/context/test_distribution.py"
 
 PERMUTED = f"{T_POLICY}::test_permuting_slots_and_blueprints_permutes_the_choices"
 PADDED = f"{T_POLICY}::test_slots_and_blueprints_that_a_host_lacks_change_nothing"
@@ -28,6 +30,13 @@ DEFECTS: tuple[Defect, ...] = (
         PERMUTED,
     ),
     Defect(
+        "A decision chooses among the blueprints of another slot",
+        POLICY,
+        "hidden, masks, slots = hidden.of_slot(slot), mask_slot(masks, slot), select_slot(slots, slot)",
+        "hidden, masks, slots = hidden.of_slot(slot * 0), mask_slot(masks, slot), select_slot(slots, slot)",
+        f"{T_POLICY}::test_the_decision_is_the_most_likely_action_though_most_slots_are_left_out_of_it",
+    ),
+    Defect(
         "Absent rows count in the statistics",
         "esper_lightning/ppo/running_norm.py",
         "norm.update(rows[rows[..., 0] > 0][..., 1:], ranks)",
@@ -37,8 +46,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The mark of presence is normalised away",
         "esper_lightning/ppo/running_norm.py",
-        "    return torch.cat([present, norm(rows[..., 1:]) * present], -1)",
-        "    return torch.cat([present - present.mean(), norm(rows[..., 1:]) * present], -1)",
+        'self._of_rows("mean", number, of_mark=0.0)',
+        'self._of_rows("mean", number, of_mark=0.5)',
         NORMALISED,
     ),
     Defect(
@@ -75,5 +84,48 @@ DEFECTS: tuple[Defect, ...] = (
         'random.Random(f"offer {rng_seed}")',
         'random.Random("offer")',
         f"{T_ROWS}::test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says",
+    ),
+    Defect(
+        "A shorter episode goes on until those of the other hosts end",
+        "esper_lightning/envs/host_env.py",
+        "return self.stopped or (self.horizon < self.longest and self.tick >= self.horizon)",
+        "return self.stopped",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "A shorter episode is not over for the reward",
+        "esper_lightning/envs/host_pool.py",
+        "[env.tick >= env.horizon for env in self.envs]",
+        "[env.tick >= self.horizon for env in self.envs]",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "The gates of a shorter episode are those of the longest ones",
+        "esper_lightning/envs/host_env.py",
+        "self.growing.horizon = self.horizon",
+        "pass",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "Settings with many hosts weigh more in the mean over held-out settings",
+        "benchmarks/zero_shot.py",
+        "lead[:seeds] * hosts / (len(leads) * lead.shape[1])",
+        "lead[:seeds]",
+        f"{T_ZERO_SHOT}::test_every_setting_weighs_the_same_in_the_mean_over_settings",
+    ),
+    Defect(
+        "A schedule keeps the names of the slots of other hosts",
+        "benchmarks/zero_shot.py",
+        "entry._replace(slot=slots[entry.slot])",
+        "entry",
+        f"{T_ZERO_SHOT}::test_a_schedule_is_fitted_to_hosts_with_other_slots_and_seeds",
+    ),
+    Defect(
+        "A policy file does not tell the settings of its training",
+        "esper_lightning/checkpointing/policy_file.py",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY)",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY)",
+        "tests/cli/test_policy_over_sets.py::"
+        "test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name",
     ),
 )
