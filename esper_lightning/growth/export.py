@@ -48,9 +48,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
     if to not in get_args(Format):
         raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
     if to == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
-        raise ValueError(
-            f"to onnx: {' and '.join(missing)} cannot be imported; install the extra: pip install esper-lightning[onnx]"
-        )
+        raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
     path, network, inputs = Path(path), deepcopy(network).cpu().eval(), inputs.cpu()

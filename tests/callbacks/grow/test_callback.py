@@ -143,8 +143,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decider": "periodic"}, "Plan decided in the checkpoint, and now Periodic; give the same decider"),
-        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['3', '5', '0'\]; name the same"),
+        ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic; give the same"),
+        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['5', '0'\]; name the same"),
+        ({"slots": ["3"]}, r"of slots \['3', '5'\], the run of \['3'\]; name the same"),
     ],
 )
 def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
