@@ -5,15 +5,18 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from lightning import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
@@ -358,13 +361,43 @@ def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() ->
 def test_the_cost_of_growing_compares_networks_that_compute_the_same() -> None:
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     data = TaskData(*(Split(images, torch.zeros(4, dtype=torch.int64)) for _ in range(3)), classes=3)
-    subjects = {subject for pair in grow.COSTS.values() for subject in pair}
-    networks = {subject: grow.make_subject(subject, data)[0].eval() for subject in subjects}
+    plain, *with_seeds = (grow.make_network(seeds, data).eval() for seeds in get_args(grow.Seeds))
 
-    for seeds in ("plain modules", "probationary", "fossilized"):
-        with_seeds = [network for subject, network in networks.items() if subject.seeds == seeds]
-        assert all(count_parameters(n) == count_parameters(networks[grow.PLAIN_MODULES]) for n in with_seeds)
-        assert all(torch.equal(n(images), networks[grow.PLAIN](images)) for n in with_seeds), "seeds are identities"
+    assert len({count_parameters(network) for network in with_seeds}) == 1
+    assert all(torch.equal(network(images), plain(images)) for network in with_seeds), "seeds are identities"
+
+
+def test_the_cost_of_an_epoch_counts_each_minibatch_with_its_share_and_ignores_disturbed_ones() -> None:
+    ratios = np.ones((41, 4))
+    ratios[:, -1] = 1.2
+    assert grow.ratio_of_epochs(ratios) == pytest.approx((1.2**0.25,) * 3), "the last of four minibatches costs more"
+    ratios[:10, 1] = 9.0
+    assert grow.ratio_of_epochs(ratios) == pytest.approx((1.2**0.25,) * 3)
+    ratios[:21, 1] = 1.1
+    cost = grow.ratio_of_epochs(ratios)
+    assert (cost.low, cost.high) == pytest.approx((1.2**0.25, (1.2 * 1.1) ** 0.25))
+    assert grow.added_share(0.001 * ratios, np.full((41, 4), 0.001), step=0.02).ratio == pytest.approx(1.00375)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_callback_is_measured_in_half_of_the_epochs() -> None:
+    class Burn(Callback):
+        """Computes for 50 ms at the first minibatch of an epoch."""
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int) -> None:
+            begin = time.thread_time()
+            while index == 0 and time.thread_time() < begin + 0.05:
+                pass
+
+    images = torch.randn(32, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    data = TaskData(*(Split(images, torch.zeros(32, dtype=torch.int64)) for _ in range(3)), classes=3)
+
+    times = grow.time_with_and_without(grow.make_network("none", data), Burn(), 4, data=data, batch=2)
+
+    with_callback, without = times
+    assert with_callback.shape == without.shape == (4, grow.MINIBATCHES)
+    added = grow.added_share(*times, step=0.05 / grow.MINIBATCHES)
+    assert added.low < 2.0 < added.high or added.ratio == pytest.approx(2.0, abs=0.3)
 
 
 def seed_row(**changes: object) -> worth.Row:

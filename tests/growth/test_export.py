@@ -225,6 +225,18 @@ def test_exported_weights_are_loaded_into_a_network_with_the_same_slots(tmp_path
     assert torch.equal(fresh(digits(5)), network(digits(5)))
 
 
+def test_exported_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it(tmp_path: Path) -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+
+    network, fresh = plain(), plain()
+    grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, "lora")
+    assert [result.target_layer for result in fold(network, vectors(4))] == ["2"]
+    export(network, vectors(4), tmp_path / "folded.pt", "state_dict")
+    fresh.load_state_dict(torch.load(tmp_path / "folded.pt", weights_only=True))
+    assert torch.equal(fresh(vectors(5)), network(vectors(5)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "inputs"),
