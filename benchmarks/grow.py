@@ -9,17 +9,16 @@ result: a narrow ResNet-18 on letters, trained for 20 epochs by an ordinary Ligh
     checkpoint of `fit --config configs/digits.yaml`.
 table: Markdown table of the kept results.
 cost: processor time of the training part of an epoch with Grow, relative to the same training without it, with empty
-    slots and with four seeds. One training has epochs with and without the callback in the order A B B A, so that both
-    have the same memory. What Grow adds does not depend on the size of a minibatch; the time is therefore also measured
-    with minibatches of two images, whose short steps are hardly disturbed by other work of the machine. --seeds
-    measures the arithmetic of seeds, too: two trainings that change places at every minibatch. All numbers are medians
-    with 95 % intervals by a bootstrap over epochs.
+    slots and with four seeds. One training has minibatches with and without the callback in the order A B B A, so that
+    both have the same memory. What Grow adds does not depend on the size of a minibatch; its time is therefore also
+    measured with minibatches of two images, whose short steps other work of the machine disturbs less. --seeds measures
+    the arithmetic of seeds, too: two trainings that change places at every minibatch. All numbers are medians with 95 %
+    intervals by a bootstrap over epochs.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
 """
 
 import argparse
-import math
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -372,93 +371,107 @@ def make_network(seeds: Seeds, data: TaskData) -> nn.Module:
 
 
 class Toggle(L.Callback):
-    """Stopwatch of a training with a callback in some epochs and without it in others, in the order A B B A.
+    """Stopwatch of a training with a callback in some minibatches and without it in others, in the order A B B A.
 
     It must be the first callback. Without the other one the optimizer has a single parameter group, as the user's has.
+    The last minibatch of an epoch and its validation always have the callback.
 
     Attributes:
-        seconds: Processor seconds of the minibatches of each epoch with the callback, and without it.
+        seconds: Processor seconds of the minibatches of each epoch.
     """
 
     def __init__(self, other: L.Callback) -> None:
         self.other = other
-        self.seconds: dict[bool, list[list[float]]] = {True: [], False: []}
+        self.seconds: list[list[float]] = []
+
+    def _switch(self, trainer: Any, place: int) -> None:
+        """Prepare the minibatch at a place of the epoch; the list of callbacks must not be in use for it yet."""
+        is_on = is_with_callback(trainer.current_epoch, place)
+        trainer.callbacks = [self, self.other] if is_on else [self]
+        trainer.strategy.optimizers = self.own_optimizers if is_on else self.plain_optimizers
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 0:
             self.own_optimizers, self.plain_optimizers = trainer.optimizers, pl_module.configure_optimizers()[0]
-        self.is_on = trainer.current_epoch % 4 in (0, 3)
-        trainer.callbacks = [self, self.other] if self.is_on else [self]
-        trainer.strategy.optimizers = self.own_optimizers if self.is_on else self.plain_optimizers
-        self.seconds[self.is_on].append([])
+        self.seconds.append([])
+        self._switch(trainer, 0)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx > 0:
             self._record()
         self.begin = time.thread_time()
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 < MINIBATCHES:
+            self._switch(trainer, batch_idx + 1)
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._record()
 
     def _record(self) -> None:
-        self.seconds[self.is_on][-1].append(time.thread_time() - self.begin)
+        self.seconds[-1].append(time.thread_time() - self.begin)
+
+
+def is_with_callback(epoch: int, place: int) -> bool:
+    """Return True if a minibatch has the callback: one of each pair, the other one in the next epoch.
+
+    Of the last pair it is always the second, because a callback may work at the end of an epoch.
+    """
+    pair, member = divmod(place, 2)
+    return member == 1 if pair == MINIBATCHES // 2 - 1 else (epoch + pair + member) % 2 == 0
 
 
 def time_with_and_without(
     network: nn.Module, callback: L.Callback, epochs: int, *, data: TaskData, batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return processor seconds of minibatches with a callback, and without it, each [epochs, MINIBATCHES].
+    """Return seconds of the minibatch with a callback and of the one without, [epochs, MINIBATCHES / 2] pairs each.
 
     Args:
         network: Network that is trained.
-        callback: Callback that takes part in half of the epochs.
-        epochs: Epochs of each kind.
+        callback: Callback that takes part in half of the minibatches.
+        epochs: Measured epochs.
         data: Images.
         batch: Images of a minibatch.
     """
-    toggle = Toggle(callback)
+    toggle, total = Toggle(callback), 4 + epochs  # the first four warm up
     trained = Split(*(part[: batch * MINIBATCHES] for part in data.train))
-    total = 4 + 2 * epochs  # the first four warm up
-    module = Classifier(network, total)
     trainer = make_trainer(total, [toggle, callback])
-    trainer.fit(module, loader(trained, is_training=True, batch=batch), loader(data.validation, is_training=False))
-    return np.array(toggle.seconds[True][2:]), np.array(toggle.seconds[False][2:])
+    trainer.fit(
+        Classifier(network, total),
+        loader(trained, is_training=True, batch=batch),
+        loader(Split(*(part[:16] for part in data.validation)), is_training=False),
+    )
+    seconds = np.array(toggle.seconds)
+    is_on = np.array([[is_with_callback(epoch, place) for place in range(MINIBATCHES)] for epoch in range(total)])
+    on, off = (seconds[chosen].reshape(total, -1)[4:] for chosen in (is_on, ~is_on))
+    return on, off
 
 
 class Cost(NamedTuple):
-    """Processor time of an epoch of one training over that of another one."""
+    """Processor time of an epoch of one training over that of another one, or time that is added to a minibatch."""
 
-    ratio: float
+    value: float
     low: float
     high: float
     """Interval by a bootstrap over epochs."""
 
 
-def ratio_of_epochs(ratios: np.ndarray) -> Cost:  # [epochs, minibatches of an epoch]
-    """Return the cost of an epoch from the ratios of paired minibatches.
+def cost_of_epoch(values: np.ndarray) -> Cost:  # [epochs, pairs]
+    """Return the mean over the minibatches of an epoch of what a callback adds to one.
 
-    The cost is the geometric mean over the places in an epoch of the median over epochs: what happens at the first or
-    last minibatch alone counts with its share, and a minibatch that was disturbed hardly counts.
+    What it does once at the beginning and once at the end of an epoch is in the first and the last pair, and counts for
+    one minibatch each; the pairs between stand for all others. Medians over epochs leave disturbed minibatches out.
+    Even and odd epochs are averaged, because the callback changes its place within a pair.
     """
-    return Cost(*(math.exp(value) for value in _interval(np.log(ratios))))
+    rng = np.random.default_rng(0)
 
+    def estimate(parts: list[np.ndarray]) -> float:
+        first, *others, last = np.mean([np.median(part, axis=0) for part in parts], axis=0)
+        return float((first + last + (MINIBATCHES - 2) * np.mean(others)) / MINIBATCHES)
 
-def added_share(with_callback: np.ndarray, without: np.ndarray, step: float) -> Cost:
-    """Return 1 + the time that a callback adds to a minibatch, over the time of a step.
-
-    Args:
-        with_callback: Seconds of the minibatches with the callback, [epochs, minibatches of an epoch].
-        without: The same without it.
-        step: Seconds of a step.
-    """
-    return Cost(*(1.0 + value / step for value in _interval(with_callback - without)))
-
-
-def _interval(values: np.ndarray) -> list[float]:  # [epochs, places] -> estimate, lower and upper bound
-    """Return the mean over places of the median over epochs, with its interval."""
-    rng, epochs = np.random.default_rng(0), len(values)
-    resampled = [np.median(values[rng.integers(epochs, size=epochs)], axis=0).mean() for _ in range(RESAMPLES)]
-    return [float(np.median(values, axis=0).mean()), *np.quantile(resampled, [0.025, 0.975]).tolist()]
+    parts = [values[::2], values[1::2]]
+    resampled = [estimate([part[rng.integers(len(part), size=len(part))] for part in parts]) for _ in range(RESAMPLES)]
+    return Cost(estimate(parts), *np.quantile(resampled, [0.025, 0.975]).tolist())
 
 
 def print_costs_of_grow(epochs: int, data: TaskData) -> None:
@@ -470,13 +483,14 @@ def print_costs_of_grow(epochs: int, data: TaskData) -> None:
             times.append(time_with_and_without(make_network(seeds, data), grow, repeats, data=data, batch=batch))
         (on, off), (small_on, small_off) = times
         step = float(np.median(off))
-        print_cost(f"Grow, seeds: {seeds}", ratio_of_epochs(on / off))
-        print_cost(f"the same, by steps of {SMALL_BATCH} images", added_share(small_on, small_off, step))
+        print_cost(f"Grow, seeds: {seeds}", cost_of_epoch(on / off))
+        added = cost_of_epoch(small_on - small_off)
+        print_cost(f"the same, by steps of {SMALL_BATCH} images", Cost(*(1.0 + value / step for value in added)))
         print(f"a step of {BATCH} images: {1e3 * step:.1f} ms, of {SMALL_BATCH}: {1e3 * np.median(small_off):.1f} ms")
 
 
 def print_cost(name: str, cost: Cost) -> None:
-    print(f"{name:34} {cost.ratio:.4f} ({cost.low:.4f} … {cost.high:.4f})", flush=True)
+    print(f"{name:34} {cost.value:.4f} ({cost.low:.4f} … {cost.high:.4f})", flush=True)
 
 
 def measure_arithmetic(pair: tuple[Seeds, Seeds], epochs: int, data: TaskData) -> Cost:
@@ -497,7 +511,9 @@ def measure_arithmetic(pair: tuple[Seeds, Seeds], epochs: int, data: TaskData) -
     for training in trained:
         training.result()  # raises what the training raised
     first, second = (np.array(turn.epochs[1 : 1 + epochs]) for turn in turns)  # the first epoch warms up
-    return ratio_of_epochs(second / first)
+    ratios, rng = second / first, np.random.default_rng(0)
+    resampled = [np.median(ratios[rng.integers(epochs, size=epochs)]) for _ in range(RESAMPLES)]
+    return Cost(float(np.median(ratios)), *np.quantile(resampled, [0.025, 0.975]).tolist())
 
 
 def train_in_turns(seeds: Seeds, turn: Turn, epochs: int, data: TaskData) -> None:

@@ -9,14 +9,14 @@ import time
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
@@ -368,36 +368,34 @@ def test_the_cost_of_growing_compares_networks_that_compute_the_same() -> None:
 
 
 def test_the_cost_of_an_epoch_counts_each_minibatch_with_its_share_and_ignores_disturbed_ones() -> None:
-    ratios = np.ones((41, 4))
-    ratios[:, -1] = 1.2
-    assert grow.ratio_of_epochs(ratios) == pytest.approx((1.2**0.25,) * 3), "the last of four minibatches costs more"
-    ratios[:10, 1] = 9.0
-    assert grow.ratio_of_epochs(ratios) == pytest.approx((1.2**0.25,) * 3)
-    ratios[:21, 1] = 1.1
-    cost = grow.ratio_of_epochs(ratios)
-    assert (cost.low, cost.high) == pytest.approx((1.2**0.25, (1.2 * 1.1) ** 0.25))
-    assert grow.added_share(0.001 * ratios, np.full((41, 4), 0.001), step=0.02).ratio == pytest.approx(1.00375)
+    pairs = grow.MINIBATCHES // 2
+    ratios = np.full((40, pairs), 1.01)
+    ratios[:, 0], ratios[:, -1] = 1.05, 1.09
+    expected = (14 * 1.01 + 1.05 + 1.09) / 16
+    assert grow.cost_of_epoch(ratios) == pytest.approx((expected,) * 3)
+    ratios[:12, 3] = 9.0
+    assert grow.cost_of_epoch(ratios)[0] == pytest.approx(expected)
+    ratios[::2, 3] = 1.01 + 0.06
+    assert grow.cost_of_epoch(ratios)[0] == pytest.approx(expected + 14 * 0.03 / 16 / (pairs - 2)), "even epochs alone"
 
 
 @pytest.mark.slow
-def test_the_time_of_a_callback_is_measured_in_half_of_the_epochs() -> None:
+def test_a_callback_takes_part_in_one_minibatch_of_each_pair_and_its_time_is_measured() -> None:
     class Burn(Callback):
-        """Computes for 50 ms at the first minibatch of an epoch."""
+        """Computes for 50 ms before each minibatch."""
 
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int) -> None:
+        def on_train_batch_start(self, *_: object) -> None:
             begin = time.thread_time()
-            while index == 0 and time.thread_time() < begin + 0.05:
+            while time.thread_time() < begin + 0.05:
                 pass
 
     images = torch.randn(32, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     data = TaskData(*(Split(images, torch.zeros(32, dtype=torch.int64)) for _ in range(3)), classes=3)
 
-    times = grow.time_with_and_without(grow.make_network("none", data), Burn(), 4, data=data, batch=2)
+    on, off = grow.time_with_and_without(grow.make_network("none", data), Burn(), 4, data=data, batch=2)
 
-    with_callback, without = times
-    assert with_callback.shape == without.shape == (4, grow.MINIBATCHES)
-    added = grow.added_share(*times, step=0.05 / grow.MINIBATCHES)
-    assert added.low < 2.0 < added.high or added.ratio == pytest.approx(2.0, abs=0.3)
+    assert on.shape == off.shape == (4, grow.MINIBATCHES // 2)
+    assert float(np.median(on - off)) == pytest.approx(0.05, abs=0.01)
 
 
 def seed_row(**changes: object) -> worth.Row:

@@ -260,6 +260,41 @@ def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_t
         torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
 
 
+class Decomposes(nn.Module):
+    """Network with an operation that ONNX has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(x.flatten(2))
+
+
+@pytest.mark.slow
+def test_an_operation_that_onnx_has_not_is_named_in_one_line(tmp_path: Path) -> None:
+    for package in ONNX_PACKAGES:
+        pytest.importorskip(package)
+    with pytest.raises(ValueError, match=r"^the network cannot be exported: DispatchError: .*svd") as refusal:
+        export(Decomposes(), digits(2), tmp_path / "grown.onnx", "onnx")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "inputs", "layout"), [(cnn, digits, "image"), (gpt, tokens, "sequence"), (mlp, vectors, "vector")]
+)
+def test_every_seed_is_exported_to_onnx(
+    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], layout: str, tmp_path: Path
+) -> None:
+    """The export itself compares the outputs."""
+    for package in ONNX_PACKAGES:
+        pytest.importorskip(package)
+    names = blueprint_names(layout, CPU)
+    for part in (names[i : i + 3] for i in range(0, len(names), 3)):
+        network = build()
+        for slot, blueprint, style in zip(slots_of(network).values(), part, STYLES, strict=False):
+            grow(slot, Stage.FOSSILIZED, blueprint, HALF, style=style)
+        assert export(network, inputs(3), tmp_path / "grown.onnx", "onnx") < 1e-5
+
+
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
     with pytest.raises(ValueError, match=r"^to onnx: packages are missing; install them: pip install onnxscript$"):
