@@ -2,16 +2,18 @@
 
     python -m benchmarks.grow result --policy runs/digits/version_0/checkpoints/best.ckpt  # 15 runs, 20 minutes
     python -m benchmarks.grow table
-    python -m benchmarks.grow cost                                                         # about five minutes
+    python -m benchmarks.grow cost                                                         # about ten minutes
 
 result: a narrow ResNet-18 on letters, trained for 20 epochs by an ordinary LightningModule: as it is; grown by the
     default rule, by a schedule and by a policy; and with the schedule's seeds built in from the start. The policy is a
     checkpoint of `fit --config configs/digits.yaml`.
 table: Markdown table of the kept results.
-cost: processor time of the training part of an epoch with Grow, relative to the same network without it, with empty
-    slots and with four seeds; and the same for the arithmetic of seeds. Trainings take turns at every minibatch; the
-    numbers are medians and quartiles over epochs. The time of Grow's hooks alone, over that of the rest, hardly depends
-    on what else the machine does.
+cost: processor time of the training part of an epoch with Grow, relative to the same training without it, with empty
+    slots and with four seeds. One training has minibatches with and without the callback in the order A B B A, so that
+    both have the same memory. What Grow adds does not depend on the size of a minibatch; its time is therefore also
+    measured with minibatches of two images, whose short steps other work of the machine disturbs less. --seeds measures
+    the arithmetic of seeds, too: two trainings that change places at every minibatch. All numbers are medians with 95 %
+    intervals by a bootstrap over epochs.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
 """
@@ -19,15 +21,15 @@ Results are rows of a CSV file. Rows that it has got are not measured again.
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean
 from threading import Semaphore
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,8 +146,8 @@ class Row(NamedTuple):
     unfinished: str  # the same of seeds that were neither kept nor removed by the end
 
 
-def loader(split: Split, *, is_training: bool) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*split), BATCH if is_training else 250, shuffle=is_training, drop_last=is_training)
+def loader(split: Split, *, is_training: bool, batch: int = BATCH) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*split), batch if is_training else 250, shuffle=is_training, drop_last=is_training)
 
 
 def make_trainer(epochs: int, callbacks: list[L.Callback]) -> L.Trainer:
@@ -278,95 +280,83 @@ class Wait:
 
 
 class Turn(L.Callback):
-    """Stopwatch of a training in a thread of its own, which hands over to the next training at every minibatch.
-
-    It must be the first callback: decisions and the work after a minibatch are then measured.
+    """Stopwatch of a training in a thread of its own, which pauses before every minibatch until it may go on.
 
     Attributes:
-        own: Released when it is this training's turn.
-        following: Turn of the next training.
-        epochs: Processor seconds of each epoch's training.
-        hook_shares: Those of the hooks of Grow in each epoch, over the rest.
+        epochs: Processor seconds of the minibatches of each epoch.
     """
 
-    def __init__(self, own: Semaphore, following: Semaphore) -> None:
-        self.own, self.following = own, following
-        self.epochs: list[float] = []
-        self.hook_shares: list[float] = []
-        self.seconds, self.hook_seconds, self.begin = 0.0, 0.0, 0.0
+    def __init__(self) -> None:
+        self.epochs: list[list[float]] = [[]]
+        self._may_go, self._has_paused = Semaphore(0), Semaphore(0)
+        self._begin, self._is_over = 0.0, False
 
-    def time_hooks(self, callback: L.Callback) -> None:
-        """Measure the hooks of a callback."""
-        for name in TIMED_HOOKS:
-            setattr(callback, name, self._timed(getattr(callback, name)))
-
-    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            begin = time.thread_time()
-            hook(*args)
-            self.hook_seconds += time.thread_time() - begin
-
-        return run
+    def play(self) -> None:
+        """Let the training go on until it pauses again, and wait for that. Does nothing once it is over."""
+        if not self._is_over:
+            self._may_go.release()
+            self._has_paused.acquire()
 
     def wait(self) -> None:
-        """Wait for this training's turn. Raises TimeoutError if another training has failed."""
-        if not self.own.acquire(timeout=PATIENCE):
-            raise TimeoutError("no turn has come; another training has failed")
+        """Wait until this training may go on. Raises TimeoutError if the program was interrupted."""
+        if not self._may_go.acquire(timeout=PATIENCE):
+            raise TimeoutError("no turn has come; the program was interrupted")
+
+    def end(self) -> None:
+        """Tell that the training is over."""
+        self._is_over = True
+        self._has_paused.release()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx > 0:
-            self.seconds += time.thread_time() - self.begin
-        self.following.release()
+            self._record()
+        self._has_paused.release()
         self.wait()
-        self.begin = time.thread_time()
+        self._begin = time.thread_time()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.epochs.append(self.seconds + time.thread_time() - self.begin)
-        self.hook_shares.append(self.hook_seconds / (self.epochs[-1] - self.hook_seconds))
-        self.seconds, self.hook_seconds = 0.0, 0.0
+        self._record()
+        self.epochs.append([])
 
+    def _record(self) -> None:
+        self.epochs[-1].append(time.thread_time() - self._begin)
 
-TIMED_HOOKS = ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-"""Hooks of Grow in a training step."""
 
 PATIENCE = 600.0
 """Seconds for which a training waits for its turn."""
 
+RESAMPLES = 2000
+"""Resamples of the bootstrap of a cost."""
+
 COST_SLOTS = ("layer1", "layer2", "layer3", "layer4")
 
 
-class Subject(NamedTuple):
-    """A network whose training is timed."""
+Seeds = Literal["none", "plain modules", "probationary", "fossilized"]
+"""Seeds of a network whose training is timed."""
 
-    seeds: Literal["none", "plain modules", "probationary", "fossilized"]
-    with_grow: bool = False
+WITH_GROW: tuple[Seeds, ...] = ("none", "probationary", "fossilized")
+"""Networks whose training is timed with and without Grow."""
 
-
-PLAIN = Subject("none")
-PLAIN_MODULES = Subject("plain modules")
-PROBATIONARY = Subject("probationary")
-FOSSILIZED = Subject("fossilized")
-
-COSTS = {
-    "Grow, empty slots": (PLAIN, PLAIN._replace(with_grow=True)),
-    "Grow, four probationary seeds": (PROBATIONARY, PROBATIONARY._replace(with_grow=True)),
-    "Grow, four fossilized seeds": (FOSSILIZED, FOSSILIZED._replace(with_grow=True)),
-    "four layers as plain modules": (PLAIN, PLAIN_MODULES),
-    "the same as probationary seeds": (PLAIN_MODULES, PROBATIONARY),
-    "the same as fossilized seeds": (PLAIN_MODULES, FOSSILIZED),
+ARITHMETIC: dict[str, tuple[Seeds, Seeds]] = {
+    "four layers as plain modules": ("none", "plain modules"),
+    "the same as probationary seeds": ("plain modules", "probationary"),
+    "the same as fossilized seeds": ("plain modules", "fossilized"),
 }
-"""Trainings that are compared, the cheaper one first: costs of Grow, and of the arithmetic of seeds without it."""
+"""Trainings without Grow that are compared, the cheaper one first."""
+
+MINIBATCHES, SMALL_BATCH = 16, 2
+"""Minibatches of an epoch whose cost is measured, and images of a small one."""
 
 
-def make_subject(subject: Subject, data: TaskData) -> tuple[nn.Module, list[L.Callback]]:
-    """Return a network for the measurement of cost, and the callbacks of its trainer."""
+def make_network(seeds: Seeds, data: TaskData) -> nn.Module:
+    """Return a network for the measurement of cost."""
     torch.manual_seed(0)
     network = ResNet18(data.classes)
-    if subject.seeds == "plain modules":
+    if seeds == "plain modules":
         build_in(network, list(COST_SLOTS), 0)
-    elif subject.seeds != "none":
+    elif seeds != "none":
         attach_slots(network, COST_SLOTS, data.train.inputs[:2])
         growing = GrowingNetwork(network, torch.optim.AdamW(network.parameters()), horizon=1)
         for name, slot in growing.slots.items():
@@ -375,52 +365,166 @@ def make_subject(subject: Subject, data: TaskData) -> tuple[nn.Module, list[L.Ca
             for stage in (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY):
                 slot.move_to(stage)
             slot.alpha.fill_(1.0)
-            if subject.seeds == "fossilized":
+            if seeds == "fossilized":
                 slot.move_to(Stage.FOSSILIZED)
-    grow = Grow(COST_SLOTS, decider=Wait(), lifecycle=LifecycleConfig(auto_cull=False))
-    return network, [grow] if subject.with_grow else []
+    return network
 
 
-def measure_cost(epochs: int, images: int) -> None:
-    """Print processor times of the training part of epochs, relative to another training beside it."""
-    data = Glyphs(train=images, validation=250, test=1).load()
-    subjects = list(dict.fromkeys(subject for pair in COSTS.values() for subject in pair))
-    turns = [Semaphore(0) for _ in subjects]
-    stopwatches = [Turn(own, following) for own, following in zip(turns, turns[1:] + turns[:1], strict=True)]
-    with ThreadPoolExecutor(len(subjects)) as threads:
-        trained = [
-            threads.submit(train_in_turns, *pair, epochs, data) for pair in zip(subjects, stopwatches, strict=True)
-        ]
-        turns[0].release()
+class Toggle(L.Callback):
+    """Stopwatch of a training with a callback in some minibatches and without it in others, in the order A B B A.
+
+    It must be the first callback. Without the other one the optimizer has a single parameter group, as the user's has.
+    The last minibatch of an epoch and its validation always have the callback.
+
+    Attributes:
+        seconds: Processor seconds of the minibatches of each epoch.
+    """
+
+    def __init__(self, other: L.Callback) -> None:
+        self.other = other
+        self.seconds: list[list[float]] = []
+
+    def _switch(self, trainer: Any, place: int) -> None:
+        """Prepare the minibatch at a place of the epoch; the list of callbacks must not be in use for it yet."""
+        is_on = is_with_callback(trainer.current_epoch, place)
+        trainer.callbacks = [self, self.other] if is_on else [self]
+        trainer.strategy.optimizers = self.own_optimizers if is_on else self.plain_optimizers
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            self.own_optimizers, self.plain_optimizers = trainer.optimizers, pl_module.configure_optimizers()[0]
+        self.seconds.append([])
+        self._switch(trainer, 0)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 0:
+            self._record()
+        self.begin = time.thread_time()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 < MINIBATCHES:
+            self._switch(trainer, batch_idx + 1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._record()
+
+    def _record(self) -> None:
+        self.seconds[-1].append(time.thread_time() - self.begin)
+
+
+def is_with_callback(epoch: int, place: int) -> bool:
+    """Return True if a minibatch has the callback: one of each pair, the other one in the next epoch.
+
+    Of the last pair it is always the second, because a callback may work at the end of an epoch.
+    """
+    pair, member = divmod(place, 2)
+    return member == 1 if pair == MINIBATCHES // 2 - 1 else (epoch + pair + member) % 2 == 0
+
+
+def time_with_and_without(
+    network: nn.Module, callback: L.Callback, epochs: int, *, data: TaskData, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds of the minibatch with a callback and of the one without, [epochs, MINIBATCHES / 2] pairs each.
+
+    Args:
+        network: Network that is trained.
+        callback: Callback that takes part in half of the minibatches.
+        epochs: Measured epochs.
+        data: Images.
+        batch: Images of a minibatch.
+    """
+    toggle, total = Toggle(callback), 4 + epochs  # the first four warm up
+    trained = Split(*(part[: batch * MINIBATCHES] for part in data.train))
+    trainer = make_trainer(total, [toggle, callback])
+    trainer.fit(
+        Classifier(network, total),
+        loader(trained, is_training=True, batch=batch),
+        loader(Split(*(part[:16] for part in data.validation)), is_training=False),
+    )
+    seconds = np.array(toggle.seconds)
+    is_on = np.array([[is_with_callback(epoch, place) for place in range(MINIBATCHES)] for epoch in range(total)])
+    on, off = (seconds[chosen].reshape(total, -1)[4:] for chosen in (is_on, ~is_on))
+    return on, off
+
+
+class Cost(NamedTuple):
+    """Processor time of an epoch of one training over that of another one, or time that is added to a minibatch."""
+
+    value: float
+    low: float
+    high: float
+    """Interval by a bootstrap over epochs."""
+
+
+def cost_of_epoch(values: np.ndarray) -> Cost:  # [epochs, pairs]
+    """Return the mean over the minibatches of an epoch of what a callback adds to one.
+
+    What it does once at the beginning and once at the end of an epoch is in the first and the last pair, and counts for
+    one minibatch each; the pairs between stand for all others. Medians over epochs leave disturbed minibatches out.
+    Even and odd epochs are averaged, because the callback changes its place within a pair.
+    """
+    rng = np.random.default_rng(0)
+
+    def estimate(parts: list[np.ndarray]) -> float:
+        first, *others, last = np.mean([np.median(part, axis=0) for part in parts], axis=0)
+        return float((first + last + (MINIBATCHES - 2) * np.mean(others)) / MINIBATCHES)
+
+    parts = [values[::2], values[1::2]]
+    resampled = [estimate([part[rng.integers(len(part), size=len(part))] for part in parts]) for _ in range(RESAMPLES)]
+    return Cost(estimate(parts), *np.quantile(resampled, [0.025, 0.975]).tolist())
+
+
+def print_costs_of_grow(epochs: int, data: TaskData) -> None:
+    """Measure and print what Grow costs."""
+    for seeds in WITH_GROW:
+        times = []
+        for batch, repeats in ((BATCH, epochs), (SMALL_BATCH, 4 * epochs)):
+            grow = Grow(COST_SLOTS, decider=Wait(), lifecycle=LifecycleConfig(auto_cull=False))
+            times.append(time_with_and_without(make_network(seeds, data), grow, repeats, data=data, batch=batch))
+        (on, off), (small_on, small_off) = times
+        step = float(np.median(off))
+        print_cost(f"Grow, seeds: {seeds}", cost_of_epoch(on / off))
+        added = cost_of_epoch(small_on - small_off)
+        print_cost(f"the same, by steps of {SMALL_BATCH} images", Cost(*(1.0 + value / step for value in added)))
+        print(f"a step of {BATCH} images: {1e3 * step:.1f} ms, of {SMALL_BATCH}: {1e3 * np.median(small_off):.1f} ms")
+
+
+def print_cost(name: str, cost: Cost) -> None:
+    print(f"{name:34} {cost.value:.4f} ({cost.low:.4f} … {cost.high:.4f})", flush=True)
+
+
+def measure_arithmetic(pair: tuple[Seeds, Seeds], epochs: int, data: TaskData) -> Cost:
+    """Return the cost of the training of the second network of a pair over that of the first one, without Grow.
+
+    Both run in this process and change places at every minibatch, in the order A B B A; each minibatch is paired with
+    the one that has the same place in the same epoch.
+    """
+    turns = (Turn(), Turn())
+    with ThreadPoolExecutor(2) as threads:
+        trained = [threads.submit(train_in_turns, *each, epochs, data) for each in zip(pair, turns, strict=True)]
+        for turn in turns:
+            turn.play()  # until the first minibatch
+        batches = len(data.train.inputs) // BATCH
+        for epoch, place in product(range(1 + epochs), range(batches)):
+            for turn in turns if (epoch + place) % 2 == 0 else reversed(turns):
+                turn.play()
     for training in trained:
         training.result()  # raises what the training raised
-    seconds = dict(zip(subjects, (stopwatch.epochs[1:] for stopwatch in stopwatches), strict=True))
-    rows = {
-        name: [a / b for a, b in zip(seconds[grown], seconds[without], strict=True)]
-        for name, (without, grown) in COSTS.items()
-    }
-    rows |= {
-        f"hooks alone, seeds: {subject.seeds}": stopwatch.hook_shares[1:]
-        for subject, stopwatch in zip(subjects, stopwatches, strict=True)
-        if subject.with_grow
-    }
-    for name, values in rows.items():
-        low, _, high = quantiles(values)
-        print(f"{name:34} {median(values):.4f} ({low:.4f} … {high:.4f})", flush=True)
+    first, second = (np.array(turn.epochs[1 : 1 + epochs]) for turn in turns)  # the first epoch warms up
+    ratios, rng = second / first, np.random.default_rng(0)
+    resampled = [np.median(ratios[rng.integers(epochs, size=epochs)]) for _ in range(RESAMPLES)]
+    return Cost(float(np.median(ratios)), *np.quantile(resampled, [0.025, 0.975]).tolist())
 
 
-def train_in_turns(subject: Subject, turn: Turn, epochs: int, data: TaskData) -> None:
+def train_in_turns(seeds: Seeds, turn: Turn, epochs: int, data: TaskData) -> None:
     """Train a network for an epoch that warms up, and some that are measured."""
     turn.wait()
     try:
-        network, callbacks = make_subject(subject, data)
-        for callback in callbacks:
-            turn.time_hooks(callback)
-        trainer = make_trainer(1 + epochs, [turn, *callbacks])
-        module = Classifier(network, 1 + epochs)
+        trainer = make_trainer(1 + epochs, [turn])
+        module = Classifier(make_network(seeds, data), 1 + epochs)
         trainer.fit(module, loader(data.train, is_training=True), loader(data.validation, is_training=False))
     finally:
-        turn.following.release()
+        turn.end()
 
 
 def main() -> None:
@@ -433,8 +537,8 @@ def main() -> None:
     measured.add_argument("--images", type=int, default=4000, help="training images")
     commands.add_parser("table").add_argument("--csv", type=Path, default=RESULTS)
     cost = commands.add_parser("cost")
-    cost.add_argument("--epochs", type=int, default=16)
-    cost.add_argument("--images", type=int, default=2048, help="training images")
+    cost.add_argument("--epochs", type=int, default=40, help="measured epochs of each kind")
+    cost.add_argument("--seeds", action="store_true", help="measure the arithmetic of seeds, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "result":
@@ -442,7 +546,10 @@ def main() -> None:
     elif args.command == "table":
         print("\n".join(table(read_rows(args.csv, Row))))
     else:
-        measure_cost(args.epochs, args.images)
+        data = Glyphs(train=BATCH * MINIBATCHES, validation=62, test=1).load()
+        print_costs_of_grow(args.epochs, data)
+        for name, pair in ARITHMETIC.items() if args.seeds else ():
+            print_cost(name, measure_arithmetic(pair, args.epochs, data))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from esper_lightning.envs import Overseer
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.report import make_tables
-from esper_lightning.evaluation.run import publish
+from esper_lightning.evaluation.run import announce_replacement, publish
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule, run_identity
@@ -167,6 +167,8 @@ def evaluate(
         policies = [TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)]
     for path, checkpoint in checkpoints.items():
         policies = load_policies(TamiyoModule.from_checkpoint(checkpoint), data, {path: checkpoint})
+    if folder is not None:
+        announce_replacement(Path(folder))
     data.oversee(None if governor is None else Overseer(governor))
     try:
         result = comparison.run(data, policies, {})

@@ -5,15 +5,18 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from lightning import Callback
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
@@ -358,13 +361,41 @@ def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() ->
 def test_the_cost_of_growing_compares_networks_that_compute_the_same() -> None:
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     data = TaskData(*(Split(images, torch.zeros(4, dtype=torch.int64)) for _ in range(3)), classes=3)
-    subjects = {subject for pair in grow.COSTS.values() for subject in pair}
-    networks = {subject: grow.make_subject(subject, data)[0].eval() for subject in subjects}
+    plain, *with_seeds = (grow.make_network(seeds, data).eval() for seeds in get_args(grow.Seeds))
 
-    for seeds in ("plain modules", "probationary", "fossilized"):
-        with_seeds = [network for subject, network in networks.items() if subject.seeds == seeds]
-        assert all(count_parameters(n) == count_parameters(networks[grow.PLAIN_MODULES]) for n in with_seeds)
-        assert all(torch.equal(n(images), networks[grow.PLAIN](images)) for n in with_seeds), "seeds are identities"
+    assert len({count_parameters(network) for network in with_seeds}) == 1
+    assert all(torch.equal(network(images), plain(images)) for network in with_seeds), "seeds are identities"
+
+
+def test_the_cost_of_an_epoch_counts_each_minibatch_with_its_share_and_ignores_disturbed_ones() -> None:
+    pairs = grow.MINIBATCHES // 2
+    ratios = np.full((40, pairs), 1.01)
+    ratios[:, 0], ratios[:, -1] = 1.05, 1.09
+    expected = (14 * 1.01 + 1.05 + 1.09) / 16
+    assert grow.cost_of_epoch(ratios) == pytest.approx((expected,) * 3)
+    ratios[:12, 3] = 9.0
+    assert grow.cost_of_epoch(ratios)[0] == pytest.approx(expected)
+    ratios[::2, 3] = 1.01 + 0.06
+    assert grow.cost_of_epoch(ratios)[0] == pytest.approx(expected + 14 * 0.03 / 16 / (pairs - 2)), "even epochs alone"
+
+
+@pytest.mark.slow
+def test_a_callback_takes_part_in_one_minibatch_of_each_pair_and_its_time_is_measured() -> None:
+    class Burn(Callback):
+        """Computes for 50 ms before each minibatch."""
+
+        def on_train_batch_start(self, *_: object) -> None:
+            begin = time.thread_time()
+            while time.thread_time() < begin + 0.05:
+                pass
+
+    images = torch.randn(32, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    data = TaskData(*(Split(images, torch.zeros(32, dtype=torch.int64)) for _ in range(3)), classes=3)
+
+    on, off = grow.time_with_and_without(grow.make_network("none", data), Burn(), 4, data=data, batch=2)
+
+    assert on.shape == off.shape == (4, grow.MINIBATCHES // 2)
+    assert float(np.median(on - off)) == pytest.approx(0.05, abs=0.01)
 
 
 def seed_row(**changes: object) -> worth.Row:

@@ -14,7 +14,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
+from esper_lightning.callbacks.grow.deciders import (
+    Decider,
+    decider_name,
+    decider_state,
+    make_decider,
+    resume_decider,
+)
 from esper_lightning.callbacks.grow.fitting import (
     average_gradients,
     count_ticks,
@@ -48,7 +54,7 @@ from esper_lightning.growth.nested import ExampleInput, call_network, iter_tenso
 from esper_lightning.growth.schedules import follow
 from esper_lightning.rewards import ObjectiveConfig
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4
@@ -115,7 +121,9 @@ class Grow(Callback):
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         for name, given, kind in (("lifecycle", lifecycle, LifecycleConfig), ("actions", actions, ActionConfig)):
             if not isinstance(given, kind):
-                raise ValueError(f"Grow: {name} must be {kind.__name__}(…), got {type(given).__name__}; make one")
+                raise ValueError(
+                    f"Grow: {name} must be esper_lightning.{kind.__name__}(…), got {type(given).__name__}; make one"
+                )
         if mode not in ("max", "min"):
             raise ValueError(f"Grow: mode must be 'max' or 'min', got {mode!r}")
         if score is not None and mode == "min":
@@ -133,6 +141,7 @@ class Grow(Callback):
             blueprints = [blueprints]
         self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
         self.decider = make_decider(decider)
+        self.decider_name = decider_name(decider)
         self.meter = Meter(monitor, score)
         self.scale = Scale(monitor, mode)
         self.loss = loss
@@ -198,6 +207,7 @@ class Grow(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
         self.network_name, self.network = find_network(pl_module, self.network_name, self.slot_names)
+        self._own_slots = frozenset([*slots_of(self.network), *self.slot_names])
         load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
@@ -321,8 +331,11 @@ class Grow(Callback):
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
         if state["format"] != STATE_FORMAT:
-            raise ValueError(f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}")
-        slots = list(slots_of(self.network))
+            raise ValueError(
+                f"Grow: the checkpoint is of format {state['format']}, this version reads {STATE_FORMAT}; continue it "
+                f"with the version that wrote it, or train anew"
+            )
+        slots = [name for name in slots_of(self.network) if name in self._own_slots]
         slots += [name for name in self.slot_names if name not in slots]
         if state["slots"] != slots:
             raise ValueError(f"Grow: the checkpoint is of slots {state['slots']}, the run of {slots}; name the same")
@@ -338,7 +351,7 @@ class Grow(Callback):
         pool.subject.load_record_state(state["record"])
         pool.subject.growing.load_measurement_state(state)
         pool.update()
-        resume_decider(self.decider, pool, state["decider"])
+        resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
         self.validations = state["validations"]
         self._pending = None if state["pending"] is None else Measured(*state["pending"])
         self._gradients = state["gradients"]
@@ -475,7 +488,7 @@ class Grow(Callback):
             "growable": pool.growable.tolist(),
             "record": pool.subject.record_state(),
             **pool.subject.growing.measurement_state(),
-            "decider": decider_state(self.decider),
+            "decider": decider_state(self.decider, self.decider_name),
             "validations": self.validations,
             "pending": None if self._pending is None else list(self._pending),
             "gradients": None if self._gradients is None else self._gradients.cpu(),

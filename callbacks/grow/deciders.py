@@ -46,18 +46,24 @@ def make_decider(decider: str | Decider) -> Decider:
     return make_controller(decider)
 
 
-def decider_state(decider: Decider) -> dict[str, Any]:
-    """Return the kind of a decider, and its state: None if it has none."""
+def decider_name(decider: str | Decider) -> str:
+    """Return a decider in the words of the user: a name or a file, or the class of an object."""
+    return decider if isinstance(decider, str) else type(decider).__name__
+
+
+def decider_state(decider: Decider, name: str) -> dict[str, Any]:
+    """Return the class and the name of a decider, and its state: None if it has none."""
     state_dict = getattr(decider, "state_dict", None)
-    return {"kind": type(decider).__name__, "state": None if state_dict is None else state_dict()}
+    return {"class": type(decider).__name__, "name": name, "state": None if state_dict is None else state_dict()}
 
 
-def resume_decider(decider: Decider, pool: SinglePool, saved: dict[str, Any]) -> None:
+def resume_decider(decider: Decider, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
     """Let a decider continue from what `decider_state` returned. Raises ValueError if it cannot."""
-    kind = type(decider).__name__
-    if saved["kind"] != kind:
-        raise ValueError(f"Grow: {saved['kind']} decided in the checkpoint, and now {kind}; give the same decider")
+    if saved["class"] != type(decider).__name__:
+        raise ValueError(
+            f"Grow: the checkpoint is of decider: {saved['name']}, the run of decider: {name}; give the same"
+        )
     if saved["state"] is None:
-        raise ValueError(f"Grow: {kind} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
+        raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
     load_state_dict: Any = getattr(decider, "load_state_dict")  # noqa: B009 not every decider has it
     load_state_dict(pool, saved["state"])

@@ -359,8 +359,8 @@ class Comparison:
                 name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
             learned.schedules[name] = common
             learned.notes.append(
-                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; there are "
-                f"{len(set(schedules))} different ones"
+                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; "
+                f"different schedules: {len(set(schedules))}"
             )
             entries[TAMIYO].outcomes.append(outcome)
             others = {

@@ -23,6 +23,9 @@ from esper_lightning.telemetry.events import replace_non_finite
 COLUMNS = ("accuracy", "loss", "parameters", "objective", "flops", "ticks", "fossils", "rollbacks")
 """Columns of an outcome, with one number per host."""
 
+RESULTS_FILE = "evaluation.csv"
+"""File with one row per host and controller."""
+
 INTERVAL_METHOD = (
     f"{100 * statistics.CONFIDENCE:g} % percentile bootstrap, {statistics.RESAMPLES} resamples, "
     f"seed {statistics.RNG_SEED}: of hosts, and where there are several training seeds of training seeds and of hosts"
@@ -147,7 +150,7 @@ def write_report(result: ComparisonResult, folder: Path, record: Mapping[str, An
     found schedule has its own file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / "evaluation.csv", host_rows(result))
+    write_csv(folder / RESULTS_FILE, host_rows(result))
     write_csv(folder / "test_metrics.csv", metric_rows(result))
     write_json(folder / "evaluation.json", summary(result, record))
     for name, schedule in result.schedules.items():

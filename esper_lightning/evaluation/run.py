@@ -11,7 +11,7 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.figures import write_figures
 from esper_lightning.evaluation.networks import save_best
-from esper_lightning.evaluation.report import credit_table, make_tables, write_credits, write_report
+from esper_lightning.evaluation.report import RESULTS_FILE, credit_table, make_tables, write_credits, write_report
 
 EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png|seeds\.csv")
 """Pattern of the names of files that not every comparison writes."""
@@ -48,9 +48,17 @@ def run_comparison(
         several = len(data.pools) > 1
         if several:
             print_status(f"hosts of {task}")
+        own_folder = folder / task if several else folder
+        announce_replacement(own_folder)
         results[task] = result = comparison.run(data, policies, rivals, task=task, save_networks=save_networks)
-        publish(comparison, result, pool.space.slot, folder=folder / task if several else folder, record=record)
+        publish(comparison, result, pool.space.slot, folder=own_folder, record=record)
     return results
+
+
+def announce_replacement(folder: Path) -> None:
+    """Print a line if the folder holds the results of an earlier comparison."""
+    if (folder / RESULTS_FILE).is_file():
+        print_status(f"this comparison will replace the earlier one in {folder}")
 
 
 def remove_earlier(folder: Path) -> None:
@@ -88,7 +96,7 @@ def publish(
         no_seeds = "tamiyo fossilized no seed on the analysed hosts"
         console.print(credit_table(result.credits, comparison.credit) if result.credits else no_seeds)
     networks = save_best(result.networks, folder / NETWORKS_FOLDER)
-    names = ", ".join(["evaluation.csv", "test_metrics.csv", "evaluation.json", *(path.name for path in figures)])
+    names = ", ".join([RESULTS_FILE, "test_metrics.csv", "evaluation.json", *(path.name for path in figures)])
     if networks:
         names += f"; the best grown hosts: {NETWORKS_FOLDER}/1" + (f" to {len(networks)}" if networks[1:] else "")
     console.print(f"written to {folder}: {names}", soft_wrap=True)

@@ -48,9 +48,7 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
     if to not in get_args(Format):
         raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
     if to == "onnx" and (missing := [name for name in ONNX_PACKAGES if find_spec(name) is None]):
-        raise ValueError(
-            f"to onnx: {' and '.join(missing)} cannot be imported; install the extra: pip install esper-lightning[onnx]"
-        )
+        raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
     path, network, inputs = Path(path), deepcopy(network).cpu().eval(), inputs.cpu()
@@ -78,7 +76,7 @@ def export_program(network: nn.Module, inputs: Tensor) -> torch.export.ExportedP
     try:
         return torch.export.export(network, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except EXPORT_ERRORS as error:
-        raise ValueError(f"the network cannot be exported: {type(error).__name__}: {_first_line(error)}") from error
+        raise _not_exported(error) from error
 
 
 def _write_pt2(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
@@ -89,7 +87,11 @@ def _write_pt2(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tens
 
 
 def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    program = torch.onnx.export(export_program(network, inputs), dynamo=True, verbose=False)
+    exported = export_program(network, inputs)
+    try:
+        program = torch.onnx.export(exported, dynamo=True, verbose=False)
+    except EXPORT_ERRORS as error:  # an operation without a form in ONNX, which the first cause names
+        raise _not_exported(_first_cause(error)) from error
     assert program is not None, "dynamo=True returns one"
     path.write_bytes(program.model_proto.SerializeToString())
     session = import_module("onnxruntime").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
@@ -127,5 +129,12 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return list(iter_tensors(outputs))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _not_exported(error: BaseException) -> ValueError:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return ValueError(f"the network cannot be exported: {type(error).__name__}: {first_line}")

@@ -2,6 +2,7 @@
 
 import json
 import reprlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -128,9 +129,20 @@ def _expected_shapes(network: nn.Module, structure: list[Any]) -> dict[str, torc
 
 def _check_shapes(expected: dict[str, torch.Size | None], found: dict[str, torch.Size], path: Path) -> None:
     if found != expected:
-        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        first = reprlib.repr(differing[0])
-        raise ValueError(f"{path} is of another network: {first} and {len(differing) - 1} more do not fit")
+        differing = [name for name in expected | found if _shape_of(found, name) != _shape_of(expected, name)]
+        first, more = differing[0], len(differing) - 1
+        raise ValueError(
+            f"{path} is of another network: {reprlib.repr(first)} is {_shape_of(found, first)} in the file and "
+            f"{_shape_of(expected, first)} in the network" + (f"; {more} more differ" if more else "")
+        )
+
+
+def _shape_of(shapes: Mapping[str, torch.Size | None], name: str) -> str:
+    """Return in words which shape a tensor has."""
+    if name not in shapes:
+        return "missing"
+    shape = shapes[name]
+    return "no tensor" if shape is None else str(list(shape))
 
 
 def _check_types(network: nn.Module, weights: dict[str, Tensor], path: Path) -> None:

@@ -171,6 +171,19 @@ def test_the_best_hosts_of_the_policy_are_saved_as_they_were_tested(trained: lis
         assert (description["controller"], str(description["rng_seed"])) == ("tamiyo", row["host_seed"])
 
 
+def test_a_line_says_that_an_earlier_comparison_will_be_replaced(
+    trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evaluation.csv").write_text("earlier")
+    capsys.readouterr()
+
+    alone = (*FEW, "--evaluation.against=[]", "--evaluation.controls=false", f"--out={tmp_path}")
+    evaluate("--ckpt_path", str(trained[0].latest), *alone)
+
+    assert f"this comparison will replace the earlier one in {tmp_path}" in capsys.readouterr().out.splitlines()
+    assert {row["controller"] for row in rows_of(tmp_path)} == {"tamiyo"}
+
+
 @pytest.mark.slow
 def test_a_config_comes_before_that_of_the_run(
     trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,7 +195,8 @@ def test_a_config_comes_before_that_of_the_run(
     config = ("--config", str(trained[0].folder / "config.yaml"))
     evaluate(*config, "--ckpt_path", str(lone), "--out", str(tmp_path / "out"), "--evaluation.hosts=2")
 
-    assert "settings of" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "settings of" not in printed and "will replace" not in printed
     assert summary_of(tmp_path / "out")["hosts"] == 2
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 

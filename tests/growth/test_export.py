@@ -9,10 +9,12 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision import models
 
 from esper_lightning.blueprints import blueprint_names
@@ -27,6 +29,7 @@ from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT, MLP
 from tests.growth.grown import CPU, STYLES, generator_of, grow, slot_named, small_batch, small_cnn
+from tests.runs import ROOT
 from tests.tiers import rest_is_slow
 
 HALF = Ramp(0.0, 0.5, 1, "linear")
@@ -164,27 +167,55 @@ def test_a_folded_network_is_exported() -> None:
     torch.testing.assert_close(program.module()(digits(5)), before, rtol=1e-4, atol=1e-5)
 
 
-ALONE = """
+def resnet_with_a_kept_and_a_folded_seed() -> nn.Module:
+    network = resnet()
+    network(images(8))  # moves BatchNorm's statistics
+    grow(slot_named(network, "layer1"), Stage.FOSSILIZED, "norm")
+    grow(slot_named(network, "layer2.0.conv1"), Stage.FOSSILIZED, "conv_light")
+    assert [result.target_layer for result in fold(network.eval(), images(4))] == [None, "layer2.0.conv1"]
+    return network
+
+
+def real_images(samples: int) -> Tensor:
+    """Return handwritten digits in the form that ResNet takes."""
+    scanned = torch.tensor(load_digits().images[:samples]).float().div(16.0)[:, None]
+    return F.interpolate(scanned, size=32).expand(-1, 3, -1, -1)
+
+
+PROGRAM_ALONE = """
 import sys
 sys.modules["esper_lightning"] = None  # as if it were not installed
-import safetensors.torch, torch
+import numpy, torch
 torch.set_num_threads(1)
-tensors = safetensors.torch.load_file("samples.safetensors")
-outputs = torch.export.load("grown.pt2").module()(tensors["inputs"])
-assert torch.equal(outputs, tensors["outputs"])
+outputs = torch.export.load("grown.pt2").module()(torch.from_numpy(numpy.load("inputs.npy")))
+numpy.save("outputs.npy", outputs.detach().numpy())
 """
+
+MODEL_ALONE = """
+import sys
+sys.modules["esper_lightning"] = sys.modules["torch"] = None  # as if they were not installed
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession("grown.onnx")
+(outputs,) = session.run(None, {session.get_inputs()[0].name: numpy.load("inputs.npy")})
+numpy.save("outputs.npy", outputs)
+"""
+
+
+def outputs_of(program: str, inputs: Tensor, folder: Path) -> Tensor:
+    """Return the outputs of a Python program in a process that cannot import this package."""
+    np.save(folder / "inputs.npy", inputs.numpy())
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-P", "-c", program], cwd=folder, env=environment, check=True, timeout=240)
+    return torch.from_numpy(np.load(folder / "outputs.npy"))
 
 
 @pytest.mark.slow
 def test_an_exported_program_gives_the_same_outputs_without_this_package(tmp_path: Path) -> None:
-    network = grown(cnn())
-    export(network, digits(3), tmp_path / "grown.pt2", "pt2")
-    outputs = torch.export.load(tmp_path / "grown.pt2").module()(digits(5))
-    torch.testing.assert_close(outputs, network(digits(5)), rtol=1e-5, atol=1e-6)
-    tensors = {"inputs": digits(5), "outputs": outputs.detach()}
-    safetensors.torch.save_file(tensors, tmp_path / "samples.safetensors")
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-P", "-c", ALONE], cwd=tmp_path, env=alone, check=True, timeout=240)
+    network = resnet_with_a_kept_and_a_folded_seed()
+    export(network, real_images(3), tmp_path / "grown.pt2", "pt2")
+    outputs = outputs_of(PROGRAM_ALONE, real_images(5), tmp_path)
+    torch.testing.assert_close(outputs, network(real_images(5)), rtol=1e-5, atol=1e-6)
 
 
 def test_exported_weights_are_loaded_into_a_network_with_the_same_slots(tmp_path: Path) -> None:
@@ -194,19 +225,79 @@ def test_exported_weights_are_loaded_into_a_network_with_the_same_slots(tmp_path
     assert torch.equal(fresh(digits(5)), network(digits(5)))
 
 
-@pytest.mark.skipif(any(find_spec(name) is None for name in ONNX_PACKAGES), reason="the extra onnx is not installed")
-def test_an_onnx_model_gives_the_same_outputs_on_batches_of_any_size(tmp_path: Path) -> None:
-    network = grown(cnn())
-    export(network, digits(3), tmp_path / "grown.onnx", "onnx")
-    session = __import__("onnxruntime").InferenceSession(tmp_path / "grown.onnx")
+def test_exported_weights_fit_the_plain_architecture_once_all_seeds_are_folded_into_it(tmp_path: Path) -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+
+    network, fresh = plain(), plain()
+    grow(attach_slots(network, ["1"], vectors(2))["1"], Stage.FOSSILIZED, "lora")
+    assert [result.target_layer for result in fold(network, vectors(4))] == ["2"]
+    export(network, vectors(4), tmp_path / "folded.pt", "state_dict")
+    fresh.load_state_dict(torch.load(tmp_path / "folded.pt", weights_only=True))
+    assert torch.equal(fresh(vectors(5)), network(vectors(5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (resnet_with_a_kept_and_a_folded_seed, real_images),
+        (lambda: grown(cnn()), digits),
+        (lambda: grown(gpt()), tokens),
+        (lambda: grown(mlp()), vectors),
+    ],
+    ids=["resnet", "cnn", "gpt", "mlp"],
+)
+def test_an_onnx_model_gives_the_same_outputs_without_this_package_and_without_torch(
+    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], tmp_path: Path
+) -> None:
+    for package in ONNX_PACKAGES:
+        pytest.importorskip(package)
+    network = build()
+    export(network, inputs(3), tmp_path / "grown.onnx", "onnx")
     for samples in (1, 5):
-        (outputs,) = session.run(None, {session.get_inputs()[0].name: digits(samples).numpy()})
-        torch.testing.assert_close(torch.from_numpy(outputs), network(digits(samples)).detach(), rtol=1e-4, atol=1e-5)
+        outputs = outputs_of(MODEL_ALONE, inputs(samples), tmp_path)
+        torch.testing.assert_close(outputs, network(inputs(samples)), rtol=1e-4, atol=1e-5)
+
+
+class Decomposes(nn.Module):
+    """Network with an operation that ONNX has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(x.flatten(2))
+
+
+@pytest.mark.slow
+def test_an_operation_that_onnx_has_not_is_named_in_one_line(tmp_path: Path) -> None:
+    for package in ONNX_PACKAGES:
+        pytest.importorskip(package)
+    with pytest.raises(ValueError, match=r"^the network cannot be exported: DispatchError: .*svd") as refusal:
+        export(Decomposes(), digits(2), tmp_path / "grown.onnx", "onnx")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "inputs", "layout"), [(cnn, digits, "image"), (gpt, tokens, "sequence"), (mlp, vectors, "vector")]
+)
+def test_every_seed_is_exported_to_onnx(
+    build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], layout: str, tmp_path: Path
+) -> None:
+    """The export itself compares the outputs."""
+    for package in ONNX_PACKAGES:
+        pytest.importorskip(package)
+    names = blueprint_names(layout, CPU)
+    for part in (names[i : i + 3] for i in range(0, len(names), 3)):
+        network = build()
+        for slot, blueprint, style in zip(slots_of(network).values(), part, STYLES, strict=False):
+            grow(slot, Stage.FOSSILIZED, blueprint, HALF, style=style)
+        assert export(network, inputs(3), tmp_path / "grown.onnx", "onnx") < 1e-5
 
 
 def test_a_missing_package_for_onnx_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "find_spec", lambda name: None if name == "onnxscript" else find_spec("json"))
-    with pytest.raises(ValueError, match=r"^to onnx: onnxscript cannot be imported; install the extra: pip install"):
+    with pytest.raises(ValueError, match=r"^to onnx: packages are missing; install them: pip install onnxscript$"):
         export(cnn(), digits(2), tmp_path / "grown.onnx", "onnx")
 
 

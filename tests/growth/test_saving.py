@@ -202,14 +202,17 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "'block1'.*damaged.*ramp is",
     ),
     "another network's slots": (lambda path: save(small_cnn(["block1"]), path), "this one has"),
-    "a weight less": (lambda path: with_weights(path, lambda w: w.popitem()), "is of another network"),
+    "a weight less": (
+        lambda path: with_weights(path, lambda w: w.pop("convs.1.weight")),
+        r"is of another network: 'convs.1.weight' is missing in the file and \[8, 4, 3, 3\] in the network$",
+    ),
     "a weight more": (
         lambda path: with_weights(path, lambda w: w.update(more=torch.zeros(1))),
-        "is of another network",
+        r"'more' is \[1\] in the file and missing in the network$",
     ),
     "weights of another network": (
         lambda path: write_saved(path, read_saved(path)[0], small_cnn(["block1", "block2"], base=8).state_dict()),
-        "is of another network",
+        r"'convs.0.weight' is \[8, 1, 3, 3\] in the file and \[4, 1, 3, 3\] in the network; \d+ more differ$",
     ),
 }
 

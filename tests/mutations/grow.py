@@ -78,9 +78,38 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A decider continues from the state of another one",
         "callbacks/grow/deciders.py",
-        'if saved["kind"] != kind:',
+        'if saved["class"] != type(decider).__name__:',
         "if False:",
         f"{CALLBACK}test_a_checkpoint_of_other_growth_is_refused",
+    ),
+    Defect(
+        "A run is resumed without some of the slots of its checkpoint",
+        "callbacks/grow/callback.py",
+        "slots = [name for name in slots_of(self.network) if name in self._own_slots]",
+        "slots = list(slots_of(self.network))",
+        f"{CALLBACK}test_a_checkpoint_of_other_growth_is_refused",
+    ),
+    Defect(
+        "A comparison replaces an earlier one without a word",
+        "esper_lightning/evaluation/run.py",
+        "if (folder / RESULTS_FILE).is_file():",
+        "if False:",
+        "tests/cli/test_evaluate.py::test_a_line_says_that_an_earlier_comparison_will_be_replaced",
+    ),
+    Defect(
+        "The file of another network is refused with the shape of the wrong side",
+        "esper_lightning/growth/saving.py",
+        "is {_shape_of(found, first)} in the file",
+        "is {_shape_of(expected, first)} in the file",
+        "tests/growth/test_saving.py::test_a_spoilt_file_is_refused_in_one_line_and_the_network_stays_as_it_was",
+    ),
+    Defect(
+        "A disturbed minibatch decides the cost of an epoch",
+        "benchmarks/grow.py",
+        "np.median(part, axis=0) for part in parts",
+        "np.mean(part, axis=0) for part in parts",
+        "tests/test_benchmarks.py::"
+        "test_the_cost_of_an_epoch_counts_each_minibatch_with_its_share_and_ignores_disturbed_ones",
     ),
     Defect(
         "A network that has its slots already is refused beside another one",

@@ -1,6 +1,6 @@
 """Program of two processes that grow one network together; it writes what each of them ends with.
 
-Run as `python -m tests.callbacks.grow.ddp FOLDER`.
+Run as `python -m tests.callbacks.grow.ddp FOLDER PRECISION ACCUMULATED_BATCHES`.
 """
 
 import sys
@@ -37,5 +37,6 @@ if __name__ == "__main__":
         devices=2,
         strategy="ddp",
         precision=sys.argv[2],
+        accumulate_grad_batches=int(sys.argv[3]),
         gradient_clip_val=1.0,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -143,13 +143,78 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decider": "periodic"}, "Plan decided in the checkpoint, and now Periodic; give the same decider"),
-        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['3', '5', '0'\]; name the same"),
+        ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic; give the same"),
+        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['5', '0'\]; name the same"),
+        ({"slots": ["3"]}, r"of slots \['3', '5'\], the run of \['3'\]; name the same"),
     ],
 )
 def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(Classifier("lambda"), grow(**options), epochs=EPOCHS, resume_from=run.checkpoint(1))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_weights_alone_is_validated_and_predicts_what_the_grown_network_says(
+    run: Run, tmp_path: Path
+) -> None:
+    class Predicting(Classifier):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0])
+
+    run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loader = run.trainer.datamodule.val_dataloader()
+    run.module.eval()
+    with torch.no_grad():
+        expected = torch.cat([run.module.net(images) for images, _ in loader])
+    (scores,) = trainer().validate(run.module, loader, verbose=False)
+    fresh, made = Predicting("lambda"), trainer(grow())
+
+    outputs = made.predict(fresh, loader, ckpt_path=tmp_path / "weights.ckpt")
+    assert torch.equal(torch.cat(outputs), expected)
+
+    (again,) = made.validate(Predicting("lambda"), loader, ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+    assert again == scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("horizon", "last"), [(None, 7), (4, 3)])
+def test_a_run_resumed_for_longer_decides_until_its_new_end_or_its_own_horizon(
+    horizon: int | None, last: int, tmp_path: Path
+) -> None:
+    train(classifier(), grow(horizon=horizon), epochs=4).save_checkpoint(tmp_path / "end.ckpt")
+    callback = grow(horizon=horizon)
+
+    train(classifier(), callback, epochs=8, resume_from=tmp_path / "end.ckpt")
+
+    assert callback.decider.seen == list(range(4, last + 1))
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_training_that_grows() -> None:
+    callback = grow({0: germinate(0)})
+
+    made = train(classifier(), callback, EarlyStopping("growth/seeds", mode="max", patience=2), epochs=EPOCHS)
+
+    assert made.current_epoch == 3, "the number of seeds does not rise after the first epoch"
+    assert callback.growing.slots["3"].occupied
+
+
+@pytest.mark.slow
+def test_the_weights_of_seeds_depend_on_their_rng_seed_alone() -> None:
+    class Birth(Callback):
+        def on_train_start(self, *_: object) -> None:
+            self.weights = [p.detach().clone() for p in callback.growing.slots["3"].seed.parameters()]
+
+    born = []
+    for rng_seed, torch_seed in ((0, 1), (0, 2), (3, 1)):
+        module, callback, birth = classifier(), grow({0: germinate(0, 1)}, rng_seed=rng_seed), Birth()
+        torch.manual_seed(torch_seed)
+        trainer(callback, birth, epochs=1, limit_train_batches=1).fit(module, DigitsData())
+        born.append(birth.weights)
+
+    first, same, other = born
+    assert all(torch.equal(a, b) for a, b in zip(first, same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.slow
@@ -371,4 +436,6 @@ trainer:
     (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Grow))
     assert [slot.blueprint for slot in callback.growing.slots.values()] == ["norm", None]
     assert callback.growing.lifecycle.training_ticks == 1
+    assert callback.growing.module is cli.model.net
+    assert callback.pool is not None and callback.pool.envs[0].prices.parameters == 0.1
     assert cli.trainer.optimizers[0].param_groups[1]["lr"] == 0.001

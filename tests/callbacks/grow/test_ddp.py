@@ -13,9 +13,9 @@ from tests.runs import HARD_LIMIT, ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_two_processes_grow_the_same_network(precision: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.callbacks.grow.ddp", str(tmp_path), precision]
+@pytest.mark.parametrize(("precision", "accumulated"), [("32-true", 1), ("bf16-mixed", 2)])
+def test_two_processes_grow_the_same_network(precision: str, accumulated: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.callbacks.grow.ddp", str(tmp_path), precision, str(accumulated)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
