@@ -236,6 +236,7 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
         folder.mkdir(parents=True, exist_ok=True)
     runs = plan(given.config, varied, range(given.seeds), folder)
+    print_status(f"{len(runs)} runs, {min(given.jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
         results = sweep(fit, runs, jobs=given.jobs, folder=folder)
     rows = table_rows(results)
