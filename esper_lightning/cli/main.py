@@ -32,7 +32,7 @@ from esper_lightning.cli.sweep import COMMAND as SWEEP
 from esper_lightning.cli.sweep import run_sweep
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
-from esper_lightning.console import print_status
+from esper_lightning.console import print_status, quiet_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors, user_code_told_apart
@@ -541,6 +541,7 @@ class NewRunLogger(TensorBoardLogger):
 
 def run_unprepared(args: list[str]) -> None:
     """Run the command line in a process of a sweep, with arguments that `front.prepare` has not seen."""
+    quiet_lightning()
     run(prepare(args))
 
 
