@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
@@ -190,7 +191,11 @@ def module_names(value: Any) -> list[str]:
     names = value.split(",") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{IMPORTS} must be a list of modules, got {value!r:.80}")
-    return [name.strip() for name in names]
+    names = [name.strip() for name in names]
+    for name in names:
+        if name.endswith(".py"):
+            raise ValueError(f"{IMPORTS}: {name!r} is a file; name its module, {PurePath(name).stem!r}")
+    return names
 
 
 _imported: dict[str, None] = {}  # names of modules in the order of their import

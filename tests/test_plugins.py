@@ -209,7 +209,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
     parts = importlib.import_module("mine_parts")
     for call, said in (
         (lambda: RewardConfig(mode="thrify"), "unknown reward 'thrify'; did you mean 'thrifty'?"),
-        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; see docs/guides/extending.md"),
+        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; see docs/guides/ext"),
         (lambda: RewardConfig(mode="mine_parts.thrify"), "reward: mine_parts has no 'thrify'; did you mean 'thrifty'?"),
         (lambda: RewardConfig(mode="not_there.thrifty"), "reward: cannot import 'not_there' for 'not_there.thrifty'"),
         (lambda: ActionConfig(blueprints=["mine_parts.thrifty"]), "blueprint 'mine_parts.thrifty' is not one"),
