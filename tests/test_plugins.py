@@ -84,7 +84,7 @@ class FirstSlot:
         self.waits = 0
 
     def act(self, pool):
-        rows = [[int(op), *[0] * 7] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
+        rows = [[int(op)] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
         allows = pool.masks_on_cpu.allows
         return to_action([next(a for a in rows if allows(host, a)) for host in range(pool.n_envs)], pool.device)
 

@@ -226,15 +226,22 @@ class DecodedAction(NamedTuple):
     curve: Curve
 
 
+def pad_action(row: Sequence[int]) -> Sequence[int]:
+    """Return an index for each head; those missing at the end of `row` are 0.
+
+    Raises ActionError if a row has more indices than there are heads.
+    """
+    if len(row) > len(HEADS):
+        raise ActionError(f"an action has at most {len(HEADS)} indices, {', '.join(HEADS)}; got {len(row)}")
+    return row if len(row) == len(HEADS) else [*row, *[0] * (len(HEADS) - len(row))]
+
+
 def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
     """Build an action from one row of indices per environment; heads missing at the end of a row become 0.
 
     Raises ActionError if a row has more indices than there are heads.
     """
-    longest = max((len(row) for row in rows), default=0)
-    if longest > len(HEADS):
-        raise ActionError(f"an action has at most {len(HEADS)} indices, {', '.join(HEADS)}; got {longest}")
-    padded = [[*decision, *[0] * (len(HEADS) - len(decision))] for decision in rows]
+    padded = [[*pad_action(row)] for row in rows]
     return Action(*copy_to_device(torch.tensor(padded), device).unbind(1))
 
 
