@@ -8,7 +8,8 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.evaluation.run import run_comparison
 from esper_lightning.module import TamiyoModule
-from esper_lightning.trainer import EVALUATION_FOLDER, EsperTrainer
+from esper_lightning.plugins import PartError
+from esper_lightning.trainer import CHECKPOINTS_FOLDER, EVALUATION_FOLDER, EsperTrainer
 
 
 class Evaluation(Comparison, Callback):
@@ -24,7 +25,14 @@ class Evaluation(Comparison, Callback):
         pl_module.to(data.pool.device)  # Lightning moves it to the CPU before this hook
         tamiyo = TrainedPolicy(data.seed, "the run that has just ended", pl_module.policy, pl_module.observation_norm)
         folder = trainer.run_path / EVALUATION_FOLDER
-        results = run_comparison(self, data, [tamiyo], rivals={}, folder=folder, record=trainer.record())
+        try:
+            results = run_comparison(self, data, [tamiyo], rivals={}, folder=folder, record=trainer.record())
+        except PartError as error:
+            latest = trainer.run_path / CHECKPOINTS_FOLDER / "latest.ckpt"
+            raise PartError(
+                f"{error}; the policy is trained and saved, so compare again by esper-lightning evaluate --ckpt_path "
+                f"{latest}"
+            ) from error
         tags = {task: f"test/{task}/" if len(results) > 1 else "test/" for task in results}
         means = {
             f"{tags[task]}{name}": mean

@@ -20,7 +20,7 @@ from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.update_watch import RatioRange, UpdateWatch
-from esper_lightning.provenance import RunRecord
+from esper_lightning.provenance import ConfigRecord
 from esper_lightning.serialization.checks import check_keys
 from esper_lightning.serialization.replace import set_aside
 from esper_lightning.telemetry import metrics as numbers
@@ -164,7 +164,7 @@ class Telemetry(Callback):
 
     def _write_static(self, trainer: Trainer, tick: int) -> None:
         """Write what does not change in a run, and start to listen for checkpoints."""
-        records = [callback for callback in trainer.callbacks if isinstance(callback, RunRecord)]
+        records = [callback for callback in trainer.callbacks if isinstance(callback, ConfigRecord)]
         for writer in self.writers:
             if not (self._static_written and writer.has_earlier_files):
                 writer.write_static(records[0].non_default_settings if records else {})

@@ -1,59 +1,28 @@
 """Entry point of `esper-lightning` and `python -m esper_lightning`."""
 
-import logging
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 from esper_lightning.cli.front import prepare
+from esper_lightning.console import quiet_lightning
 from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, is_first_process, watched_streams
-
-IGNORED_MESSAGES = (
-    "Tip:",
-    "GPU available",
-    "TPU available",
-    "Seed set to",
-    "Detected KeyboardInterrupt",
-    "Restor",
-    "Received SIGTERM",
-    "Initializing distributed",
-    "distributed_backend",
-)
-"""Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
-
-NOISY_LOGGERS = (
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.fabric.utilities.distributed",
-    "lightning.fabric.utilities.seed",
-    "lightning.pytorch.trainer.connectors.signal_connector",
-)
-"""Loggers that emit these messages."""
 
 
 TOO_LITTLE_MEMORY_TEXT = "failed to map segment"
 """Text in the ImportError of a library that does not fit into the memory which the process may take."""
 
 
-def keep_record(record: logging.LogRecord) -> bool:
-    """Return False for log records whose message contains one of `IGNORED_MESSAGES`."""
-    return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
-
-
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
-    Bad input ends the program with one line on stderr and exit code 2; docs/reference/exit_codes.md has all codes.
+    Bad input ends the program with one line on stderr and exit code 2; docs/reference/cli.md has all codes.
 
     Args:
         args: Arguments of the command line. None: those of the process.
     """
     with watched_streams(silent=not is_first_process()), exits_on_signals(lambda: BEFORE_TRAINING):
-        for name in NOISY_LOGGERS:
-            logging.getLogger(name).addFilter(keep_record)
-        warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
-        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
-
+        quiet_lightning()
         try:
             working_directory = str(Path.cwd())
         except FileNotFoundError:

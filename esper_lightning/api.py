@@ -29,7 +29,7 @@ from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule, run_identity
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.provenance import provenance
+from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.tamiyo.policy import PolicyConfig
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer
 
@@ -47,7 +47,7 @@ class TrainedRun(NamedTuple):
     data: HostPoolData
     """Hosts on which it was trained."""
     metrics: dict[str, float]
-    """Metrics of the last rollout and update, by name."""
+    """Metrics of the last rollout and update, by the tags `rollout/…` and `train/…` of TensorBoard."""
 
     @property
     def checkpoint(self) -> Path:
@@ -99,6 +99,7 @@ def train(
         logger=make_logger(Path(folder), None if resume is None else str(resume)),
         callbacks=[
             *callbacks,
+            RunRecord(),
             RolloutState(),
             Telemetry(),
             *([] if governor is None else [Governor(governor)]),
@@ -120,7 +121,9 @@ def train(
         check_identity(saved, run_identity(module, data))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     assert module.report is not None and trainer.log_dir is not None, "a rollout has been played, and was logged"
-    return TrainedRun(Path(trainer.log_dir), module, data, module.report.metrics)
+    metrics = {f"rollout/{name}": float(value) for name, value in module.means.items()}
+    metrics |= {f"train/{name}": value for name, value in module.report.metrics.items()}
+    return TrainedRun(Path(trainer.log_dir), module, data, metrics)
 
 
 def evaluate(
@@ -161,6 +164,7 @@ def evaluate(
             data.keep_blueprints(checkpoint[IDENTITY_KEY])
         data.build(torch.device("cpu"))
     comparison.check(next(iter(data.pools.values())))
+    comparison.check_controllers(data)
     policies: list[TrainedPolicy] = []
     if isinstance(policy, TrainedRun):
         module = policy.module.to(data.pool.device)

@@ -1,11 +1,14 @@
-"""Output on the terminal: status lines, the line of an error, and a console that is wide enough for tables.
+"""Output on the terminal: status lines, the line of an error, a console that is wide enough for tables, fewer messages
+of Lightning.
 
 Texts may come from files of others. They are printed as they are: no markup of rich, no emoji codes, and characters
 that control a terminal are shown as escapes.
 """
 
+import logging
 import re
 import sys
+import warnings
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
@@ -19,6 +22,41 @@ MAX_LENGTH = 2000
 
 EXIT_BAD_INPUT = 2
 """Exit code of a program that cannot do what it was asked for."""
+
+
+IGNORED_MESSAGES = (
+    "Tip:",
+    "GPU available",
+    "TPU available",
+    "Seed set to",
+    "Detected KeyboardInterrupt",
+    "Restor",
+    "Received SIGTERM",
+    "Initializing distributed",
+    "distributed_backend",
+)
+"""Parts of Lightning's log messages to drop: advertisements, and settings that the saved config holds anyway."""
+
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.utilities.seed",
+    "lightning.pytorch.trainer.connectors.signal_connector",
+)
+"""Loggers that emit these messages."""
+
+
+def keep_record(record: logging.LogRecord) -> bool:
+    """Return False for log records whose message contains one of `IGNORED_MESSAGES`."""
+    return not any(words in record.getMessage() for words in IGNORED_MESSAGES)
+
+
+def quiet_lightning() -> None:
+    """Drop the messages and warnings of Lightning in this process that say nothing about the run."""
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).addFilter(keep_record)
+    warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
 
 
 class PlainConsole(Console):

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from esper_lightning.console import escaped, exit_with_error
+from esper_lightning.plugins import PartError
 from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
 OUT_OF_MEMORY_TEXTS = (
@@ -82,6 +83,8 @@ def one_line_errors() -> Iterator[None]:
             exit_with_error(OUT_OF_MEMORY_MESSAGE)
         if find_user_part(error) is not None:
             raise
+        if isinstance(error, SyntaxError):
+            exit_with_error(f"{error.filename}, line {error.lineno}: {error.msg}; correct this file")
         exit_with_error(str(error))
 
 
@@ -100,8 +103,8 @@ def one_line_system_errors(way_out: str) -> Iterator[None]:
 def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
     """Report an exception of any kind that code of the user has raised, and exit with `EXIT_USER_CODE`.
 
-    Its traceback is printed without the frames of this project, and then one line that says whose it is. All other
-    exceptions pass, and an interrupt does.
+    Its traceback is printed without the frames of this project, and then one line that says whose it is. A PartError is
+    that one line itself. All other exceptions pass, and an interrupt does.
 
     Args:
         config: Returns the settings that name the code.
@@ -110,13 +113,16 @@ def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
     def report(_: object, error: BaseException | None, __: object) -> None:
         if error is None or isinstance(error, KeyboardInterrupt):
             return
+        if isinstance(error, PartError):
+            exit_with_error(str(error), EXIT_USER_CODE)
         settings = config()
         part = find_user_part(error, [path for _, path in named_paths(settings)])
         if part is None:
             return
         print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr)
         setting = find_setting(part, settings)
-        whose = "code of yours" if setting is None else f"{setting[0]} ({setting[1]})"
+        file = Path(part.tb_frame.f_code.co_filename)
+        whose = f"your code in {file.name}" if setting is None else f"{setting[0]} ({setting[1]})"
         exit_with_error(f"{whose} raised {describe(error):.400}; the traceback above is of that code", EXIT_USER_CODE)
 
     with ExitStack() as stack:

@@ -9,7 +9,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from inspect import signature
+from pathlib import PurePath
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
 
 ENTRY_POINTS = "esper_lightning.plugins"
 """Group of the entry points of installed packages; each names a module that registers parts."""
@@ -17,10 +20,24 @@ ENTRY_POINTS = "esper_lightning.plugins"
 PLUGIN_SETTINGS = frozenset({"against", "blueprints", "executor", "mode"})
 """Last words of the settings whose texts may be import paths of parts; what is not trusted is checked in these."""
 
+IMPORT_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError)
+"""Errors of a package that is broken, or that was made for other versions of what it imports."""
+
+EXTENDING_HINT = "see docs/guides/extending.md for how to write and register one"
+"""End of the errors about an object that is no part."""
+
 IMPORTS = "imports"
 """Setting with the modules to import before all others are read."""
 
 Part = TypeVar("Part")
+Definition = TypeVar("Definition", bound=Callable[..., Any])
+
+
+class PartError(ValueError):
+    """Error of a part of the user that cannot be registered, or that does not do what such a part must do.
+
+    The message names the part, the problem and the way out. The command line prints it without a traceback.
+    """
 
 
 class Registry(dict[str, Part], Generic[Part]):
@@ -43,13 +60,29 @@ class Registry(dict[str, Part], Generic[Part]):
         """Classes and functions that were registered by `add`, by name."""
         self._found: dict[str, Part] = {}  # by import path
 
-    def add(self, name: str, part: Part, made_from: Any) -> None:
-        """Add a part that was made from a class or function. Raises ValueError if the name is taken or has a dot."""
+    def register(self, name: str) -> Callable[[Definition], Definition]:
+        """Return a decorator that registers a class or function as the part `name`.
+
+        A second definition of the same class or function, as when a cell of a notebook runs again, replaces the first.
+        Raises PartError if the name is taken or has a dot, or if the class or function cannot be such a part.
+        """
         check_part_name(self.kind, name)
-        if name in self:
-            raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
+
+        def add(made: Definition) -> Definition:
+            if self.takes is not None and not self.takes(made):
+                raise PartError(f"{self.kind} {name!r}: {describe_definition(made)} is not one; {EXTENDING_HINT}")
+            self.add(name, cast(Part, made), made)
+            return made
+
+        return add
+
+    def add(self, name: str, part: Part, made_from: Any) -> None:
+        """Add a part that was made from a class or function. Raises PartError if the name is taken."""
+        if name in self and not is_same_definition(self.registered.get(name), made_from):
+            raise PartError(f"{self.kind} {name!r} is already registered; choose another name")
         self[name] = part
         self.registered[name] = made_from
+        self._found.clear()
 
     def find(self, name: str, others: Sequence[str] = ()) -> Part:
         """Return the part with a name or an import path.
@@ -75,14 +108,44 @@ class Registry(dict[str, Part], Generic[Part]):
             if registered is found:
                 return self[name]
         if self.takes is None or not self.takes(found):
-            raise ValueError(f"{self.kind} {path!r} is not one; register it, as docs/guides/extending.md shows")
+            raise ValueError(f"{self.kind} {path!r} is not one; {EXTENDING_HINT}")
         return found
 
 
-def check_part_name(kind: str, name: str) -> None:
-    """Raise ValueError if a name to register could be taken for an import path."""
+def is_same_definition(known: Any, made: Any) -> bool:
+    """Return True if two classes or functions have the same place at the top of a module: one is made again."""
+    places = [(getattr(one, "__module__", None), getattr(one, "__qualname__", "<unknown>")) for one in (known, made)]
+    return places[0] == places[1] and "<" not in places[0][1]
+
+
+def check_takes(function: Callable[..., Any], what: str, *arguments: str) -> None:
+    """Raise PartError, which begins with `what`, unless a function can be called with these positional arguments."""
+    call = ", ".join(arguments)
+    if not callable(function):
+        raise PartError(f"{what} must be a function of ({call}), got {function!r:.50}")
+    try:
+        taken = signature(function)
+    except ValueError:  # some functions in C do not tell
+        return
+    try:
+        taken.bind(*arguments)
+    except TypeError as error:
+        raise PartError(f"{what} is called with ({call}), which its arguments do not fit: {error}") from error
+
+
+def describe_definition(made: Any) -> str:
+    """Return the name of a class or function, or the type of another object."""
+    return str(getattr(made, "__name__", f"a {type(made).__name__}"))
+
+
+def check_part_name(kind: str, name: Any) -> None:
+    """Raise PartError if a name to register is no text, or could be taken for an import path."""
+    if not isinstance(name, str):
+        raise PartError(
+            f'{kind} {describe_definition(name)} is registered without a name; write @register("…") with one'
+        )
     if "." in name:
-        raise ValueError(f"{kind} {name!r}: a name has no dot, which is for import paths; choose another name")
+        raise PartError(f"{kind} {name!r}: a name has no dot, which is for import paths; choose another name")
 
 
 def import_object(path: str, what: str) -> Any:
@@ -91,13 +154,36 @@ def import_object(path: str, what: str) -> Any:
     Raises ValueError, which begins with `what`, if there is none. Other errors of the module pass.
     """
     module, _, name = path.rpartition(".")
-    try:
-        found = importlib.import_module(module)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{what}: cannot import {module!r} for {path!r}: {error}") from error
+    found = import_module(module, what, f" for {path!r}")
     if not hasattr(found, name):
         raise ValueError(f"{what}: {module} has no {name!r}; {suggest_name(name, dir(found))}")
     return getattr(found, name)
+
+
+def import_module(name: str, what: str, purpose: str = "") -> ModuleType:
+    """Import a module of the user.
+
+    Raises ValueError, which begins with `what`, if there is no such module, if it is no Python, or if its parts cannot
+    be registered. What else the module raises passes: it is an error of its code.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a module that this one imports is missing
+        problem = f"{error}; it must lie in the current folder, or be installed"
+    except SyntaxError as error:
+        problem = f"{error.msg} ({error.filename}, line {error.lineno})"
+    except (PartError, TypeError, ValueError) as error:
+        if not isinstance(error, PartError) and is_package_name(name):
+            raise
+        problem = str(error)
+    raise ValueError(f"{what}: cannot import {name!r}{purpose}: {problem}")
+
+
+def is_package_name(name: str) -> bool:
+    """Return True if a name can be that of a module."""
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def module_names(value: Any) -> list[str]:
@@ -105,7 +191,11 @@ def module_names(value: Any) -> list[str]:
     names = value.split(",") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{IMPORTS} must be a list of modules, got {value!r:.80}")
-    return [name.strip() for name in names]
+    names = [name.strip() for name in names]
+    for name in names:
+        if name.endswith(".py"):
+            raise ValueError(f"{IMPORTS}: {name!r} is a file; name its module, {PurePath(name).stem!r}")
+    return names
 
 
 _imported: dict[str, None] = {}  # names of modules in the order of their import
@@ -117,12 +207,9 @@ def imported_modules() -> tuple[str, ...]:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules that register parts. Raises ValueError, naming the module, if one cannot be imported."""
+    """Import modules that register parts. Raises ValueError, naming the module, if `import_module` does."""
     for name in names:
-        try:
-            importlib.import_module(name)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"{IMPORTS}: cannot import {name!r}: {error}") from error
+        import_module(name, IMPORTS)
         _imported[name] = None
 
 
@@ -135,10 +222,11 @@ def import_installed() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
-        except ImportError as error:
+        except IMPORT_ERRORS as error:
             package = point.dist.name if point.dist else point.value
             raise ValueError(
-                f"the parts of the installed package {package!r} cannot be imported: {error}; repair or uninstall it"
+                f"the parts of the installed package {package!r} cannot be imported: {type(error).__name__}: {error}; "
+                "repair or uninstall it"
             ) from error
 
 

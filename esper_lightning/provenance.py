@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
@@ -44,23 +45,60 @@ REPORTED_PREFIXES = (
 """Prefixes of the settings that affect the results of a run; output folders and logging do not."""
 
 
-class RunRecord(SaveConfigCallback):
-    """Callback that saves `config.yaml` and `run.json` in the run folder, and the settings in checkpoints.
+class RunRecord(Callback):
+    """Callback that saves `run.json` in the run folder, and fits a checkpoint to this run before it is restored.
 
-    Files of an earlier start of the same run are kept as `config.1.yaml`, `run.1.json` and so on. The new files replace
-    them atomically, and nothing is written before a checkpoint is restored completely.
+    The file of an earlier start of the same run is kept as `run.1.json` and so on. The new file replaces it atomically,
+    and nothing is written before a checkpoint is restored completely.
 
     Attributes:
-        settings: Reported settings as strings, by dotted name.
-        non_default_settings: Reported settings that differ from the defaults.
+        settings: Reported settings as strings, by dotted name; empty for a run without a config.
         training_started: True once the checkpoint is restored and training has started.
+    """
+
+    settings: Mapping[str, str] = MappingProxyType({})
+    training_started = False
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        data = attached_data(trainer)
+        assert isinstance(data, HostPoolData) and isinstance(pl_module, TamiyoModule), "those of a run on hosts"
+        check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in data.pool.envs})
+        adapt_optimizer_state(checkpoint, pl_module.configure_optimizers())
+        states = checkpoint["callbacks"]
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
+                state = relocate_checkpoint_paths(states.pop(callback.state_key), str(callback.dirpath))
+                if state is not None:
+                    states[callback.state_key] = state
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = attached_data(trainer)
+        assert isinstance(data, HostPoolData), "that of a run on hosts"
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # Lightning wants it to be read on every rank
+        if trainer.is_global_zero:
+            self._write(trainer, data, folder)
+        self.training_started = True
+
+    def _write(self, trainer: Trainer, data: HostPoolData, folder: Path) -> None:
+        record = provenance(
+            data.seed, trainer.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
+        )
+        if trainer.world_size > 1 or job_name() is not None:
+            record |= {"processes": trainer.world_size, "job": job_name()}
+        replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+
+
+class ConfigRecord(RunRecord, SaveConfigCallback):
+    """Record of a run of the command line, which also saves `config.yaml`, and the settings in checkpoints.
+
+    Attributes:
+        non_default_settings: Reported settings that differ from the defaults.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         config = config.clone()
         config.ckpt_path = None  # repeating the run must not resume this one
         super().__init__(parser, config, **kwargs)
-        self.training_started = False
         self.settings = flat_settings(config.as_dict())
         defaults = flat_settings(parser.get_defaults().as_dict())
         self.non_default_settings = {
@@ -74,16 +112,7 @@ class RunRecord(SaveConfigCallback):
         checkpoint[SETTINGS_KEY] = self.settings
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        data = attached_data(trainer)
-        assert isinstance(data, HostPoolData) and isinstance(pl_module, TamiyoModule), "those of the command line"
-        check_loops(checkpoint, trainer.fit_loop.state_dict(), {env.tick for env in data.pool.envs})
-        adapt_optimizer_state(checkpoint, pl_module.configure_optimizers())
-        states = checkpoint["callbacks"]
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
-                state = relocate_checkpoint_paths(states.pop(callback.state_key), str(callback.dirpath))
-                if state is not None:
-                    states[callback.state_key] = state
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if SETTINGS_KEY in checkpoint:
             saved_settings = checkpoint[SETTINGS_KEY]
             print_status(*differences(saved_settings, self.settings))
@@ -92,22 +121,9 @@ class RunRecord(SaveConfigCallback):
                     "with another number of threads sums round differently: the run does not continue bit for bit"
                 )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = attached_data(trainer)
-        assert isinstance(data, HostPoolData), "that of the command line"
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # Lightning wants it to be read on every rank
-        if trainer.is_global_zero:
-            self._write(trainer, data, folder)
-        self.training_started = True
-
     def _write(self, trainer: Trainer, data: HostPoolData, folder: Path) -> None:
         replace_and_keep(folder / self.config_filename, self.parser.dump(self.config, skip_unset=False))
-        record = provenance(
-            data.seed, trainer.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
-        )
-        if trainer.world_size > 1 or job_name() is not None:
-            record |= {"processes": trainer.world_size, "job": job_name()}
-        replace_and_keep(folder / RUN_FILE, json.dumps(record, indent=1) + "\n")
+        super()._write(trainer, data, folder)
 
 
 def job_name() -> str | None:

@@ -291,7 +291,7 @@ class EsperTrainer(Trainer):
         """Return the settings of this run and the provenance of this process: command, device, software versions."""
         data, records = self.datamodule, self._run_records()
         return {
-            "settings": records[0].settings if records else {},
+            "settings": dict(records[0].settings) if records else {},
             "run": provenance(
                 data.seed, self.strategy.root_device, str(data.pool.executor_choice), precision=data.precision
             ),

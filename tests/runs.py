@@ -208,6 +208,12 @@ class SaveEveryTick(Callback):
         trainer.save_checkpoint(Path(trainer.log_dir) / "checkpoints" / f"tick{pl_module.collector.ticks}.ckpt")
 
 
+def fit_saving_ticks(root: Path, *args: str) -> Run:
+    """Run a tiny training with a checkpoint of every tick, and return its run, the only one below `root`."""
+    fit(root, *args, *with_callback(SaveEveryTick))
+    return only_run(root)
+
+
 class SignalAt(Callback):
     """Callback that sends the signal `number` to its own process at the end of tick `tick`."""
 

@@ -1,5 +1,6 @@
 """The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
+from esper_lightning.__main__ import main
 from esper_lightning.api import TrainedRun
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
-from tests.runs import HORIZON, differences, fit, load, only_run
+from tests.runs import HORIZON, Run, differences, fit, load, only_run
 
 HOST = partial(
     CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
@@ -47,8 +49,28 @@ def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_
     ours, theirs = load(run.checkpoint), load(only_run(tmp_path).latest)
     for part in ("state_dict", "HostPoolData"):
         assert differences(ours[part], theirs[part]) == []
-    assert run.metrics["weight_change"] > 0.0
     assert (run.folder / "events.jsonl").is_file()
+
+
+def test_metrics_of_a_run_are_the_last_points_of_its_plots(run: TrainedRun) -> None:
+    points = {tag: of_tag[-1][1] for tag, of_tag in Run(run.folder).scalars().items()}
+
+    shared = points.keys() & run.metrics.keys()
+    assert {"rollout/objective", "rollout/return", "train/kl", "train/weight_change"} <= shared
+    assert {tag: points[tag] for tag in shared} == pytest.approx({tag: run.metrics[tag] for tag in shared}, rel=1e-5)
+
+
+def test_a_run_of_python_records_its_software_and_names_the_way_to_compare_it(
+    run: TrainedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((run.folder / "run.json").read_text())
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", "--ckpt_path", str(run.checkpoint)])
+
+    assert record["versions"]["esper-lightning"] == esper_lightning.__version__ and record["seed"] == 0
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"call esper_lightning.evaluate({str(run.checkpoint)!r}, data) with its hosts")
 
 
 @pytest.mark.slow

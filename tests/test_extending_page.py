@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CONFIGS, ROOT, cli, forgotten_parts, only_run
+from esper_lightning.growth import Stage
+from esper_lightning.plugins import import_modules
+from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
+from tests.rewards.ticks import EMPTY, host_step, slot_step
+from tests.runs import ROOT, cli, forgotten_parts, only_run
 
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 FENCED = re.findall(r'^```(?:python|yaml) title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
@@ -29,13 +33,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_the_page_has_an_example_of_each_part() -> None:
     assert set(FILES) == {"mine.yaml", "parts.py", "compare.py"}
-    for name in ("pointwise", "TwoLayers", "EvenDigits", "GrowOnce", "thrifty", "Counting", "Occupied"):
-        assert re.search(rf"^(?:def|class) {name}\b", FILES["parts.py"], re.MULTILINE), name
+    defined = set(re.findall(r"^(?:def|class) (\w+)", FILES["parts.py"], re.MULTILINE))
+    assert defined >= {"pointwise", "hidden", "TwoLayers", "EvenDigits", "GrowOnce", "Counting", "Occupied"}
+    assert defined >= {"thrifty", "decisive"}
 
 
 def test_all_parts_train_together_from_the_config(folder: Path) -> None:
     command, *flags = COMMAND.split()
-    flags[flags.index("configs/smoke.yaml")] = str(CONFIGS / "smoke.yaml")
+    assert flags[:2] == ["--config", "smoke"]
 
     assert command == "fit"
     built = cli(
@@ -45,11 +50,19 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
     )
 
     pool, run = built.datamodule.pool, only_run(folder / "runs")
-    assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["pointwise"])
+    assert (pool.space.slot, pool.space.blueprint) == (["hidden"], ["pointwise", "hidden"])
     assert pool.data.classes == 2 and pool.executor.epochs == 2 * 4
     assert len(run.scalars()["mine/occupied"]) == 1
     assert {"reward/gain", "reward/size"} <= set(run.scalars())
     assert "grow once" in (run.folder / "evaluation" / "evaluation.csv").read_text()
+
+
+def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
+    import_modules(["parts"])
+    long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9, False) for ticks in (3, 2))
+    step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
+
+    assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}
 
 
 def test_the_controller_is_compared_with_waiting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,5 +70,6 @@ def test_the_controller_is_compared_with_waiting(folder: Path, capsys: pytest.Ca
     exec(FILES["compare.py"], page)
 
     assert "Interval(" in capsys.readouterr().out
-    assert page["ours"].trace.ops.max() > 0, "something has grown"
+    ops = page["ours"].trace.ops
+    assert ops[:2].max() == 0 < ops[2].min(), "something grows in the third tick"
     assert page["waiting"].trace.ops.max() == 0

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -15,26 +16,30 @@ import torch
 import yaml
 from torch import nn
 
-from esper_lightning import plugins
+from esper_lightning import controllers, plugins
 from esper_lightning.__main__ import main
 from esper_lightning.blueprints import (
     Residual,
     blueprint_names,
     default_blueprints,
     find_blueprint,
+    get_blueprint,
     register,
 )
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
+from esper_lightning.controllers.registry import check_methods
 from esper_lightning.datamodules.hosts import BLUEPRINT_CHOICES, HostPoolData
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
 from esper_lightning.envs.execution import EXECUTORS, autotune
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.rewards import RewardConfig, compute_terms
+from esper_lightning.plugins import PartError, import_modules
+from esper_lightning.rewards import REWARDS, RewardConfig, compute_terms
 from esper_lightning.rewards import register as register_reward
 from esper_lightning.tasks import Digits
+from esper_lightning.user_code import find_user_part
 from tests.rewards.ticks import host_step
 from tests.runs import (
     HORIZON,
@@ -79,9 +84,17 @@ class FirstSlot:
         self.waits = 0
 
     def act(self, pool):
-        rows = [[int(op), *[0] * 7] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
+        rows = [[int(op)] for op in (Op.FOSSILIZE, Op.GERMINATE, Op.WAIT)]
         allows = pool.masks_on_cpu.allows
         return to_action([next(a for a in rows if allows(host, a)) for host in range(pool.n_envs)], pool.device)
+
+
+class Deaf:
+    def reset(self, pool):
+        pass
+
+    def act(self):
+        pass
 
 
 class Needy:
@@ -196,24 +209,88 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
     parts = importlib.import_module("mine_parts")
     for call, said in (
         (lambda: RewardConfig(mode="thrify"), "unknown reward 'thrify'; did you mean 'thrifty'?"),
-        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; register it"),
+        (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; see docs/guides/ext"),
         (lambda: RewardConfig(mode="mine_parts.thrify"), "reward: mine_parts has no 'thrify'; did you mean 'thrifty'?"),
         (lambda: RewardConfig(mode="not_there.thrifty"), "reward: cannot import 'not_there' for 'not_there.thrifty'"),
         (lambda: ActionConfig(blueprints=["mine_parts.thrifty"]), "blueprint 'mine_parts.thrifty' is not one"),
         (lambda: EnvConfig(executor="mine_parts.OneLayer"), "executor 'mine_parts.OneLayer' is not one"),
         (lambda: make_controller("mine_parts.Needy"), "missing a required argument: 'speed'; give every argument a"),
         (lambda: make_controller("mine_parts.ParityOfDigits"), "ParityOfDigits has no method 'reset'; give it one"),
-        (lambda: register_reward("thrifty", ["gain"])(parts.thrifty), "reward 'thrifty' is already registered"),
+        (lambda: register_reward("thrifty", ["gain"])(lambda step, config: {}), "'thrifty' is already registered"),
         (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "a name has no dot"),
         (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of names"),
+        (lambda: register_reward("one", ["gain"])(parts.mixer), "reward 'one' is called with (step, config)"),
+        (lambda: controllers.register(parts.FirstSlot), "controller FirstSlot is registered without a name"),
+        (lambda: execution.register("mine")(parts.FirstSlot), "executor 'mine': FirstSlot is not one"),
+        (
+            lambda: register("a", {"image"}, parameters=9, flops=len)(parts.mixer),
+            "parameters must be a function of (channels), got 9",
+        ),
+        (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),
+        (lambda: check_methods(parts.Deaf(), "mine"), "mine: Deaf.act is called with (pool), which its arguments"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             call()
     step = host_step()
-    with pytest.raises(ValueError, match=r"returned the terms \['gain'\], not those declared, \['gain', 'size'\]"):
-        register_reward("forgetful", ["gain", "size"])(lambda step, config: {"gain": 0.0})
-        compute_terms(step, RewardConfig(mode="forgetful"))
+    for returned, said in (
+        ({"gain": 0.0}, r"returned the terms \['gain'\], not those declared, \['gain', 'size'\]; name them alike"),
+        (None, "returned a NoneType, None, not its terms; return a dictionary"),
+        (0.5, "returned a float, 0.5, not its terms"),
+        ({"gain": torch.zeros(3), "size": 0.0}, r"returned a Tensor of shape \(3,\) as its term 'gain'; return a num"),
+        ({"gain": None, "size": 0.0}, "returned a NoneType, None as its term 'gain'"),
+        ({"gain": "0.5", "size": 0.0}, "returned a str, '0.5' as its term 'gain'"),
+        ({"gain": math.nan, "size": 0.0}, "returned nan as its term 'gain'; return a finite number"),
+    ):
+        with forgotten_parts(), pytest.raises(PartError, match=f"reward 'forgetful' {said}"):
+            register_reward("forgetful", ["gain", "size"])(lambda step, config, returned=returned: returned)
+            compute_terms(step, RewardConfig(mode="forgetful"))
     assert compute_terms(step._replace(diverged=True), RewardConfig(mode="thrifty")) == {"gain": 0.0, "size": 0.0}
+
+
+def test_a_term_may_be_a_tensor_of_one_number_and_is_nan_where_the_host_is(place: Path) -> None:
+    register_reward("tensors", ["loss"])(lambda step, config: {"loss": -torch.tensor([step.loss])})
+    terms = [compute_terms(host_step(loss=loss), RewardConfig(mode="tensors")) for loss in (0.5, math.nan)]
+
+    assert terms[0] == {"loss": -0.5} and type(terms[0]["loss"]) is float
+    assert math.isnan(terms[1]["loss"]), "the host has diverged, which is not the reward's fault"
+
+
+def test_a_part_that_is_defined_again_replaces_the_first(place: Path) -> None:
+    module = importlib.import_module("mine_parts")
+    first = type(make_controller("mine_parts.FirstSlot"))
+
+    importlib.reload(module)  # as when the cell of a notebook runs again
+
+    assert first is not module.FirstSlot
+    assert type(make_controller("first slot")) is type(make_controller("mine_parts.FirstSlot")) is module.FirstSlot
+    assert REWARDS["thrifty"].compute is module.thrifty
+    assert get_blueprint("mixer", "vector").build is module.mixer
+
+
+def test_a_module_that_fails_is_told_from_one_that_is_missing(place: Path) -> None:
+    for name, text in {
+        "no_python": "def f(:",
+        "needy": "import not_installed",
+        "wrong": "from math import sqroot",
+        "zero": "1 / 0",
+        "own": "raise ValueError('mine')",
+        "taken": "from esper_lightning import rewards\nrewards.register('kept', ['a'])(lambda step, config: {})",
+    }.items():
+        (place / f"{name}.py").write_text(text)
+    importlib.invalidate_caches()
+
+    for name, said in (
+        ("nowhere", "imports: cannot import 'nowhere': No module named 'nowhere'; it must lie in the current folder"),
+        ("no_python", r"imports: cannot import 'no_python': invalid syntax \(.*no_python.py, line 1\)"),
+        ("taken", "imports: cannot import 'taken': reward 'kept' is already registered; choose another name"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            import_modules([name])
+    kinds = {"needy": ImportError, "wrong": ImportError, "zero": ZeroDivisionError, "own": ValueError}
+    for name, kind in kinds.items():
+        with pytest.raises(kind) as raised:
+            import_modules([name])
+        assert find_user_part(raised.value) is not None, "its traceback is shown"
 
 
 def test_what_no_setting_names_is_not_offered(place: Path) -> None:
@@ -238,7 +315,14 @@ def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.Monk
     missing = EntryPoints([EntryPoint("theirs", "not_installed_parts", plugins.ENTRY_POINTS)])
     monkeypatch.setattr(plugins, "entry_points", lambda group: missing.select(group=group))
     plugins.import_installed.cache_clear()
-    with pytest.raises(ValueError, match="'not_installed_parts' cannot be imported: No module named"):
+    with pytest.raises(ValueError, match="'not_installed_parts' cannot be imported: ModuleNotFoundError: No module"):
+        RewardConfig(mode="thrifti")
+    (place / "broken_parts.py").write_text("undefined")
+    importlib.invalidate_caches()
+    broken = EntryPoints([EntryPoint("theirs", "broken_parts", plugins.ENTRY_POINTS)])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: broken.select(group=group))
+    plugins.import_installed.cache_clear()
+    with pytest.raises(ValueError, match=r"'broken_parts' cannot be imported: NameError: .*repair or uninstall it"):
         RewardConfig(mode="thrifti")
     plugins.import_installed.cache_clear()
 

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.checkpointing.validate import differences
-from esper_lightning.provenance import RunRecord, flat_settings, git_revision, versions
+from esper_lightning.provenance import ConfigRecord, flat_settings, git_revision, versions
 from tests.runs import fit, load, only_run
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_its_settings_as_texts(tmp_path: Path) -> None:
 def test_a_repeated_run_does_not_continue_the_resumed_one() -> None:
     given = Namespace(ckpt_path="runs/version_0/checkpoints/latest.ckpt", seed_everything=7)
 
-    record = RunRecord(LightningArgumentParser(), given)
+    record = ConfigRecord(LightningArgumentParser(), given)
 
     assert record.config.ckpt_path is None
     assert record.config.seed_everything == 7

@@ -42,7 +42,7 @@ def test_the_example_trains_and_compares(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = TRAINING
-    for long, short in (("rollouts=30", "rollouts=1"), ("batches=8", "batches=1"), ('static"]', 'static"], hosts=2')):
+    for long, short in (("rollouts=10", "rollouts=1"), ("batches=4", "batches=1"), ("hosts=16", "hosts=2")):
         assert code.count(long) == 1
         code = code.replace(long, short)
 

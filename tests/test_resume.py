@@ -17,11 +17,11 @@ from tests.runs import (
     HORIZON,
     TINY,
     Run,
-    SaveEveryTick,
     SignalAt,
     continuation,
     differences,
     fit,
+    fit_saving_ticks,
     guarded_signals,
     load,
     only_run,
@@ -51,9 +51,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same run with a checkpoint of every tick."""
-    root = tmp_path_factory.mktemp("saved")
-    fit(root, *with_callback(SaveEveryTick))
-    return only_run(root)
+    return fit_saving_ticks(tmp_path_factory.mktemp("saved"))
 
 
 def stages(checkpoint: Path) -> set[str]:
@@ -107,8 +105,7 @@ def test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too(tmp_path: 
         "--trainer.max_epochs=2",
         "--seed_everything=1",
     )  # after which hosts have living seeds
-    fit(tmp_path / "whole", *flags, *with_callback(SaveEveryTick))
-    whole, run = only_run(tmp_path / "whole"), Run(tmp_path / "part" / "version_0")
+    whole, run = fit_saving_ticks(tmp_path / "whole", *flags), Run(tmp_path / "part" / "version_0")
     run.checkpoints.mkdir(parents=True)
     checkpoint = Path(shutil.copy(whole.checkpoints / f"tick{MID_ROLLOUT}.ckpt", run.checkpoints))
     assert stages(checkpoint) != {"DORMANT"}

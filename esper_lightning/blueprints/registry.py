@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from esper_lightning.blueprints.initialise import build_on
-from esper_lightning.plugins import check_part_name, import_installed, import_object, is_of_this_package, suggest_name
+from esper_lightning.plugins import (
+    PartError,
+    check_part_name,
+    check_takes,
+    import_installed,
+    import_object,
+    is_of_this_package,
+    is_same_definition,
+    suggest_name,
+)
 
 Birth = Literal["identity", "random"]
 """Initial state of a seed: its output is exactly its input, or every layer has its usual random initialisation."""
@@ -53,15 +62,22 @@ def register(
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that registers a seed module as `name` for `layouts`; arguments are the fields of `Blueprint`.
 
-    Raises ValueError if the name is already registered for one of the layouts, or has a dot.
+    A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
+    ValueError if the name is already registered for one of the layouts, or has a dot, or if a
+    function takes other arguments.
     """
-
     check_part_name("blueprint", name)
+    if isinstance(layouts, str) or not layouts:
+        raise PartError(f"blueprint {name!r}: layouts must be a set such as {{'image'}}, got {layouts!r}")
 
     def add(build: Builder) -> Builder:
         for layout in sorted(layouts):
-            if (layout, name) in _BLUEPRINTS:
-                raise ValueError(f"blueprint {name!r} is already registered for {layout} features; choose another name")
+            known = _BLUEPRINTS.get((layout, name))
+            if known is not None and not is_same_definition(known.build, build):
+                raise PartError(f"blueprint {name!r} is already registered for {layout} features; choose another name")
+        check_takes(build, f"blueprint {name!r}", "channels")
+        check_takes(parameters, f"blueprint {name!r}: parameters", "channels")
+        check_takes(flops, f"blueprint {name!r}: flops", "channels", "positions")
         device_types = None if devices is None else frozenset(devices)
         blueprint = Blueprint(name, frozenset(layouts), build, parameters, flops, device_types)
         _BLUEPRINTS.update({(layout, name): blueprint for layout in layouts})
@@ -124,6 +140,29 @@ def get_blueprint(name: str, layout: str) -> Blueprint:
     return _BLUEPRINTS[layout, name]
 
 
+def check_parameters(name: str, layout: str, width: int) -> None:
+    """Raise PartError if the modules of a blueprint of the user have other parameters than it declares."""
+    blueprint = get_blueprint(name, layout)
+    if is_of_this_package(blueprint.build):
+        return
+    with torch.device("meta"):
+        counted = sum(parameter.numel() for parameter in _build(blueprint, width).parameters())
+    declared = blueprint.parameters(width)
+    if declared != counted:
+        raise PartError(
+            f"blueprint {name!r}: parameters({width}) returns {declared!r:.30}, and its module for {width} channels "
+            f"has {counted}; correct the function, since growth is charged for by it"
+        )
+
+
+def _build(blueprint: Blueprint, width: int) -> nn.Module:
+    """Build a module, still without initialised weights. Raises ValueError if the function returns something else."""
+    seed: object = blueprint.build(width)
+    if not isinstance(seed, nn.Module):
+        raise ValueError(f"blueprint {blueprint.name!r} built a {type(seed).__name__}; return an nn.Module")
+    return seed
+
+
 def build_seed(
     name: str, layout: str, width: int, *, device: torch.device, generator: torch.Generator, birth: Birth = "identity"
 ) -> nn.Module:
@@ -137,7 +176,7 @@ def build_seed(
     if not blueprint.runs_on(device):
         supported = ", ".join(sorted(blueprint.devices or ()))
         raise ValueError(f"blueprint {name!r} does not run on {device.type}; it runs on: {supported}")
-    seed = build_on(device, lambda: blueprint.build(width), generator)
+    seed = build_on(device, lambda: _build(blueprint, width), generator)
     if birth == "random":
         if (start_at_random := getattr(seed, "start_at_random", None)) is not None:
             start_at_random(generator)

@@ -12,24 +12,33 @@ class Residual(nn.Module):
     """Residual block x + body(x).
 
     Args:
-        body: Layers whose joint output has the shape of their input. The last one is linear (or a convolution), and is
-            zeroed for birth "identity".
+        body: Layers whose joint output has the shape of their input. The last one, which may stand within
+            `nn.Sequential`, is linear (or a convolution), and is zeroed for birth "identity".
     """
 
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
-        if not body or not [*body[-1].parameters(recurse=False)]:
-            last_name = type(body[-1]).__name__ if body else "nothing"
-            raise ValueError(f"Residual: the body ends with {last_name}; end it with a linear layer or a convolution")
         self.body = nn.Sequential(*body)
+        last = _last_layer(self.body)
+        if not [*last.parameters(recurse=False)]:
+            ending = "is empty" if isinstance(last, nn.Sequential) else f"ends with {type(last).__name__}"
+            raise ValueError(
+                f"Residual: the body {ending}; end it with a linear layer or a convolution, as in "
+                "Residual(nn.Linear(c, c), nn.ReLU(), nn.Linear(c, c))"
+            )
 
     def start_as_identity(self) -> None:
         """Zero the last layer, so that the output equals the input."""
-        for parameter in self.body[-1].parameters():
+        for parameter in _last_layer(self.body).parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:  # same shape in and out
         return x + self.body(x)
+
+
+def _last_layer(body: nn.Module) -> nn.Module:
+    """Return the module whose output is that of `body`: the last one within any nesting of `nn.Sequential`."""
+    return _last_layer(body[-1]) if isinstance(body, nn.Sequential) and len(body) else body
 
 
 class LearnedNorm(nn.Module):

@@ -32,7 +32,7 @@ from esper_lightning.cli.sweep import COMMAND as SWEEP
 from esper_lightning.cli.sweep import run_sweep
 from esper_lightning.cli.trust import CONFIG_OPTION, TRUST_OPTION, settings_beside_checkpoint, trusted_packages
 from esper_lightning.cli.unique_keys import refuse_duplicate_keys
-from esper_lightning.console import print_status
+from esper_lightning.console import print_status, quiet_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs.seeding import check_rng_seed
 from esper_lightning.errors import one_line_errors, user_code_told_apart
@@ -40,7 +40,7 @@ from esper_lightning.evaluation.checkpoints import check_distinct, path_list
 from esper_lightning.module import MONITORED_METRICS, TamiyoModule, run_identity
 from esper_lightning.plugins import IMPORTS
 from esper_lightning.process import BEFORE_TRAINING, exits_on_signals, is_first_process
-from esper_lightning.provenance import RUN_FILE, RunRecord, job_name
+from esper_lightning.provenance import RUN_FILE, ConfigRecord, job_name
 from esper_lightning.ranks import LOCAL_WORLD_VARIABLE, local_world
 from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer, run_folder
 
@@ -322,8 +322,10 @@ class EsperCLI(LightningCLI):
             self.datamodule.keep_blueprints(self.saved_identity)
         trainer = self.trainer
         self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        comparison = self._get(self.config_init, "evaluation")
         for pool in self.datamodule.pools.values():
-            self._get(self.config_init, "evaluation").check(pool)
+            comparison.check(pool)
+        comparison.check_controllers(self.datamodule)
 
     def before_evaluate(self) -> None:
         """Build the hosts before the weights of any checkpoint are loaded."""
@@ -443,7 +445,10 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
     check(path)
     config = run_folder(path) / "config.yaml"
     if not config.is_file():
-        raise ValueError(f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config")
+        raise ValueError(
+            f"there are no settings beside checkpoint {path!r}: {config} is missing; give --config, or, if `train` of "
+            f"Python made the run, call esper_lightning.evaluate({path!r}, data) with its hosts"
+        )
     groups = {"model": TamiyoModule, "data": HostPoolData, **callback_classes()}
     settings = settings_beside_checkpoint(config, groups, trusted)
     print_status(f"settings of {config}")
@@ -536,6 +541,7 @@ class NewRunLogger(TensorBoardLogger):
 
 def run_unprepared(args: list[str]) -> None:
     """Run the command line in a process of a sweep, with arguments that `front.prepare` has not seen."""
+    quiet_lightning()
     run(prepare(args))
 
 
@@ -560,7 +566,7 @@ def run(args: list[str]) -> None:
         parser_kwargs={"prog": PROGRAM},
         seed_everything_default=0,
         trainer_defaults={"devices": 1, "enable_model_summary": False, "log_every_n_steps": 1},
-        save_config_callback=RunRecord,
+        save_config_callback=ConfigRecord,
         trainer_class=EsperTrainer,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,  # settings come only from the command line, never from a checkpoint

@@ -16,9 +16,13 @@ from esper_lightning.cli.names import nearest_name
 from esper_lightning.cli.options import schedule_names
 from esper_lightning.cli.type_words import choices_of, type_words
 from esper_lightning.console import exit_with_error
+from esper_lightning.plugins import import_object
 
 UNKNOWN_CLASS = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 UNKNOWN_BARE_CLASS = re.compile(r'Parser key "data\.(task|host)":.*import path string: (\w+)', re.DOTALL)
+IMPORT_PATH = re.compile(r"Expected a path but ([\w.]+\.\w+) either not accessible or invalid")
+NO_SUBCLASS = re.compile(r"does not correspond to a subclass of (\w+)")
+NO_MODULE = re.compile(r"Expected '[\w.]+' to be a (?:subclass of|function that returns) <class 'Module'>")
 UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 CLASS_PATH = re.compile(r"class_path ?=?'([\w.]+)'")
 
@@ -88,12 +92,35 @@ def _missing(message: str) -> str | None:
     return f"without a value: {', '.join(names)}; give it in a config, or as --{names[0]}"
 
 
+def _import_problem(message: str) -> str | None:
+    """Return the words about an import path that leads to no such part, or None for another problem.
+
+    What the code of an imported module raises passes.
+    """
+    key, path = SETTING.search(message), IMPORT_PATH.search(message)
+    if key is None or path is None:
+        return None
+    try:
+        import_object(path[1], key[1])
+    except ValueError as error:
+        return str(error)
+    if (found := NO_SUBCLASS.search(message)) is not None:
+        return f"{key[1]}: {path[1]} is no subclass of {found[1]}; derive it from {found[1]}"
+    if NO_MODULE.search(message):
+        return f"{key[1]}: {path[1]} is no nn.Module, nor a function annotated as returning one; derive or annotate it"
+    return None
+
+
 def _unknown_argument(message: str) -> str | None:
     """Return the words about an argument that a class does not take, or None for another problem."""
     key, argument, named = (pattern.search(message) for pattern in (SETTING, UNKNOWN_ARGUMENT, CLASS_PATH))
     if key is None or argument is None or named is None:
         return None
     return f"{key[1]}: {named[1]} has no argument {argument[1]!r}"
+
+
+PLAIN_WORDS: tuple[Callable[[str], str | None], ...] = (_missing, _unknown_argument, _import_problem)
+"""Functions that return plain words for a problem that they know."""
 
 
 class Parser(LightningArgumentParser):
@@ -123,7 +150,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
         where = "" if self._file is None else f"config {self._file!r}: "
-        plain = self._wrong_type(message) or _missing(message) or _unknown_argument(message) or message
+        plain = next(filter(None, (find(message) for find in (*PLAIN_WORDS, self._wrong_type))), message)
         exit_with_error(where + plain + ("" if "did you mean" in plain else suggestion(message)))
 
     def _wrong_type(self, message: str) -> str | None:

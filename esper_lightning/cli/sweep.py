@@ -252,6 +252,7 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
         make_folder(folder)
     runs = plan(given.config, varied, range(given.seeds), folder)
+    print_status(f"{len(runs)} runs, {min(given.jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     with one_line_system_errors("start again, with another folder by --out"):
         with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
             results = sweep(fit, runs, jobs=given.jobs, folder=folder)

@@ -2,38 +2,24 @@
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.hill_climbing import HillClimbing
 from esper_lightning.controllers.periodic import Periodic
-from esper_lightning.plugins import Registry
+from esper_lightning.plugins import Registry, check_takes
 
 METHODS = ("reset", "act")
-"""Methods of a controller."""
+"""Methods of a controller; each is called with the pool."""
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
     "controller", {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}, takes=callable
 )
 """Functions or classes without required arguments that make a controller, by name."""
 
-MakeController = TypeVar("MakeController", bound=Callable[[], Any])
-
-
-def register(name: str) -> Callable[[MakeController], MakeController]:
-    """Return a decorator that registers a controller as `name`.
-
-    The decorated class, or function that returns a controller, takes no arguments. The name may then stand in
-    `evaluation.against`, in `grow --controller` and as the `decider` of `callbacks.Grow`.
-
-    Raises ValueError if the name is taken.
-    """
-
-    def add(make: MakeController) -> MakeController:
-        CONTROLLERS.add(name, make, make)
-        return make
-
-    return add
+register = CONTROLLERS.register
+"""Decorator, with a name, of a class or function without required arguments that makes a controller. The name may then
+stand in `evaluation.against`, in `grow --controller` and as the `decider` of `callbacks.Grow`."""
 
 
 def make_controller(name: str) -> Any:
@@ -56,3 +42,4 @@ def check_methods(controller: Any, what: str) -> None:
     for method in METHODS:
         if not callable(getattr(controller, method, None)):
             raise ValueError(f"{what}: {type(controller).__name__} has no method {method!r}; give it one")
+        check_takes(getattr(controller, method), f"{what}: {type(controller).__name__}.{method}", "pool")

@@ -150,7 +150,7 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone
     env_config = config.env_config(env)
     data = config.task.load()
     if not isinstance(data, TaskData):
-        raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}, not a TaskData")
+        raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}; return a TaskData")
     check_data(data, type(config.task).__name__)
     print_status(*find_doubts(data, type(config.task).__name__))
     host_devices = find_host_devices(env_config.devices, env_config.executor, device, alone=alone)

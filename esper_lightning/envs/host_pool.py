@@ -31,7 +31,7 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
 from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
-from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
+from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
 from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.step_result import HostEvent, PoolMetrics, StepResult, Transition
@@ -251,7 +251,7 @@ class HostPool:
         measurements together, because the next action depends on them. A rollback adds a third one, since the restored
         host is validated again.
 
-        Raises ValueError if the masks forbid an action.
+        Raises ActionError, a ValueError, if the masks forbid an action.
         """
         with self.clock.measure("bookkeeping"):
             action, transitions = self._decode_actions(action)
@@ -272,12 +272,9 @@ class HostPool:
         """Read and check the actions; a vetoed one, or an impossible one under `masks: false`, is executed as WAIT.
 
         Returns the actions that the policy learns from, in which only vetoed ones are replaced, and one transition per
-        host with the executed action. Raises ValueError if an action is not allowed; then no host has changed.
+        host with the executed action. Raises ActionError if an action is not allowed; then no host has changed.
         """
-        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
-        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
-        for i, row in enumerate(executable):
-            self._check_action(i, row)
+        chosen, executable = self.read_action(action)
         vetoes = [
             None if self.overseer is None else self.overseer.find_veto(i, env, row)
             for i, (env, row) in enumerate(zip(self.envs, executable, strict=True))
@@ -291,14 +288,29 @@ class HostPool:
             Transition(i, env, WAIT_ACTION if veto else row, veto=veto) for i, (env, row, veto) in enumerate(rows)
         ]
 
+    def read_action(self, action: Action) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the indices of each host's action as they are given, and as they would be executed now.
+
+        They differ under `masks: false` only. Raises ActionError if an action is not allowed.
+        """
+        check_is_action(action, self.n_envs)
+        chosen = list(zip(*download(torch.stack(action)).tolist(), strict=True))
+        executable = self.observation_builder.mask_invalid(chosen, WAIT_ACTION)
+        for i, row in enumerate(executable):
+            self._check_action(i, row)
+        return chosen, executable
+
     def _check_action(self, host: int, action: tuple[int, ...]) -> None:
         env, sizes = self.envs[host], tuple(self.space.sizes.values())
         if env.tick >= self.horizon:
             raise ValueError(f"host {host}: the episode is over after {env.tick} ticks; reset the pool")
         if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
-            raise ValueError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
+            raise ActionError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
         if not self.masks_on_cpu.allows(host, action):
-            raise ValueError(f"host {host}: {self.space.describe(action)} is masked; choose within the masks")
+            raise ActionError(
+                f"host {host}: {self.space.describe(action)} is masked; choose within the masks, as "
+                f"pool.masks_on_cpu.allows(host, action) tells"
+            )
 
     def _apply_action(self, transition: Transition) -> None:
         """Execute the action of one host and record its status before and after it."""

@@ -36,7 +36,7 @@ from esper_lightning.evaluation.baselines import (
 from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
 from esper_lightning.evaluation.networks import GrownHost, best_hosts
-from esper_lightning.evaluation.play import Outcome, play_episode
+from esper_lightning.evaluation.play import Outcome, play_episode, try_controller
 from esper_lightning.evaluation.search.search import (
     BestSchedules,
     SearchConfig,
@@ -257,6 +257,15 @@ class Comparison:
             raise ValueError(
                 "evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
             )
+
+    def check_controllers(self, data: HostPoolData) -> None:
+        """Let each controller of the user choose one action on each of two new hosts, before any training.
+
+        Raises PartError if that is none. What the controller raises passes.
+        """
+        for task in data.pools if self.own else ():
+            for name in self.own:
+                try_controller(data.make_pool(2, task=task), name, make_controller(name))
 
     def _named_controllers(self) -> dict[str, Controller]:
         """Return new instances of the baselines and the schedules, by name."""

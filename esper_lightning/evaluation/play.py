@@ -1,6 +1,7 @@
 """Evaluation of one controller on a fixed set of hosts. H hosts, T ticks, K slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import numpy as np
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
+from esper_lightning.envs.spaces.actions import ActionError
 from esper_lightning.evaluation.flops_meter import FlopsMeter
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.stages import Stage
+from esper_lightning.plugins import PartError, is_of_this_package
 
 
 class FossilizedSeed(NamedTuple):
@@ -81,7 +84,8 @@ def play_episode(
     pool.reset(rng_seeds)
     with FlopsMeter(pool) as meter:
         controller.reset(pool)
-        trace, rollbacks = _run_episode(pool, controller, tick_limits, on_step=on_step)
+        with named_controller(name, controller):
+            trace, rollbacks = _run_episode(pool, controller, tick_limits, on_step=on_step)
     seconds = perf_counter() - started
     loss, accuracy = pool.test_scores()
     topologies = [
@@ -108,6 +112,28 @@ def play_episode(
         contexts=[str(env.context.context) for env in pool.envs],
         metrics={name: values.numpy() for name, values in pool.test_metrics().items()},
     )
+
+
+@contextmanager
+def named_controller(name: str, controller: Controller) -> Iterator[None]:
+    """Turn the error of an action that a controller of the user has chosen into a PartError that names it."""
+    try:
+        yield
+    except ActionError as error:
+        if is_of_this_package(type(controller)):
+            raise
+        raise PartError(f"controller {name!r}: {error}") from error
+
+
+def try_controller(pool: HostPool, name: str, controller: Controller) -> None:
+    """Let a controller choose its first action in `pool`, whose state is overwritten.
+
+    Raises PartError if that is none.
+    """
+    pool.reset(range(pool.n_envs))
+    controller.reset(pool)
+    with named_controller(name, controller):
+        pool.read_action(controller.act(pool))
 
 
 def _run_episode(

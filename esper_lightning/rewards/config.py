@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from esper_lightning.plugins import Registry
+from esper_lightning.plugins import PartError, Registry, check_part_name, check_takes
 from esper_lightning.rewards.tick import HostStep
 
 ModeName = Literal[
@@ -46,12 +46,15 @@ def register(
         terms: Names of the terms.
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
 
-    Raises ValueError if the name is taken, or if there are no terms.
+    A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
+    PartError if the name is taken, if there are no terms, or if the function takes other arguments.
     """
+    check_part_name(REWARDS.kind, name)
 
     def add(compute: RewardFunction) -> RewardFunction:
         if not terms or isinstance(terms, str):
-            raise ValueError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+            raise PartError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+        check_takes(compute, f"reward {name!r}", "step", "config")
         reward = Reward(tuple(terms), compute, needs_host_only=needs_host_only)
         REWARDS.add(name, reward, compute)
         return compute

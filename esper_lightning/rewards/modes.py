@@ -6,11 +6,13 @@ points of 100. In `simplified`, `basic` and `basic_plus` a seed's next stage ear
 the same in every mode.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, get_args
+from math import isfinite
+from typing import Any, NamedTuple, get_args
 
 from esper_lightning.growth.stages import BLENDED, LIVE, Stage
+from esper_lightning.plugins import PartError
 from esper_lightning.rewards import terms
 from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig
 from esper_lightning.rewards.terms import MAX_POINTS
@@ -276,16 +278,46 @@ def compute_terms(step: HostStep, config: RewardConfig) -> dict[str, float]:
     """Return every term of the config's reward for one step by name; their sum is the reward.
 
     In a step that ends with a rollback, terms are 0 unless they take back what earlier steps lent.
-    Raises ValueError if the function of the reward returns other terms than it has declared.
+    Raises PartError, a ValueError, if a reward of the user returns something else than a finite number for each term
+    that it has declared.
     """
     reward = REWARDS.find(config.mode)
     if step.already_ended or (step.diverged and config.mode not in MODES):
         return dict.fromkeys(reward.terms, 0.0)
-    terms = dict(reward.compute(step, config))
-    if tuple(terms) != reward.terms:
-        if set(terms) != set(reward.terms):
-            raise ValueError(
-                f"reward {config.mode!r} returned the terms {list(terms)}, not those declared, {list(reward.terms)}"
-            )
-        terms = {name: terms[name] for name in reward.terms}
-    return terms
+    terms = reward.compute(step, config)
+    return dict(terms) if config.mode in MODES else check_terms(terms, reward.terms, step, f"reward {config.mode!r}")
+
+
+def check_terms(terms: Any, declared: Sequence[str], step: HostStep, what: str) -> dict[str, float]:
+    """Return the terms of a reward of the user as numbers, in the order in which they are declared.
+
+    A term may be NaN or infinite only if the host's own measurements are. Raises PartError, which begins with `what`,
+    for terms that are none.
+    """
+    if not isinstance(terms, Mapping):
+        example = ", ".join(f"{name!r}: …" for name in declared)
+        raise PartError(f"{what} returned {_describe(terms)}, not its terms; return a dictionary {{{example}}}")
+    if set(terms) != set(declared):
+        raise PartError(
+            f"{what} returned the terms {list(terms)}, not those declared, {list(declared)}; name them alike"
+        )
+    numbers = {name: _as_number(terms[name]) for name in declared}
+    for name, number in numbers.items():
+        if number is None:
+            raise PartError(f"{what} returned {_describe(terms[name])} as its term {name!r}; return a number")
+        if not isfinite(number) and all(isfinite(part) for part in step if isinstance(part, float)):
+            raise PartError(f"{what} returned {number} as its term {name!r}; return a finite number")
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _as_number(value: Any) -> float | None:
+    """Return a number, also that of a tensor or array of one element; None for another object."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return None
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else f", {value!r:.50}")

@@ -5,7 +5,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from esper_lightning.tasks.task import TaskData
+from esper_lightning.tasks.task import Measures, TaskData
 
 SPLITS = ("train", "validation", "test")
 
@@ -48,11 +48,35 @@ def check_data(data: TaskData, task: str) -> None:
             first = int(invalid.nonzero()[0])
             raise ValueError(
                 f"{where} hold {int(invalid.sum())} targets outside of 0 … {data.classes - 1}, the first is number "
-                f"{first}: {targets[first].flatten()[:8].tolist()}; get the data set again"
+                f"{first}: {targets[first].flatten()[:8].tolist()}; correct `classes` or the targets, or get the data "
+                "set again"
             )
     for what, is_constant in (("inputs", rows_are_equal), ("targets", elements_are_equal)):
         if is_constant(getattr(data.train, what)):
             raise ValueError(f"task {task}: all {what} of its training data are equal, so there is nothing to learn")
+
+
+def check_outputs(outputs: object, classes: int) -> None:
+    """Raise ValueError unless the outputs of a host have a number for each class."""
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"the host's forward returned a {type(outputs).__name__}; return a tensor of logits")
+    if outputs.ndim < 2 or outputs.shape[-1] < classes:
+        raise ValueError(
+            f"the host's outputs have shape {tuple(outputs.shape)}, and the task has {classes} classes; end the host "
+            "with as many outputs as its constructor is given"
+        )
+
+
+def check_measures(measures: Measures, samples: int, task: str) -> None:
+    """Raise ValueError unless `measures` are a loss and a share of correct predictions for each sample."""
+    for name in Measures._fields:
+        values = getattr(measures, name, None)
+        if not isinstance(values, Tensor) or values.shape != (samples,):
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ValueError(
+                f"task {task}: measure returned as {name} {got} for {samples} samples; return Measures of a number per "
+                f"sample, of shape ({samples},), such as F.cross_entropy(…, reduction='none')"
+            )
 
 
 def find_doubts(data: TaskData, task: str) -> list[str]:

@@ -20,15 +20,27 @@ def test_as_the_identity_only_the_last_layer_is_zero() -> None:
     assert not any(parameter.any() for parameter in seed.body[2].parameters())
 
 
+def test_the_last_layer_may_stand_within_a_sequential() -> None:
+    last = nn.Linear(6, 4)
+    nested = Residual(nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), last)))
+    x = feature("vector", 4)
+
+    nested.start_as_identity()
+
+    assert torch.equal(nested(x), x)
+    assert nested.body[0][0].weight.any() and not last.weight.any()
+
+
 @pytest.mark.parametrize(
     ("body", "last"),
     [
-        ([nn.Linear(4, 4), nn.ReLU()], "ReLU"),
-        ([nn.Sequential(nn.Linear(4, 4), nn.ReLU())], "Sequential"),
-        ([], "nothing"),
+        ([nn.Linear(4, 4), nn.ReLU()], "ends with ReLU"),
+        ([nn.Sequential(nn.Linear(4, 4), nn.ReLU())], "ends with ReLU"),
+        ([nn.Sequential()], "is empty"),
+        ([], "is empty"),
     ],
 )
 def test_a_body_that_zeros_at_its_end_would_not_silence_is_refused(body: list[nn.Module], last: str) -> None:
-    message = f"^Residual: the body ends with {last}; end it with a linear layer or a convolution$"
+    message = rf"^Residual: the body {last}; end it with a linear layer or a convolution, as in Residual\(nn.Linear"
     with pytest.raises(ValueError, match=message):
         Residual(*body)

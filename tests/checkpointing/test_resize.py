@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, load, only_run, with_callback
+from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, fit, fit_saving_ticks, load, only_run, with_callback
 from tests.tiers import rest_is_slow
 
 MORE, FEWER = 3, 1
@@ -15,9 +15,7 @@ MORE, FEWER = 3, 1
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("saved")
-    fit(root, *with_callback(SaveEveryTick))
-    return only_run(root)
+    return fit_saving_ticks(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

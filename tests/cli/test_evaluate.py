@@ -446,7 +446,8 @@ def test_a_checkpoint_without_settings_beside_it_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"error: there are no settings beside checkpoint {str(lone)!r}: {tmp_path / 'config.yaml'} is missing; "
-        f"give --config"
+        f"give --config, or, if `train` of Python made the run, call esper_lightning.evaluate({str(lone)!r}, data) "
+        f"with its hosts"
     )
 
 

@@ -120,7 +120,11 @@ BY_THE_PARSER = {
     "+ --data.host.kernal 3": "has no argument 'kernal'; did you mean 'kernel'?",
     "+ --data.host CNNN": "did you mean 'esper_lightning.hosts.CNN'?",
     "+ --data.task Digit": "did you mean 'esper_lightning.tasks.Digits'?",
-    "+ --data.task mine.Task": "mine",
+    "+ --data.task mine.Task": "data.task: cannot import 'mine' for 'mine.Task': No module named 'mine'; it must",
+    "+ --data.task esper_lightning.tasks.Digit": "did you mean 'Digits'?",
+    "+ --imports mine": "imports: cannot import 'mine': No module named 'mine'; it must lie in the current folder",
+    "+ --imports mine.py": "imports: 'mine.py' is a file; name its module, 'mine'",
+    "+ --imports 3": "imports must be a list of modules, got 3",
 }
 """Mistakes that the parser answers."""
 

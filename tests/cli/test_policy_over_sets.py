@@ -20,18 +20,7 @@ from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
 from tests.callbacks.grow.trainings import QUICK, classifier, train
-from tests.runs import (
-    CONFIGS,
-    HORIZON,
-    Run,
-    SaveEveryTick,
-    cli,
-    continuation,
-    differences,
-    fit,
-    only_run,
-    with_callback,
-)
+from tests.runs import CONFIGS, HORIZON, Run, cli, continuation, differences, fit, fit_saving_ticks
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +32,7 @@ FAST = ActionConfig(tempos={"FAST": 2})
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two rollouts of a policy over sets on hosts with three slots, with a checkpoint of every tick."""
     root = tmp_path_factory.mktemp("sets")
-    fit(root, *ROWS, "--trainer.max_epochs=2", "--seed_everything=0", *with_callback(SaveEveryTick))
-    return only_run(root)
+    return fit_saving_ticks(root, *ROWS, "--trainer.max_epochs=2", "--seed_everything=0")
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

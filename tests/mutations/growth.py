@@ -526,7 +526,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A seed of two layers begins with zeros in both and never learns",
         f"{B}/residual.py",
-        "self.body[-1].parameters()",
+        "_last_layer(self.body).parameters()",
         "self.body.parameters()",
         "tests/blueprints/test_residual.py::test_as_the_identity_only_the_last_layer_is_zero",
     ),

@@ -8,18 +8,7 @@ import pytest
 from esper_lightning.envs import EnvConfig
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.rewards import MODES, ModeName, RewardConfig
-from tests.runs import (
-    EPOCHS,
-    HORIZON,
-    ROOT,
-    SaveEveryTick,
-    cli,
-    continuation,
-    differences,
-    fit,
-    only_run,
-    with_callback,
-)
+from tests.runs import EPOCHS, HORIZON, ROOT, cli, continuation, differences, fit, fit_saving_ticks, only_run
 from tests.tiers import rest_is_slow
 
 ALL = get_args(ModeName)
@@ -39,9 +28,8 @@ def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: P
 
 @pytest.mark.slow
 def test_a_run_with_accounts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    paid = ("--data.env.reward.mode", "escrow", *with_callback(SaveEveryTick))
-    fit(tmp_path / "whole", *paid)
-    whole = only_run(tmp_path / "whole")
+    paid = ("--data.env.reward.mode", "escrow")
+    whole = fit_saving_ticks(tmp_path / "whole", *paid)
     at = whole.checkpoints / f"tick{HORIZON + 3}.ckpt"
     expected = continuation(whole.latest)
     fit(tmp_path / "resumed", *paid, "--ckpt_path", str(at))

@@ -17,7 +17,7 @@ from esper_lightning.ppo.update_watch import WORST_TRANSITIONS
 from esper_lightning.telemetry.events import RatioExploded, read_events
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide
 from esper_lightning.telemetry.tensorboard import CUSTOM_SCALARS, HPARAM_METRICS, MAX_SETTING_LENGTH, parse_setting
-from tests.runs import CONFIGS, ROOT, SaveEveryTick, cli, continuation, differences, fit, only_run, with_callback
+from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_saving_ticks, only_run
 from tests.tiers import rest_is_slow
 
 RICH = (
@@ -155,8 +155,7 @@ def test_settings_are_shown_as_what_they_are(text: str, value: object) -> None:
 def test_a_resumed_run_goes_on_with_the_same_curves_and_doubles_nothing(tmp_path: Path, tick: int) -> None:
     """Resume in the folder of the whole run, whose later points are void."""
     every = ("--telemetry.figures_every=1", "--telemetry.raised_ticks=0")
-    fit(tmp_path, *with_callback(SaveEveryTick), *every)
-    run = only_run(tmp_path)
+    run = fit_saving_ticks(tmp_path, *every)
     before = run.scalars()
 
     fit(tmp_path, *every, "--ckpt_path", str(run.checkpoints / f"tick{tick}.ckpt"))
@@ -231,8 +230,7 @@ def test_the_page_shows_the_guide() -> None:
 
 def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> None:
     """Resume in the middle of a rollout whose start was not observed: no figure of it is drawn."""
-    fit(tmp_path, *with_callback(SaveEveryTick), "--telemetry.level=off", "--trainer.max_epochs=1")
-    run = only_run(tmp_path)
+    run = fit_saving_ticks(tmp_path, "--telemetry.level=off", "--trainer.max_epochs=1")
 
     fit(
         tmp_path,

@@ -90,6 +90,7 @@ class EnvFactory:
                     self._build_host(context, devices[0]),
                     task,
                     batch,
+                    classes=data.classes,
                     actions=config.actions,
                     birth=config.lifecycle.birth,
                     shared_space=self.shared_space,

@@ -1,8 +1,5 @@
 """Executors: interchangeable ways to train and validate N hosts."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from esper_lightning.envs.execution.fused import FusedExecutor
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.streams import StreamsExecutor
@@ -19,20 +16,8 @@ EXECUTORS: Registry[type[LoopExecutor]] = Registry(
 AUTO = "auto"
 """Name that stands for the fastest executor of this package."""
 
-ExecutorClass = TypeVar("ExecutorClass", bound=type[LoopExecutor])
-
-
-def register(name: str) -> Callable[[ExecutorClass], ExecutorClass]:
-    """Return a decorator that registers a subclass of `LoopExecutor` as `name`, a value of `data.env.executor`.
-
-    Raises ValueError if the name is taken.
-    """
-
-    def add(executor: ExecutorClass) -> ExecutorClass:
-        EXECUTORS.add(name, executor, executor)
-        return executor
-
-    return add
+register = EXECUTORS.register
+"""Decorator, with a name, of a subclass of `LoopExecutor`. The name may then be the value of `data.env.executor`."""
 
 
 def check_executor(name: str) -> None:

@@ -2,17 +2,20 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.blueprints import Birth, default_blueprints
+from esper_lightning.blueprints.registry import check_parameters
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.probe import probe_seeds
 from esper_lightning.growth.slot import ABSENT, SeedSlot
 from esper_lightning.tasks import Split, Task
+from esper_lightning.tasks.integrity import check_measures, check_outputs
 
 
 class SharedSpace(NamedTuple):
@@ -67,6 +70,7 @@ def discover_action_space(
     task: Task,
     batch: Split,
     *,
+    classes: int,
     actions: ActionConfig,
     birth: Birth,
     shared_space: SharedSpace | None = None,
@@ -77,16 +81,23 @@ def discover_action_space(
         host: Host with empty slots; it cannot be used afterwards.
         task: Computes the loss of outputs.
         batch: Training data on which seeds are tried.
+        classes: Number of classes of the task.
         actions: Configured choices.
         birth: Initialisation of seeds.
         shared_space: Slots and blueprints shared with hosts of other tasks, including blueprints that cannot grow
             here; `host` must already have these slots.
 
-    Raises ValueError if the host has no slots, or a slot or a blueprint cannot be used at all.
+    Raises ValueError if the host has no slots, if a slot or a blueprint cannot be used at all, or if the host
+    has too few outputs, or if the task does not measure each sample.
     """
 
     def loss_of(network: nn.Module) -> Tensor:
-        return task.measure(network(batch.inputs), batch.targets).loss.mean()
+        outputs = network(batch.inputs)
+        if type(task).measure is Task.measure:
+            check_outputs(outputs, classes)
+        measures = task.measure(outputs, batch.targets)
+        check_measures(measures, len(batch.targets), type(task).__name__)
+        return measures.loss.mean()
 
     return probe_action_space(host, loss_of, actions=actions, birth=birth, shared_space=shared_space)
 
@@ -115,6 +126,9 @@ def probe_action_space(
     if shared_space is not None:
         allowed = [name in (actions.blueprints or blueprints) for name in blueprints]
         return actions.make_space(list(slots), blueprints), growable & torch.tensor(allowed)
+    for (k, slot), (p, blueprint) in product(enumerate(slots.values()), enumerate(blueprints)):
+        if growable[k, p]:
+            check_parameters(blueprint, slot.layout, slot.width)
     for k, slot in enumerate(slots):
         if not growable[k].any():
             raise ValueError(

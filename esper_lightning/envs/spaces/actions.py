@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Op(IntEnum):
     FOSSILIZE = 3
     ADVANCE = 4
     SET_ALPHA = 5
+
+
+class ActionError(ValueError):
+    """Error of an action that is none, or that the masks forbid; no host has changed."""
 
 
 class Action(NamedTuple):
@@ -222,7 +226,36 @@ class DecodedAction(NamedTuple):
     curve: Curve
 
 
+def pad_action(row: Sequence[int]) -> Sequence[int]:
+    """Return an index for each head; those missing at the end of `row` are 0.
+
+    Raises ActionError if a row has more indices than there are heads.
+    """
+    if len(row) > len(HEADS):
+        raise ActionError(f"an action has at most {len(HEADS)} indices, {', '.join(HEADS)}; got {len(row)}")
+    return row if len(row) == len(HEADS) else [*row, *[0] * (len(HEADS) - len(row))]
+
+
 def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
-    """Build an action from one row of indices per environment; heads missing at the end of a row become 0."""
-    padded = [[*decision, *[0] * (len(HEADS) - len(decision))] for decision in rows]
+    """Build an action from one row of indices per environment; heads missing at the end of a row become 0.
+
+    Raises ActionError if a row has more indices than there are heads.
+    """
+    padded = [[*pad_action(row)] for row in rows]
     return Action(*copy_to_device(torch.tensor(padded), device).unbind(1))
+
+
+def check_is_action(action: Any, n_envs: int) -> None:
+    """Raise ActionError unless an object has one tensor of whole numbers per head, with one index per environment."""
+    parts = action if isinstance(action, tuple) else ()
+    fits = [isinstance(part, Tensor) and part.shape == (n_envs,) and not part.is_floating_point() for part in parts]
+    if len(parts) != len(HEADS) or not all(fits):
+        kinds = [
+            f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            for part in parts
+        ]
+        got = f"{len(parts)} × {', '.join(dict.fromkeys(kinds))}" if parts else f"a {type(action).__name__}"
+        raise ActionError(
+            f"an action is made by to_action([[op, slot, blueprint, …], …], pool.device) from a row of whole numbers "
+            f"for each of the {n_envs} hosts; got {got:.200}"
+        )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
+from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op, pad_action
 from esper_lightning.growth.growing_network import GrowingNetwork, RefusalReasons
 from esper_lightning.growth.slot import ABSENT
 from esper_lightning.growth.stages import Stage
@@ -23,8 +23,11 @@ class Masks(NamedTuple):
     ended: Tensor  # [..., N] bool: the episode ended before the horizon, so actions have no effect
 
     def allows(self, env: int, action: Sequence[int]) -> bool:
-        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked."""
-        op, slot, blueprint, _, _, target, speed, curve = action
+        """Return True if environment `env` may take an action, an index per head; irrelevant heads are not checked.
+
+        Heads missing at the end of the action are 0.
+        """
+        op, slot, blueprint, _, _, target, speed, curve = pad_action(action)
         needed = [self.slot[env, op, slot]]
         if op == Op.GERMINATE:
             needed.append(self.blueprint[env, slot, blueprint])
