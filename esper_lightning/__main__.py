@@ -8,7 +8,6 @@ from esper_lightning.cli.front import prepare
 from esper_lightning.console import quiet_lightning
 from esper_lightning.process import BEFORE_TRAINING, STOP_SIGNALS, exits_on_signals, is_first_process, watched_streams
 
-
 TOO_LITTLE_MEMORY_TEXT = "failed to map segment"
 """Text in the ImportError of a library that does not fit into the memory which the process may take."""
 

@@ -100,8 +100,10 @@ def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Ten
 
 
 def _write_state_dict(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    # Clones, because a view would be saved with all of the memory that it is a part of.
+    state = {name: value.clone() for name, value in network.state_dict().items()}
     with path.open("wb") as file:  # the name alone would hide the reason if the disk is full
-        torch.save(network.state_dict(), file)
+        torch.save(state, file)
     loaded = deepcopy(network)
     for parameter in loaded.parameters():
         parameter.zero_()
