@@ -99,10 +99,8 @@ class LearnedController:
     def act(self, pool: ObservedHosts) -> Action:
         observation = pool.observation._replace(features=self.normalise(pool.observation.features))
         # As in training, a rollback begins a new trajectory and resets the recurrent state.
-        distribution, self.state = self.policy.step_actor(
-            observation, self.state, pool.masks, starts=pool.episode_starts
-        )
-        return distribution.mode()
+        action, self.state = self.policy.decide(observation, self.state, pool.masks, starts=pool.episode_starts)
+        return action
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""

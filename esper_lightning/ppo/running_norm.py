@@ -63,8 +63,13 @@ class RunningMeanStd(nn.Module):
 
     @property
     def deviation(self) -> Tensor:
-        """Standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
-        return torch.where(self.var > 1e-8, self.var, 1.0).sqrt()
+        """Standard deviation; see the function `deviation`."""
+        return deviation(self.var)
+
+
+def deviation(var: Tensor) -> Tensor:
+    """Return the standard deviation; 1 for a constant stream, so that it is normalised to 0 and not to noise."""
+    return torch.where(var > 1e-8, var, 1.0).sqrt()
 
 
 class RowNorm(nn.Module):
@@ -94,17 +99,21 @@ class RowNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K, R], as returned
         """Return normalised and clipped values."""
-        host, slot, blueprint = self.sizes.split(x)
-        host = self.host(host).unsqueeze(-2).expand(*slot.shape[:-1], -1)
-        return torch.cat(
-            [host, _normalise_rows(self.slot, slot), _normalise_rows(self.blueprint, blueprint).flatten(-2)], -1
-        )
+        _, slot, blueprint = self.sizes.split(x)
+        # All parts at once, in one copy: many small operations would take much of the time of a decision.
+        number = blueprint.shape[-2]
+        mean, var = self._of_rows("mean", number, of_mark=0.0), self._of_rows("var", number, of_mark=1.0)
+        values = (x - mean).div_(deviation(var)).clamp_(-self.host.clip, self.host.clip)
+        _, slot_values, blueprint_values = self.sizes.split(values)
+        slot_values.mul_(slot[..., :1])
+        blueprint_values.mul_(blueprint[..., :1])
+        return values
 
-
-def _normalise_rows(norm: RunningMeanStd, rows: Tensor) -> Tensor:
-    """Return rows of which all features but the first, the mark of presence, are normalised."""
-    present = rows[..., :1]
-    return torch.cat([present, norm(rows[..., 1:]) * present], -1)
+    def _of_rows(self, name: str, blueprints: int, of_mark: float) -> Tensor:  # [R]
+        """Return a statistic of every feature of a row, that of the marks of presence as given."""
+        mark = self.host.mean.new_full((1,), of_mark)
+        host, slot, blueprint = (getattr(norm, name) for norm in (self.host, self.slot, self.blueprint))
+        return torch.cat([host, mark, slot, *[mark, blueprint] * blueprints])
 
 
 ObservationNorm = RunningMeanStd | RowNorm

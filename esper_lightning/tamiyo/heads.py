@@ -116,6 +116,10 @@ class Heads(nn.Module):
             return ChoiceDistribution(self(hidden), masks, self.space, self.floors)
         return HostDistribution(self(hidden), masks, self.floors)
 
+    def decide(self, hidden: Tensor, masks: Any) -> Any:
+        """Return the most likely action: the mode of `distribution`."""
+        return self.distribution(hidden, masks).mode()
+
 
 def check_floors(floors: Mapping[str, float], sizes: Mapping[str, int]) -> None:
     """Raise ValueError unless every floor is for one of the heads in `sizes`, and all its choices can have it."""
@@ -280,8 +284,7 @@ class HostDistribution(FactoredDistribution):
         self.relevant = relevance_table(masks.slot.device)[: masks.slot.shape[-2]]  # [ops, heads]
 
     def _action(self, chosen: dict[str, Tensor]) -> Action:
-        missing = torch.zeros_like(chosen["op"])
-        return zero_irrelevant_heads(Action(*(chosen.get(head, missing) for head in HEADS)), self.relevant)
+        return host_action(chosen, self.relevant)
 
     def log_prob(self, action: Action) -> Tensor:  # [...]
         return self.head_log_probs(action).sum(-1)
@@ -296,10 +299,7 @@ class HostDistribution(FactoredDistribution):
         return self.relevant[:, HEADS.index(head)][op]
 
     def _row_index(self, head: str, chosen: Mapping[str, Tensor]) -> Tensor | None:
-        parents = PARENT_HEADS[head]
-        if parents == ("op", "slot"):
-            return chosen["op"] * self.n_slots + chosen["slot"]
-        return chosen[parents[0]] if parents else None
+        return row_index(head, chosen, self.n_slots)
 
     def _mean_over_contexts(self, row_values: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         op = self.log_probs["op"].exp().squeeze(-2)  # [..., ops]
@@ -339,6 +339,20 @@ class HostDistribution(FactoredDistribution):
             rows = (rows.unsqueeze(-1) * self.log_probs["speed"].exp()).sum(-2) * has_choice
             relevance = rows.sum(-1)
         return (per_row * rows).sum(-1) / relevance.clamp(min=1e-8), relevance
+
+
+def row_index(head: str, chosen: Mapping[str, Tensor], n_slots: int) -> Tensor | None:
+    """Return the row of a head's table that the choices of earlier heads select; None if there is only one."""
+    parents = PARENT_HEADS[head]
+    if parents == ("op", "slot"):
+        return chosen["op"] * n_slots + chosen["slot"]
+    return chosen[parents[0]] if parents else None
+
+
+def host_action(chosen: Mapping[str, Tensor], relevant: Tensor) -> Action:
+    """Return the action made of the choices of the existing heads; `relevant` is that of `relevance_table`."""
+    missing = torch.zeros_like(chosen["op"])
+    return zero_irrelevant_heads(Action(*(chosen.get(head, missing) for head in HEADS)), relevant)
 
 
 class ChoiceDistribution(FactoredDistribution):

@@ -239,6 +239,13 @@ class Policy(nn.Module):
         hidden, state = self._encode_step(observation, state, starts)
         return self.heads.distribution(hidden, masks), state
 
+    def decide(
+        self, observation: Any, state: RecurrentState, masks: Any, *, starts: Tensor
+    ) -> tuple[Any, RecurrentState]:
+        """Process one step and return the most likely action, and the new state."""
+        hidden, state = self._encode_step(observation, state, starts)
+        return self.heads.decide(hidden, masks), state
+
     def estimate_value(
         self, observation: Any, state: RecurrentState, starts: Tensor, *, privileged: Tensor | None = None
     ) -> Tensor:  # [N]

@@ -16,9 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.envs import Masks
-from esper_lightning.envs.spaces.actions import ActionSpace
-from esper_lightning.tamiyo.heads import HeadTables, HostDistribution, check_floors, table_shapes
+from esper_lightning.envs import Action, Masks
+from esper_lightning.envs.spaces.actions import ActionSpace, relevance_table
+from esper_lightning.tamiyo.heads import (
+    HeadTables,
+    HostDistribution,
+    check_floors,
+    head_mask,
+    host_action,
+    masked_log_softmax,
+    row_index,
+    select_row,
+    table_shapes,
+)
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, RecurrentState
 
 
@@ -32,6 +42,15 @@ class SetHidden(NamedTuple):
     def first(self) -> "SetHidden":
         """Return the features of the first step."""
         return SetHidden(*(part[0] for part in self))
+
+    def of_slot(self, slot: Tensor) -> "SetHidden":  # K = 1
+        """Return the features with those of one slot of each host, `slot` [N], alone."""
+        return SetHidden(self.core, select_slot(self.slots, slot), select_slot(self.blueprints, slot))
+
+
+def select_slot(part: Tensor, slot: Tensor) -> Tensor:  # [N, K, …] -> [N, 1, …]
+    """Return the part of one slot of each host, `slot` [N]."""
+    return part[torch.arange(len(slot), device=slot.device), slot].unsqueeze(1)
 
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
@@ -47,7 +66,7 @@ SMALL_GAIN = 0.01
 
 
 def pool_rows(rows: Tensor, present: Tensor) -> Tensor:  # [..., n, C] -> [..., 2·C]
-    """Return mean and maximum over the rows that are `present` [..., n] bool; 0 if none is.
+    """Return mean and maximum over the rows that are `present` [..., n], 1 or 0; 0 if none is.
 
     Rows must not be negative.
     """
@@ -97,7 +116,7 @@ class BlueprintTable(nn.Module):
     def forward(self, hidden: SetHidden, slots: Tensor) -> Tensor:  # [..., K, B]
         # The blueprints, of which there are most, are their own keys.
         match = (hidden.blueprints @ self.query(slots).unsqueeze(-1)).squeeze(-1) / math.sqrt(slots.shape[-1])
-        both = F.relu(self.of_blueprint(hidden.blueprints) + self.of_slot(slots).unsqueeze(-2))
+        both = F.relu_(self.of_blueprint(hidden.blueprints).add_(self.of_slot(slots).unsqueeze(-2)))
         return match + self.merit(both).squeeze(-1)
 
 
@@ -111,6 +130,10 @@ class RowTable(nn.Module):
 
     def forward(self, hidden: SetHidden, slots: Tensor) -> Tensor:  # [..., contexts · K, choices]
         return self.output(slots).unflatten(-1, (self.contexts, -1)).transpose(-3, -2).flatten(-3, -2)
+
+
+FIRST_HEADS = ("op", "slot")
+"""Heads that are chosen before all others."""
 
 
 class SetHeads(nn.Module):
@@ -146,12 +169,55 @@ class SetHeads(nn.Module):
         self.tables = nn.ModuleDict({head: makers[head]() for head in self.sizes})
 
     def forward(self, hidden: SetHidden) -> HeadTables:
-        slots = F.relu(self.of_slot(hidden.slots) + self.of_core(hidden.core).unsqueeze(-2))  # [..., K, H]
+        slots = self._encode_slots(hidden)
         return {head: table(hidden, slots) for head, table in self.tables.items()}
+
+    def _encode_slots(self, hidden: SetHidden) -> Tensor:  # [..., K, H]
+        return F.relu(self.of_slot(hidden.slots) + self.of_core(hidden.core).unsqueeze(-2))
 
     def distribution(self, hidden: SetHidden, masks: Masks) -> HostDistribution:
         """Return the distribution over actions [...] for hidden features [...]."""
         return HostDistribution(self(hidden), masks, self.floors)
+
+    def decide(self, hidden: SetHidden, masks: Masks) -> Action:
+        """Return the most likely action of each host, [N]: the mode of `distribution`.
+
+        What follows the slot is computed for the chosen one alone: all of it would take most of the time.
+        """
+        slots = self._encode_slots(hidden)
+        first = self._most_likely(hidden, slots, masks, given={})
+        slot = first["slot"]
+        chosen = self._most_likely(
+            hidden.of_slot(slot),
+            select_slot(slots, slot),
+            mask_slot(masks, slot),
+            given=first | {"slot": torch.zeros_like(slot)},
+        )
+        return host_action(chosen | {"slot": slot}, relevance_table(slot.device)[: masks.slot.shape[-2]])
+
+    def _most_likely(
+        self, hidden: SetHidden, slots: Tensor, masks: Masks, *, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the most likely choice of the op and the slot, or if these are `given`, of all further heads too."""
+        chosen = dict(given)
+        for head, table in self.tables.items():
+            if (head in FIRST_HEADS) == bool(given):
+                continue
+            logits = table(hidden, slots)
+            row = row_index(head, chosen, slots.shape[-2])
+            mask = select_row(head_mask(head, masks, logits), row)
+            chosen[head] = masked_log_softmax(select_row(logits, row), mask).argmax(-1)
+        return chosen
+
+
+def mask_slot(masks: Masks, slot: Tensor) -> Masks:  # K = 1
+    """Return the masks with those of one slot of each host, `slot` [N], alone."""
+    return masks._replace(
+        slot=select_slot(masks.slot.mT, slot).mT,
+        blueprint=select_slot(masks.blueprint, slot),
+        target=select_slot(masks.target, slot),
+        speed=select_slot(masks.speed.transpose(1, 2), slot).transpose(1, 2),
+    )
 
 
 class SetPolicy(Policy):
@@ -167,7 +233,7 @@ class SetPolicy(Policy):
         self.rows = shape.rows
         width, half = config.width, config.width // 2
         self.blueprint_encoder = nn.Sequential(
-            linear(self.rows.blueprint, half), nn.ReLU(), linear(half, half), nn.ReLU()
+            linear(self.rows.blueprint, half), nn.ReLU(inplace=True), linear(half, half), nn.ReLU(inplace=True)
         )
         self.slot_encoder = nn.Sequential(linear(self.rows.slot + 2 * half, width), nn.LayerNorm(width), nn.ReLU())
         return self.rows.host + 2 * width
@@ -180,16 +246,25 @@ class SetPolicy(Policy):
         """Return the hidden features [T, N, …] of T steps and the state after the last one: see `forward`."""
         (features,) = observation
         host, slot, blueprint = self.rows.split(features)
+        blueprint = blueprint.contiguous()
         blueprints = self.blueprint_encoder(blueprint)  # [T, N, K, B, H]
-        in_slot = pool_rows(blueprints, blueprint[..., 0] > 0)
+        in_slot = pool_rows(blueprints, blueprint[..., 0])
         slots = self.slot_encoder(torch.cat([slot, in_slot], -1))  # [T, N, K, W]
-        on_host = pool_rows(slots, slot[..., 0] > 0)
+        on_host = pool_rows(slots, slot[..., 0])
         core, state = self._encode_host(torch.cat([host, on_host], -1), state, starts)
         return SetHidden(core, slots, blueprints), state
 
     def _encode_step(self, observation: Any, state: RecurrentState, starts: Tensor) -> tuple[SetHidden, RecurrentState]:
         hidden, state = self.encode([part[None] for part in observation], state, starts[None])
         return hidden.first(), state
+
+    def _run_lstm(self, x: Tensor, state: RecurrentState, starts: Tensor) -> tuple[Tensor, RecurrentState]:
+        if self.lstm is None or len(x) > 1 or torch.is_grad_enabled():
+            return super()._run_lstm(x, state, starts)
+        # A decision is one step, for which torch's LSTM takes twice as long as its cell.
+        before = tuple(part * ~starts[0, :, None] for part in state)
+        after = RecurrentState(*torch.lstm_cell(x[0], before, *self.lstm.all_weights[0]))
+        return after.hidden[None], after
 
     def _critic_value(self, hidden: SetHidden, privileged: Tensor | None) -> Tensor:  # [...]
         return super()._critic_value(hidden.core, privileged)

@@ -49,13 +49,13 @@ def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
     pool: HostPool, policy: Policy, norm: RunningMeanStd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Observation] = []
-    real = policy.step_actor
+    real = policy.decide
 
     def watched(observation: Observation, *rest: object, **more: object) -> object:
         shown.append(observation)
         return real(observation, *rest, **more)
 
-    monkeypatch.setattr(policy, "step_actor", watched)
+    monkeypatch.setattr(policy, "decide", watched)
     controller = LearnedController(policy, norm)
     pool.reset([1, 2, 3])
     controller.reset(pool)

@@ -28,6 +28,13 @@ DEFECTS: tuple[Defect, ...] = (
         PERMUTED,
     ),
     Defect(
+        "A decision chooses among the blueprints of another slot",
+        POLICY,
+        "            hidden.of_slot(slot),",
+        "            hidden.of_slot(slot * 0),",
+        f"{T_POLICY}::test_the_decision_is_the_most_likely_action_though_most_slots_are_left_out_of_it",
+    ),
+    Defect(
         "Absent rows count in the statistics",
         "esper_lightning/ppo/running_norm.py",
         "norm.update(rows[rows[..., 0] > 0][..., 1:], ranks)",
@@ -37,8 +44,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The mark of presence is normalised away",
         "esper_lightning/ppo/running_norm.py",
-        "    return torch.cat([present, norm(rows[..., 1:]) * present], -1)",
-        "    return torch.cat([present - present.mean(), norm(rows[..., 1:]) * present], -1)",
+        'self._of_rows("mean", number, of_mark=0.0)',
+        'self._of_rows("mean", number, of_mark=0.5)',
         NORMALISED,
     ),
     Defect(

@@ -46,19 +46,28 @@ def parts(slots: int, blueprints: int) -> tuple[Tensor, Tensor, Tensor]:
     return host, slot, blueprint
 
 
-def decide(policy: Policy, host: Tensor, slot: Tensor, blueprint: Tensor) -> tuple[HostDistribution, Tensor]:
-    """Return distribution and values of a policy whose masks leave out what is absent."""
+def join(host: Tensor, slot: Tensor, blueprint: Tensor) -> Tensor:
+    """Return the rows [T, N, K, R] with these parts."""
+    return torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
+
+
+def masks_of(slot: Tensor, blueprint: Tensor) -> Masks:
+    """Return masks that leave out what is absent."""
     slots = slot.shape[-2]
-    rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
     slot_mask = (slot[..., 0] > 0).unsqueeze(-2).repeat(1, 1, OPS, 1)
     slot_mask[..., Op.WAIT, :] = True
     shapes = (slots, TARGETS), (OPS, slots, SPEEDS), (SPEEDS, CURVES)
-    masks = Masks(
+    return Masks(
         slot_mask,
         blueprint[..., 0] > 0,
         *(torch.ones(TICKS, ENVS, *shape, dtype=torch.bool) for shape in shapes),
         ended=torch.zeros(TICKS, ENVS, dtype=torch.bool),
     )
+
+
+def decide(policy: Policy, host: Tensor, slot: Tensor, blueprint: Tensor) -> tuple[HostDistribution, Tensor]:
+    """Return distribution and values of a policy whose masks leave out what is absent."""
+    rows, masks = join(host, slot, blueprint), masks_of(slot, blueprint)
     starts = torch.zeros(TICKS, ENVS, dtype=torch.bool)
     with torch.no_grad():
         distribution, values, _ = policy(VectorObservation(rows), policy.initial_state(ENVS), masks, starts)
@@ -115,7 +124,7 @@ def test_slots_and_blueprints_that_a_host_lacks_change_nothing() -> None:
 def test_a_step_is_the_same_alone_and_in_a_sequence() -> None:
     policy, (host, slot, blueprint) = policy_for(3, 2), parts(3, 2)
     assert isinstance(policy, SetPolicy)
-    rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
+    rows = join(host, slot, blueprint)
     starts = torch.zeros(TICKS, ENVS, dtype=torch.bool)
     starts[2, 1] = True
 
@@ -130,9 +139,29 @@ def test_a_step_is_the_same_alone_and_in_a_sequence() -> None:
     torch.testing.assert_close(tuple(state), tuple(last), rtol=0, atol=1e-6)
 
 
+def test_the_decision_is_the_most_likely_action_though_most_slots_are_left_out_of_it() -> None:
+    policy, (host, slot, blueprint) = policy_for(5, 4), parts(5, 4)
+    rows, masks = join(host, slot, blueprint), masks_of(slot, blueprint)
+    rng = torch.Generator().manual_seed(2)
+    for part in (masks.target, masks.speed, masks.curve):
+        part.copy_(torch.rand(part.shape, generator=rng) < 0.6)
+    state, starts, ops = policy.initial_state(ENVS), torch.zeros(ENVS, dtype=torch.bool), set()
+
+    with torch.no_grad():
+        distribution, _, _ = policy(VectorObservation(rows), state, masks, torch.zeros(TICKS, ENVS, dtype=torch.bool))
+        for t in range(TICKS):
+            of_step = Masks(*(part[t] for part in masks))
+            action, state = policy.decide(VectorObservation(rows[t]), state, of_step, starts=starts)
+            for choice, expected in zip(action, distribution.mode(), strict=True):
+                assert torch.equal(choice, expected[t])
+            ops |= set(action.op.tolist())
+
+    assert len(ops) > 1, "heads of several ops matter"
+
+
 def test_rows_are_normalised_by_the_statistics_of_the_present_ones_of_all_slots() -> None:
     host, slot, blueprint = parts(5, 4)
-    rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
+    rows = join(host, slot, blueprint)
     norm, references = RowNorm(ROWS), []
     for part in (host, slot[slot[..., 0] > 0][:, 1:], blueprint[blueprint[..., 0] > 0][:, 1:]):
         references.append(RunningMeanStd(part.shape[-1:]))
@@ -170,7 +199,7 @@ def observe(slots: int, blueprints: int, generator: torch.Generator) -> tuple[Ve
     slot = torch.randn(1, n, slots, ROWS.slot, generator=generator)
     blueprint = torch.randn(1, n, slots, blueprints, ROWS.blueprint, generator=generator)
     slot[..., 0] = blueprint[..., 0] = 1.0
-    rows = torch.cat([host.unsqueeze(-2).expand(*slot.shape[:-1], -1), slot, blueprint.flatten(-2)], -1)
+    rows = join(host, slot, blueprint)
     possible = torch.zeros(1, n, OPS, slots, dtype=torch.bool)
     possible[:, :, Op.GERMINATE] = True
     shapes = (slots, blueprints), (slots, TARGETS), (OPS, slots, SPEEDS), (SPEEDS, CURVES)
