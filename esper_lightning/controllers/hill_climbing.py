@@ -74,7 +74,7 @@ class HillClimbing:
         alike = bool((masks == masks[:1]).all())
         self.candidates = [list_candidates(pool, self.config, 0 if alike else host) for host in range(pool.n_envs)]
         self.tempo, ticks = fastest_tempo(pool)
-        self.last_start = pool.config.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
+        self.ticks_to_judge = min_ticks_to_judge(pool.config.lifecycle, ticks)
         self.tried: list[set[tuple[int, int]]] = [set() for _ in pool.envs]
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class HillClimbing:
                 action = make_action(op, k)
                 if op < len(pool.space.op) and is_possible(pool, host, action):
                     return action
-        if len(live) < self.config.at_once and env.tick <= self.last_start:
+        if len(live) < self.config.at_once and env.tick < env.horizon - self.ticks_to_judge:
             return self._germinate(pool, host)
         return WAIT_ACTION
 

@@ -42,7 +42,8 @@ class EnvConfig:
     """Settings of an environment: host training, seed lifecycle, actions, objective, reward and observation."""
 
     horizon: int = 12
-    """Length T of an episode in environment steps (host epochs)."""
+    """Length T of an episode in environment steps (host epochs). The variable `horizon` of a family shortens the
+    episodes of single hosts."""
 
     executor: str = "loop"
     """Name or import path of the executor of host training. loop: one host after the other. threads (CPU): one host per
@@ -79,6 +80,11 @@ class EnvConfig:
         if self.horizon < 1:
             raise ValueError(f"env.horizon must be at least 1 tick, got {self.horizon}")
         check_executor(self.executor)
+        for context in (*self.family.contexts(), *self.family.contexts(held_out=True)):
+            if context.horizon is not None and context.horizon > self.horizon:
+                raise ValueError(
+                    f"family: horizon {context.horizon} is longer than env.horizon, {self.horizon}; raise env.horizon"
+                )
         if self.objective.price_to is not None and any(PRICE_VARIABLE in grid for grid in self.family.train):
             raise ValueError(
                 f"objective.price_to and a variable {PRICE_VARIABLE}: the price cannot be drawn twice; leave one out"

@@ -42,7 +42,7 @@ class HostEnv(Subject):
         space: Choices that the numbers of an action index.
         context: Context of the first episode; `set_context` replaces it.
         lifecycle, actions, objective: Settings.
-        horizon: Length T of an episode in environment steps.
+        horizon: Length T of the longest episodes in environment steps; the context has that of an episode.
         device: Device of the network.
         timer: Timer of the work on this host.
         measure_host_only: True to validate the host with every seed switched off, too.
@@ -75,6 +75,7 @@ class HostEnv(Subject):
         self.monitor: HostMonitor | None = None
         self.measure_host_only = measure_host_only
         self.architecture = architecture
+        self.longest = horizon
         self.set_context(context)
         self.optimizer = self.training.make_optimizer(network)
         self.generator = torch.Generator(self.device)
@@ -82,7 +83,7 @@ class HostEnv(Subject):
         growing = GrowingNetwork(
             network,
             self.optimizer,
-            horizon=horizon,
+            horizon=context.horizon,
             lifecycle=lifecycle,
             seed_options=self.training.group_options("seed"),
             carry_over=self.training.carry_over,
@@ -100,6 +101,16 @@ class HostEnv(Subject):
         if self.monitor is not None:
             self.monitor.chance_loss = context.chance_loss
 
+    @property
+    def horizon(self) -> int:
+        """Length of the episode in environment steps."""
+        return self.context.horizon
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing can grow any more, because the episode was stopped or is shorter than the longest ones."""
+        return self.stopped or (self.horizon < self.longest and self.tick >= self.horizon)
+
     def _clear(self) -> None:
         super()._clear()
         self.objective = 0.0  # J at the last measurement
@@ -109,6 +120,7 @@ class HostEnv(Subject):
     def reset(self, rng_seed: int) -> None:
         """Start a new episode in place: fresh weights, empty slots, no optimizer state."""
         self.rng_seed = rng_seed
+        self.growing.horizon = self.horizon
         self.generator.manual_seed(rng_seed)
         self.scaler = self.training.make_scaler(self.device)
         self.growing.clear()  # first: an old seed would consume random numbers of the new episode
@@ -161,7 +173,7 @@ class HostEnv(Subject):
 
     def end(self) -> None:
         """End the episode before the horizon; the host stays idle until the next reset."""
-        self.ended = True
+        self.stopped = True
 
     @property
     def prices(self) -> Prices:
@@ -241,7 +253,7 @@ class HostEnv(Subject):
         tick, factor = self.tick, self.lr_factor * self.monitor.config.lr_factor
         # A copy: optimizer state loaded from a view would keep the snapshot's whole memory alive.
         self._load_host(self.monitor.snapshot.copy())
-        self.tick, self.lr_factor, self.ended = tick + 1, factor, ended
+        self.tick, self.lr_factor, self.stopped = tick + 1, factor, ended
         self._set_optimizer_options()
         self.growing.cull_live_seeds(cause)
         pairs = zip(events, self.slots, strict=True)
@@ -255,7 +267,7 @@ class HostEnv(Subject):
         monitor = self.monitor.state_dict() if self.monitor is not None else None
         for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
             holder["scaler"] = scaler_numbers(holder["scaler"])
-        return state | {"ended": self.ended, "monitor": monitor}
+        return state | {"ended": self.stopped, "monitor": monitor}
 
     def _host_state(self) -> dict[str, Any]:
         return self.record_state() | {
@@ -276,7 +288,7 @@ class HostEnv(Subject):
         if state["monitor"] is not None:
             self._load_host(state["monitor"]["snapshot"])  # a trial: reports an invalid snapshot now
         self._load_host(state)
-        self.ended = bool(state["ended"])
+        self.stopped = bool(state["ended"])
         if self.monitor is not None:
             if state["monitor"] is not None:
                 self.monitor.load_state_dict(state["monitor"])

@@ -173,6 +173,7 @@ class HostPool:
 
     @property
     def horizon(self) -> int:
+        """Length T of the longest episodes in environment steps."""
         return self.config.horizon
 
     @property
@@ -292,7 +293,7 @@ class HostPool:
 
     def _check_action(self, host: int, action: tuple[int, ...]) -> None:
         env, sizes = self.envs[host], tuple(self.space.sizes.values())
-        if env.tick >= self.config.horizon:
+        if env.tick >= self.horizon:
             raise ValueError(f"host {host}: the episode is over after {env.tick} ticks; reset the pool")
         if not all(0 <= choice < size for choice, size in zip(action, sizes, strict=True)):
             raise ValueError(f"host {host}: {action} is no action; the heads {HEADS} have {sizes} choices")
@@ -356,7 +357,7 @@ class HostPool:
         self.observation_builder.update()
         diverged = torch.tensor([transition.diverged for transition in transitions])
         self.episode_starts.copy_(copy_to_device(diverged, self.device))
-        truncated = torch.tensor([env.tick >= self.config.horizon for env in self.envs])
+        truncated = torch.tensor([env.tick >= env.horizon for env in self.envs])
         return StepResult(
             action=action,
             ops=torch.tensor([transition.action[0] for transition in transitions]),

@@ -30,7 +30,7 @@ class Subject:
 
     Attributes:
         host_parameters: Number of parameters of the network without its seeds.
-        ended: True if the training ended before the horizon; then nothing can grow any more.
+        stopped: True if the training was stopped before the horizon.
         tick: Number of recorded epochs.
         history: Metrics of each epoch.
         accounts: Record of the seed in each slot for rewards, [K].
@@ -64,13 +64,18 @@ class Subject:
         self.trials: list[dict[str, float]] = [{} for _ in self.growing.slots]
         self.validated: Validation | None = None  # of the last validation
         self.host_gradient: GradientStats | None = None
-        self.ended = False
+        self.stopped = False
         self.skipped_steps = 0  # since the start, because gradients overflowed fp16
 
     @property
     def horizon(self) -> int:
         """Total number of epochs of the training."""
         return self.growing.horizon
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing can grow any more, because the training was stopped before the horizon."""
+        return self.stopped
 
     @property
     def slots(self) -> list[SeedSlot]:

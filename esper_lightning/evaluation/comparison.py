@@ -247,6 +247,12 @@ class Comparison:
                 pool,
                 SEARCH_ENVS,
             )
+        contexts = pool.config.family.contexts(self.held_out)
+        if self.controls and any(context.horizon is not None for context in contexts):
+            raise ValueError(
+                "evaluation.controls: static controls train beyond the horizon, which hosts with the variable horizon "
+                "do not; set evaluation.controls to false"
+            )
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
                 "evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"

@@ -24,6 +24,8 @@ class CNN(nn.Module):
         blocks: Number of blocks.
         widths: Channels of each block, instead of base and blocks; a narrow block is a bottleneck.
         kernel: Side of the convolutions; odd.
+        residual: Add the input of each block to what its ReLU takes, through a 1×1 convolution where the number of
+            channels changes.
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
@@ -50,6 +52,7 @@ class CNN(nn.Module):
         checkpoint_activations: bool = False,
         channels_last: bool = True,
         widths: list[int] | None = None,
+        residual: bool = False,
     ) -> None:
         super().__init__()
         if widths is not None:
@@ -67,6 +70,11 @@ class CNN(nn.Module):
             nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
+        self.shortcuts: nn.ModuleList | None = None
+        if residual:
+            self.shortcuts = nn.ModuleList(
+                nn.Identity() if c == d else nn.Conv2d(c, d, 1, bias=False) for c, d in pairwise(widths)
+            )
         block_slots = [[f"block{i + 1}", f"block{i + 1}.pool"][: 2 if i < self.pools else 1] for i in range(blocks)]
         slot_widths = {name: width for names, width in zip(block_slots, widths[1:], strict=True) for name in names}
         default_slots = [names[-1] for names in block_slots]
@@ -83,7 +91,9 @@ class CNN(nn.Module):
         return self.head(x.mean((2, 3)))
 
     def _block(self, i: int, x: Tensor) -> Tensor:  # [B, C, H, W] -> [B, C', H', W']
-        x = self.slots.forward_at(f"block{i + 1}", F.relu(self.norms[i](self.convs[i](x))))
+        y = self.norms[i](self.convs[i](x))
+        y = F.relu(y if self.shortcuts is None else y + self.shortcuts[i](x))
+        x = self.slots.forward_at(f"block{i + 1}", y)
         return self.slots.forward_at(f"block{i + 1}.pool", F.max_pool2d(x, 2)) if i < self.pools else x
 
 

@@ -109,7 +109,7 @@ def host_anomaly_metrics(envs: Sequence["HostEnv"], most_reliance: float) -> dic
     """
     fossilized = sum(slot.stage is Stage.FOSSILIZED for env in envs for slot in env.slots)
     rolled_back = sum(
-        env.ended or (env.monitor is not None and env.monitor.governor_state.rollbacks > 0) for env in envs
+        env.stopped or (env.monitor is not None and env.monitor.governor_state.rollbacks > 0) for env in envs
     )
     ratios = [ratio for env in envs for ratio in reliance_ratios(env)]
     relied_on = sum(ratio > most_reliance for ratio in ratios) / len(ratios) if ratios else 0.0

@@ -186,7 +186,7 @@ def governor_metrics(step: "StepResult", envs: Sequence["HostEnv"]) -> dict[str,
     return {
         "governor/suspicious": float(sum(monitor.governor_state.consecutive_anomalies > 0 for monitor in monitors)),
         "governor/rollbacks": float(sum(monitor.governor_state.rollbacks for monitor in monitors)),
-        "governor/ended": float(sum(env.ended for env in envs)),
+        "governor/ended": float(sum(env.stopped for env in envs)),
         "governor/vetoes": float(len(step.vetoes)),
     }
 

@@ -30,6 +30,7 @@ def images(*shape: int) -> torch.Tensor:
         ((3, 32, 32), {"base": 2, "kernel": 1, "pools": 0}, 164),
         ((3, 32, 32), {"base": 1, "kernel": 1}, 77),
         ((1, 8, 8), {"base": 4, "kernel": 1, "pools": 2}, 390),
+        ((1, 8, 8), {"widths": [4, 4, 8], "kernel": 1, "pools": 2, "residual": True}, 210),
     ],
 )
 def test_the_number_of_parameters_is_pinned(
@@ -173,3 +174,14 @@ def test_a_host_that_cannot_be_built_says_why(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         CNN(input_shape, 10, **options)
+
+
+def test_a_residual_block_adds_its_input_before_the_relu() -> None:
+    network = built((1, 8, 8), widths=[2, 2], kernel=1, pools=0, slots=[], residual=True).eval()
+    assert network.shortcuts is not None
+    x = images(4, 1, 8, 8)
+
+    first = torch.relu(network.norms[0](network.convs[0](x)) + network.shortcuts[0](x))
+    second = torch.relu(network.norms[1](network.convs[1](first)) + first)
+
+    torch.testing.assert_close(network(x), network.head(second.mean((2, 3))))

@@ -153,7 +153,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A resumed host forgets that its episode was over",
         "esper_lightning/envs/host_env.py",
-        'self.ended = bool(state["ended"])',
+        'self.stopped = bool(state["ended"])',
         "pass",
         "tests/envs/test_watched.py::test_a_traced_episode_that_is_saved_at_any_tick_continues_bit_for_bit",
     ),

@@ -6,6 +6,7 @@ ROWS = "esper_lightning/envs/spaces/rows.py"
 POLICY = "esper_lightning/tamiyo/set_policy.py"
 T_ROWS = "tests/envs/spaces/test_rows.py"
 T_POLICY = "tests/tamiyo/test_set_policy.py"
+T_CONTEXTS = "tests/envs/context/test_distribution.py"
 
 PERMUTED = f"{T_POLICY}::test_permuting_slots_and_blueprints_permutes_the_choices"
 PADDED = f"{T_POLICY}::test_slots_and_blueprints_that_a_host_lacks_change_nothing"
@@ -82,5 +83,26 @@ DEFECTS: tuple[Defect, ...] = (
         'random.Random(f"offer {rng_seed}")',
         'random.Random("offer")',
         f"{T_ROWS}::test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says",
+    ),
+    Defect(
+        "A shorter episode goes on until those of the other hosts end",
+        "esper_lightning/envs/host_env.py",
+        "return self.stopped or (self.horizon < self.longest and self.tick >= self.horizon)",
+        "return self.stopped",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "A shorter episode is not over for the reward",
+        "esper_lightning/envs/host_pool.py",
+        "[env.tick >= env.horizon for env in self.envs]",
+        "[env.tick >= self.horizon for env in self.envs]",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "The gates of a shorter episode are those of the longest ones",
+        "esper_lightning/envs/host_env.py",
+        "self.growing.horizon = self.horizon",
+        "pass",
+        f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
     ),
 )

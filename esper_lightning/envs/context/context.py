@@ -25,6 +25,8 @@ class HostContext:
     """Index of the hosts' data among the data variants of the pool."""
     num_classes: int
     """Number of classes."""
+    horizon: int
+    """Length of an episode in environment steps."""
 
     @property
     def chance_loss(self) -> float:

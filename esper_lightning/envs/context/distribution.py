@@ -21,6 +21,9 @@ VariableGrid = dict[str, list[Any]]
 
 HOST, DATA, FAIL, TRAINING, PRICE_VARIABLE = "host", "data", "fail", "training", "objective.price"
 
+HORIZON_VARIABLE = "horizon"
+"""Variable that shortens an episode: its length in environment steps."""
+
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
 
@@ -54,6 +57,11 @@ class Context(NamedTuple):
     def price(self) -> float | None:
         return dict(self.variables).get(PRICE_VARIABLE)
 
+    @property
+    def horizon(self) -> int | None:
+        """Length of an episode in environment steps. None: as configured."""
+        return dict(self.variables).get(HORIZON_VARIABLE)
+
     def offered(self, variable: str) -> int | None:
         """Return the number of slots or of blueprints on offer. None: all."""
         return dict(self.variables).get(variable)
@@ -86,10 +94,10 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
-    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `offer.slots`
-    and `offer.blueprints`: numbers of slots and of blueprints on offer, which the RNG seed of the episode selects, and
-    `fail` or `fail.<blueprint>`: the probability that a slot gives a blueprint's seeds no gradient for the whole
-    episode.
+    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `horizon`: the
+    length of the episode, at most env.horizon, `offer.slots` and `offer.blueprints`: numbers of slots and of blueprints
+    on offer, which the RNG seed of the episode selects, and `fail` or `fail.<blueprint>`: the probability that a slot
+    gives a blueprint's seeds no gradient for the whole episode.
     """
 
     train: list[VariableGrid] = field(default_factory=list)
@@ -152,13 +160,14 @@ def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
             elif name == PRICE_VARIABLE:
                 if not all(_is_number(value) and value >= 0.0 for value in values):
                     raise ValueError(f"{where}: {name} must not be negative, got {values}")
-            elif name in (OFFERED_SLOTS, OFFERED_BLUEPRINTS):
+            elif name in (HORIZON_VARIABLE, OFFERED_SLOTS, OFFERED_BLUEPRINTS):
                 if not all(type(value) is int and value >= 1 for value in values):
                     raise ValueError(f"{where}: {name} needs whole numbers from 1 on, got {values}")
             elif group != HOST or not variable:
                 raise ValueError(
                     f"{where}: unknown variable {name!r}; there are host.<argument>, data.<field>, "
-                    f"training.lr, {PRICE_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail and fail.<blueprint>"
+                    f"training.lr, {PRICE_VARIABLE}, {HORIZON_VARIABLE}, {OFFERED_SLOTS}, {OFFERED_BLUEPRINTS}, fail "
+                    f"and fail.<blueprint>"
                 )
 
 

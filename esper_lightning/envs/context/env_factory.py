@@ -186,6 +186,7 @@ class EnvFactory:
             training=training,
             variant_index=self.variants.index(variant.without_subset),
             num_classes=variant.classes or self.num_classes,
+            horizon=context.horizon or self.config.horizon,
         )
 
     def make(self, index: int, rng_seed: int) -> HostEnv:

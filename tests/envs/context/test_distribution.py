@@ -13,10 +13,15 @@ from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig, seed_fails
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
 from esper_lightning.evaluation.credit import matched_fork
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
+from esper_lightning.ppo.collector import RolloutCollector
+from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.rewards import ObjectiveConfig
+from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
@@ -212,6 +217,70 @@ def test_an_episode_of_a_family_goes_on_where_it_was_saved(make_pool: MakePool) 
             assert torch.equal(a, b)
 
 
+SHORT, LONG = 3, 5
+
+
+@pytest.fixture
+def uneven(make_pool: MakePool) -> HostPool:
+    """A host with an episode of three ticks beside one of five."""
+    pool = make_pool(2, horizon=LONG, family=family(horizon=[SHORT, LONG]))
+    draw = pool.env_factory.context_distribution.draw
+    pool.reset([next(seed for seed in range(99) if draw(seed).horizon == horizon) for horizon in (SHORT, LONG)])
+    return pool
+
+
+def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
+    uneven: HostPool, make_pool: MakePool
+) -> None:
+    alone, again = make_pool(2, horizon=SHORT), make_pool(2, horizon=LONG, family=uneven.config.family)
+    alone.reset([env.rng_seed for env in uneven.envs])
+    actions = [act(germinate(0), WAIT), act(WAIT, germinate(1)), *[act(WAIT, WAIT)] * 3]
+    for tick, action in enumerate(actions[:SHORT]):
+        ours, theirs = uneven.step(action), alone.step(action)
+        assert ours.truncated.tolist() == [tick == SHORT - 1, False]
+        for a, b in zip((*ours.observation, *ours.metrics), (*theirs.observation, *theirs.metrics), strict=True):
+            assert torch.equal(a[0], b[0])
+    weights = [part.clone() for part in uneven.envs[0].network.state_dict().values()]
+    again.load_state_dict(uneven.state_dict())
+    for action in actions[SHORT:]:
+        idle, resumed = uneven.step(action), again.step(action)
+        assert uneven.masks.ended.tolist() == [True, False] and idle.reward[0] == 0.0 and idle.truncated[0]
+        assert idle.observation.features.isfinite().all()
+        assert torch.equal(idle.observation.features, resumed.observation.features)
+
+    assert [env.tick for env in uneven.envs] == [env.growing.horizon for env in uneven.envs] == [SHORT, LONG]
+    assert all(map(torch.equal, weights, uneven.envs[0].network.state_dict().values()))
+    assert torch.equal(uneven.test_accuracy()[0], alone.test_accuracy()[0])
+
+
+def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
+    uneven: HostPool, make_policy: Callable[..., Policy]
+) -> None:
+    norm, values = RunningMeanStd((len(uneven.feature_names),)), RunningMeanStd((), clip=float("inf"))
+    drawn = uneven.env_factory.context_distribution.draw
+    run = next(
+        run for run in range(99) if len({drawn(seed) for seed in episode_rng_seeds(run, TRAINING, 0, n_envs=2)}) == 2
+    )
+    collector = RolloutCollector(
+        uneven, make_policy(uneven), observation_norm=norm, value_norm=values, config=PPOConfig(), run_rng_seed=run
+    )
+    collector.reset()
+    for _ in range(uneven.horizon):
+        collector.step()
+    rollout, _ = collector.finish()
+
+    steps = sum(env.horizon for env in uneven.envs)
+    assert steps == SHORT + LONG, "the run's RNG seed draws both"
+    assert norm.count == values.count == ppo_terms(collector.policy, rollout, PPOConfig()).active == steps
+    short = next(i for i, env in enumerate(uneven.envs) if env.horizon == SHORT)
+    assert rollout.masks.forced[SHORT:, short].all() and not rollout.masks.forced[:SHORT, short].all()
+
+
+def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"family: horizon 13 is longer than env\.horizon, 12; raise env\.horizon"):
+        replace(SMALL, horizon=12, family=family(horizon=[8, 13]))
+
+
 def test_a_seed_of_a_family_is_judged_on_its_own_kind_of_host(make_pool: MakePool) -> None:
     config = family(**{"host.kernel": [1, 3], "data.transform": ["none", "inverted"]})
     pool, pairs = make_pool(3, host=cnn, family=config), make_pool(4, host=cnn, family=config)
@@ -276,6 +345,7 @@ def test_the_governor_knows_how_many_classes_each_host_tells_apart(make_pool: Ma
         ({"fail.conv_lihgt": [0.5]}, "unknown blueprint 'conv_lihgt'; did you mean 'conv_light'"),
         ({"objective.price": [-0.1]}, "objective.price must not be negative"),
         ({"objective.price": [True]}, "objective.price must not be negative"),
+        ({"horizon": [0]}, "horizon needs whole numbers from 1 on, got [0]"),
     ],
 )
 def test_a_variable_without_meaning_is_refused(facts: dict[str, Any], said: str) -> None:
