@@ -75,7 +75,7 @@ def finish_epoch(transition: Transition, overseer: Overseer | None) -> None:
     """
     env = transition.env
     if env.ended:
-        env.tick = min(env.tick + 1, env.horizon)
+        env.tick += 1
         return
     judgement = overseer.judge(transition) if overseer is not None else None
     if overseer is not None and judgement is not None and judgement.diverged:

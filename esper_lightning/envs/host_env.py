@@ -280,10 +280,10 @@ class HostEnv(Subject):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`. Raises ValueError if it is invalid for this host."""
-        check_host(state, self.horizon, len(self.slots))
+        check_host(state, self.longest, len(self.slots))
         check_keys("a host", state, ("ended", "monitor"))
         if state["monitor"] is not None:
-            check_monitor(state["monitor"], self.horizon, len(self.slots))
+            check_monitor(state["monitor"], self.longest, len(self.slots))
         self.reset(state["rng_seed"])
         if state["monitor"] is not None:
             self._load_host(state["monitor"]["snapshot"])  # a trial: reports an invalid snapshot now

@@ -159,7 +159,7 @@ def compute_features(env: Subject) -> dict[str, float]:
 def host_features(env: Subject) -> dict[str, float]:
     """Return the features of the host as a whole by name."""
     history = env.history
-    values = {"progress": env.tick / env.horizon}
+    values = {"progress": min(1.0, env.tick / env.horizon)}
     values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
     values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.loss], "loss")
     values |= last_values(history.accuracy, "accuracy")

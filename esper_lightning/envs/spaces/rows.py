@@ -262,6 +262,6 @@ def row_host_features(env: Subject) -> dict[str, float]:
     values = {"price.compute": 0.0, "compute.committed": 0.0} | {
         name: value for name, value in host_features(env).items() if not name.startswith(STAGE_SHARE_PREFIX)
     }
-    values["ticks_left"] = math.log1p(env.horizon - env.tick) / LOG_SIZE_SCALE
+    values["ticks_left"] = math.log1p(max(0, env.horizon - env.tick)) / LOG_SIZE_SCALE
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     return values
