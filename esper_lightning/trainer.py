@@ -252,7 +252,7 @@ class EsperTrainer(Trainer):
 
         Args:
             controller: A rule (`periodic`, `climbing`, `heuristic` …), the name or import path of your own, the file of
-                a schedule (.json), or the checkpoint of a trained policy (.ckpt).
+                a schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
             out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
                 None: `grown` in trainer.default_root_dir.
         """

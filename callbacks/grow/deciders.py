@@ -3,13 +3,14 @@
 from typing import Any, Protocol
 
 from esper_lightning import load_controller
+from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, names_policy
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
 
-SCHEDULE_SUFFIX, POLICY_SUFFIX = ".json", ".ckpt"
+SCHEDULE_SUFFIX = ".json"
 
 
 class Decider(Protocol):
@@ -33,14 +34,14 @@ def make_decider(decider: str | Decider) -> Decider:
         return decider
     if decider.endswith(SCHEDULE_SUFFIX):
         return FixedSchedule(read_schedule(decider))
-    if decider.endswith(POLICY_SUFFIX):
+    if names_policy(decider):
         return load_controller(decider)
     try:
         CONTROLLERS.find(decider)
     except ValueError as error:
         raise ValueError(
             f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}) or a checkpoint of a policy "
-            f"({POLICY_SUFFIX})"
+            f"({CHECKPOINT_SUFFIX})"
         ) from error
     return make_controller(decider)
 

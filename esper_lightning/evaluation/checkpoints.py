@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
     SETTINGS_KEY,
     check_identity,
-    check_policy,
     checkpoint_errors,
     differences,
-    open_checkpoint,
 )
 from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
 from esper_lightning.controllers.transfer import (
@@ -175,13 +174,13 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
     whose `EnvConfig` has the controller's `sight`.
 
     Args:
-        path: Checkpoint of a run on hosts.
+        path: Checkpoint of a run on hosts, policy as safetensors, or `tamiyo`, the policy that comes with the package.
         device: Device of the pool that the controller acts on.
 
     Raises ValueError, in one line, if the file is damaged or foreign, or its policy was not trained on hosts. The
     controller's `reset` raises ValueError if a pool does not fit; see `TransferController`.
     """
-    checkpoint = open_checkpoint(path, check_policy)
+    checkpoint = read_policy(path)
     with checkpoint_errors(path, "loaded"):
         module, spaces = load_module_and_spaces(checkpoint, {}, device)
         sight = set_sight(module, checkpoint) or ObservationConfig()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.checkpointing.policy_file import names_policy
 from esper_lightning.console import print_status
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.learned import Controller
@@ -53,7 +54,7 @@ class Step(NamedTuple):
 
 
 def find_controller(name: str, rules: Mapping[str, Controller], device: torch.device) -> Controller:
-    """Return the controller with this name: a rule, the file of a schedule, the checkpoint of a policy, or one's own.
+    """Return the controller with this name: a rule, a policy or its file, the file of a schedule, or one's own.
 
     Raises ValueError if there is none, or if the file is damaged.
     """
@@ -61,7 +62,7 @@ def find_controller(name: str, rules: Mapping[str, Controller], device: torch.de
         return rules[name]
     if name.endswith(".json"):
         return FixedSchedule(read_schedule(Path(name)))
-    if name.endswith(".ckpt"):
+    if names_policy(name):
         return load_controller(name, device)
     try:
         CONTROLLERS.find(name, list(rules))

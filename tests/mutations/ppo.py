@@ -271,8 +271,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A constant feature is blown up to noise",
         "esper_lightning/ppo/running_norm.py",
-        "torch.where(self.var > 1e-8, self.var, 1.0)",
-        "self.var.clamp(min=1e-12)",
+        "torch.where(var > 1e-8, var, 1.0)",
+        "var.clamp(min=1e-12)",
         "tests/ppo/test_running_norm.py::test_a_constant_stream_becomes_0_and_not_noise",
     ),
     Defect(
@@ -442,8 +442,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "The speed of a change is chosen for another slot",
         HEADS,
-        'chosen["op"] * self.n_slots + chosen["slot"]',
-        'chosen["op"] * self.n_slots',
+        'chosen["op"] * n_slots + chosen["slot"]',
+        'chosen["op"] * n_slots',
         "tests/tamiyo/test_heads.py::test_a_decision_is_as_likely_as_its_choices_one_after_the_other",
     ),
     Defect(
