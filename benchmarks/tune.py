@@ -40,17 +40,22 @@ Rule = PeriodicConfig | ClimbingConfig
 """Settings of a hand-written controller."""
 
 
-def open_data(config: Path) -> HostPoolData:
-    """Return the data module of a config, built on the CPU and watched by the config's Governor."""
+def read_data(config: Path) -> tuple[HostPoolData, Governor | None]:
+    """Return the data module of a config, which is not built yet, and its Governor. None: hosts are not watched."""
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(HostPoolData, "data")
     parser.add_lightning_class_args(Governor, "governor")
     settings = yaml.safe_load(config.read_text())
     parts = parser.instantiate(parser.parse_object({key: settings.get(key, {}) for key in ("data", "governor")}))
-    parts.data.build(torch.device("cpu"))
-    if parts.governor.enabled:
-        parts.data.oversee(parts.governor)
-    return parts.data
+    return parts.data, parts.governor if parts.governor.enabled else None
+
+
+def open_data(config: Path) -> HostPoolData:
+    """Return the data module of a config, built on the CPU and watched by the config's Governor."""
+    data, governor = read_data(config)
+    data.build(torch.device("cpu"))
+    data.oversee(governor)
+    return data
 
 
 def candidate_settings(pool: HostPool) -> dict[str, list[Rule]]:

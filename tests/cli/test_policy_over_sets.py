@@ -8,11 +8,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import yaml
 
 from esper_lightning import load_controller
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Grow
+from esper_lightning.callbacks.grow.deciders import make_decider
+from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
 from tests.callbacks.grow.trainings import QUICK, classifier, train
 from tests.runs import (
@@ -111,6 +116,29 @@ def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
         controller.reset(make_pool(1, sight=controller.sight))
 
 
+def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name(
+    trained: Run, make_pool: Callable[..., HostPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_file, "POLICIES", tmp_path)
+    with pytest.raises(ValueError, match="no policy 'tamiyo' comes with this version; train one with"):
+        make_decider("tamiyo")
+    file = tmp_path / "general.safetensors"
+    policy_file.write_policy(trained.latest, file, {"zero shot": "a table"})
+
+    named, loaded = make_decider("tamiyo"), load_controller(trained.latest)
+    pool = make_pool(2, sight=loaded.sight, actions=FAST)
+    ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
+
+    assert (ours.trace.ops == theirs.trace.ops).all() and (ours.objective == theirs.objective).all()
+    told = policy_file.read_policy(file)
+    assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
+    assert told["esper_settings"]["seed_everything"] == "0", "the training can be repeated"
+    assert find_controller("tamiyo", {}, torch.device("cpu")).sight == loaded.sight
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="is damaged or no policy of this package"):
+        load_controller(file)
+
+
 def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trained: Run, tmp_path: Path) -> None:
     def callback() -> Grow:
         return Grow(
@@ -133,19 +161,35 @@ def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trai
 
 
 def test_hosts_of_several_tasks_may_be_families_as_in_the_general_config(tmp_path: Path) -> None:
+    settings = yaml.safe_load((CONFIGS / "general.yaml").read_text())
+    data = settings["data"]
+    tasks = {"Digits": data | {"family": data["env"]["family"]}, **data["also"]}
+    for task in tasks.values():
+        for group in task["family"]["train"]:
+            if "horizon" in group:
+                group["horizon"] = [1, 2]
+        task.get("training", data["env"]["training"])["batches"] = 1
+    for task in data["also"].values():
+        task["n_envs"] = 3
+    data["also"]["glyphs"]["task"]["init_args"] |= {"train": 100, "validation": 20, "test": 20}
+    small = tmp_path / "small.yaml"
+    small.write_text(yaml.safe_dump(settings, sort_keys=False))
+
     built = cli(
-        *("--config", str(CONFIGS / "general.yaml"), "--trainer.default_root_dir", str(tmp_path)),
-        *("--trainer.max_epochs=1", "--data.n_envs=6", "--data.env.horizon=2", "--data.env.training.batches=1"),
+        *("--config", str(small), "--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_epochs=1"),
+        *("--data.n_envs=6", "--data.env.horizon=2", "--data.env.family.held_out=[]"),
         *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--telemetry.level=off"),
     )
 
     pool, report = built.datamodule.pool, built.model.report
-    assert list(pool.task_slices) == ["Digits", "deep", "table", "wine"]
-    assert pool.space.slot == [f"place{i + 1}" for i in range(6)]
+    assert list(pool.task_slices) == list(tasks)
+    assert pool.space.slot == [f"place{i + 1}" for i in range(8)]
+    assert "bottleneck" not in pool.space.blueprint, "the benchmark offers it as an unknown one"
     offered = {
         name: (pool.masks.blueprint[span].any(-1).sum(-1).max().item(), pool.envs[span.start].slots[0].layout)
         for name, span in pool.task_slices.items()
     }
-    assert offered["deep"][0] == 6 and offered["wine"][0] <= 3
-    assert {layout for _, layout in offered.values()} == {"image", "vector"}
+    assert 1 < offered["deep"][0] <= 8 and offered["wine"][0] <= 3
+    assert {layout for _, layout in offered.values()} == {"image", "vector", "sequence"}
+    assert {env.horizon for env in pool.envs} == {1, 2}
     assert report is not None and report.metrics["first_ratio_error"] < 1e-4

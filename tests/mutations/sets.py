@@ -6,6 +6,7 @@ ROWS = "esper_lightning/envs/spaces/rows.py"
 POLICY = "esper_lightning/tamiyo/set_policy.py"
 T_ROWS = "tests/envs/spaces/test_rows.py"
 T_POLICY = "tests/tamiyo/test_set_policy.py"
+T_ZERO_SHOT = "tests/test_zero_shot.py"
 T_CONTEXTS = "tests/envs/context/test_distribution.py"
 
 PERMUTED = f"{T_POLICY}::test_permuting_slots_and_blueprints_permutes_the_choices"
@@ -104,5 +105,27 @@ DEFECTS: tuple[Defect, ...] = (
         "self.growing.horizon = self.horizon",
         "pass",
         f"{T_CONTEXTS}::test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle",
+    ),
+    Defect(
+        "Settings with many hosts weigh more in the mean over held-out settings",
+        "benchmarks/zero_shot.py",
+        "lead[:seeds] * hosts / (len(leads) * lead.shape[1])",
+        "lead[:seeds]",
+        f"{T_ZERO_SHOT}::test_every_setting_weighs_the_same_in_the_mean_over_settings",
+    ),
+    Defect(
+        "A schedule keeps the names of the slots of other hosts",
+        "benchmarks/zero_shot.py",
+        "entry._replace(slot=slots[entry.slot])",
+        "entry",
+        f"{T_ZERO_SHOT}::test_a_schedule_is_fitted_to_hosts_with_other_slots_and_seeds",
+    ),
+    Defect(
+        "A policy file does not tell the settings of its training",
+        "esper_lightning/checkpointing/policy_file.py",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY)",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY)",
+        "tests/cli/test_policy_over_sets.py::"
+        "test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name",
     ),
 )

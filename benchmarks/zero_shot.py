@@ -1,0 +1,413 @@
+"""Evaluate policies over sets on hosts that their training has left out, beside rules and schedules.
+
+    python -m benchmarks.zero_shot baselines
+    python -m benchmarks.zero_shot result --policies runs/general/version_0/checkpoints/latest.ckpt …
+    python -m benchmarks.zero_shot result --name "one kind" --policies runs/digits/version_0/checkpoints/latest.ckpt …
+    python -m benchmarks.zero_shot table
+    python -m benchmarks.zero_shot publish runs/general/version_0/checkpoints/latest.ckpt
+
+baselines: on the training hosts of the config, play every rule, and search the best fixed schedule of each task. The
+    results lie in a folder of `benchmarks/settings`.
+result: play policies, one checkpoint for each RNG seed of training; waiting; the rule that was best on the training
+    hosts; and the schedule of the most similar task of training, its slots paired in order. Each of the held-out
+    settings has 24 fresh hosts and test data; networks of torchvision have fewer.
+table: Markdown tables of the objectives and of the policies' leads. The leads over all settings weigh each setting
+    alike; hosts and settings are resampled together.
+publish: write the policy of a checkpoint, with the tables, to the file that comes with the package as `tamiyo`.
+
+Results are rows of a CSV file. Rows that it has got are not measured again.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.rows import appended_rows, read_rows
+from benchmarks.tables import number, shown
+from benchmarks.tune import read_data
+from esper_lightning import load_controller
+from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, write_policy
+from esper_lightning.checkpointing.validate import open_checkpoint
+from esper_lightning.controllers.fixed_schedule import FixedSchedule
+from esper_lightning.controllers.heuristic import Heuristic
+from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
+from esper_lightning.controllers.random import WaitOnly
+from esper_lightning.controllers.schedule import Schedule, read_schedule, write_schedule
+from esper_lightning.envs import EnvConfig, HostPool, Overseer
+from esper_lightning.envs.config import HostFactory
+from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.checkpoints import training_seed
+from esper_lightning.evaluation.play import play_episode
+from esper_lightning.evaluation.search.search import SearchConfig, search
+from esper_lightning.evaluation.search.successive_halving import final_objectives
+from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.hosts import CNN, GPT, MLP, Attached
+from esper_lightning.tasks import Digits, Tabular, Task, Text
+
+CONFIG = Path("configs/general.yaml")
+RESULTS = Path("benchmarks/results/zero_shot.csv")
+BASELINES = Path("benchmarks/settings/zero_shot")
+RULES_FILE = "rules.csv"
+
+GENERAL, WAITING, RULE, SCHEDULE = "general", "waiting", "best rule", "best schedule"
+
+SEARCHED_CONTEXTS = 24
+"""Contexts of a task for which a schedule is searched, and hosts on which a rule is played."""
+
+RULES: dict[str, Callable[[], Controller]] = {
+    "heuristic": Heuristic,
+    **{f"periodic, every {every}": partial(Periodic, PeriodicConfig(every=every)) for every in (1, 3, 6)},
+    **{
+        f"climbing, {order}, {at_once} at once": partial(HillClimbing, ClimbingConfig(order=order, at_once=at_once))
+        for order in ("cheapest", "dearest")
+        for at_once in (1, 3)
+    },
+}
+"""Rules of which the best is played, by name."""
+
+
+class OneChannel(nn.Module):
+    """Torchvision's ShuffleNet V2 ×0.5 for images of one channel, which it enlarges four times.
+
+    Args:
+        num_classes: Number of classes.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        from torchvision.models import shufflenet_v2_x0_5  # imported late: it takes a second
+
+        super().__init__()
+        self.network = shufflenet_v2_x0_5(num_classes=num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 1, S, S] -> [B, classes]
+        return self.network(functional.interpolate(x, scale_factor=4).expand(-1, 3, -1, -1))
+
+
+class Setting(NamedTuple):
+    """Hosts that training leaves out."""
+
+    task: Callable[[], Task]
+    host: HostFactory
+    like: str
+    """Task of the training whose schedule is played here."""
+    training: HostTraining
+    horizon: int = 12
+    price: float = 0.05
+    hosts: int = 24
+    blueprints: tuple[str, ...] | None = None
+    """Blueprints on offer. None: those of the task of the training."""
+    executor: str = "fused"
+
+
+FEW_BATCHES = HostTraining(batches=8, lr=0.02, max_grad_norm=None)
+"""Training of tiny hosts as in the config."""
+
+cnn = partial(CNN, pools=2, isolate=False, channels_last=False)
+
+SETTINGS: dict[str, Setting] = {
+    "seven blocks": Setting(
+        Digits, partial(cnn, widths=[4, 6, 6, 8, 8, 12, 12], kernel=1), "deep", FEW_BATCHES, horizon=16
+    ),
+    "residual, kernels of 5": Setting(
+        Digits, partial(cnn, widths=[4, 6, 6, 8], kernel=5, residual=True), "deep", FEW_BATCHES
+    ),
+    "another table": Setting(
+        partial(Tabular, "breast_cancer"),
+        partial(MLP, width=6, layers=3),
+        "table",
+        HostTraining(batches=8, batch_size=16, lr=0.01),
+    ),
+    "another text": Setting(
+        partial(Text, argparse.__file__, length=32, validation=0.02, test=0.05),
+        partial(GPT, width=24, blocks=4, heads=2, context=32, slots=["layer1", "layer2", "layer3", "layer4"]),
+        "text",
+        HostTraining(batches=12, batch_size=16, lr=0.003),
+        hosts=12,
+        executor="loop",
+    ),
+    "twelve slots": Setting(
+        Digits,
+        partial(
+            cnn,
+            widths=[4, 4, 6, 6, 6, 8, 8, 8, 12],
+            kernel=1,
+            pools=3,
+            slots=[
+                *(f"block{i + 1}{end}" for i in range(3) for end in ("", ".pool")),
+                *(f"block{i}" for i in range(4, 10)),
+            ],
+        ),
+        "deep",
+        FEW_BATCHES,
+        horizon=20,
+    ),
+    "unknown blueprint": Setting(
+        Digits, partial(cnn, widths=[4, 8, 12], kernel=1), "Digits", FEW_BATCHES, blueprints=("norm", "bottleneck")
+    ),
+    "forty ticks": Setting(Digits, partial(cnn, widths=[4, 8, 12], kernel=1), "Digits", FEW_BATCHES, horizon=40),
+    "torchvision": Setting(
+        Digits,
+        partial(
+            Attached,
+            network="benchmarks.zero_shot.OneChannel",
+            slots=["network.maxpool", "network.stage2", "network.stage3", "network.stage4"],
+        ),
+        "deep",
+        HostTraining(batches=16, lr=0.005),
+        hosts=6,
+        executor="loop",
+    ),
+}
+"""Held-out settings by name."""
+
+
+class Score(NamedTuple):
+    """Mean objective of a rule on the training hosts of a task, on validation samples."""
+
+    task: str
+    rule: str
+    objective: float
+
+
+class Row(NamedTuple):
+    """Result on one host, on test samples."""
+
+    setting: str
+    controller: str
+    training_seed: str  # empty for controllers without training
+    host: int
+    objective: float
+    accuracy: float
+    fossils: int
+
+
+def find_baselines(config: Path, folder: Path, steps: int) -> None:
+    """Score every rule on the training hosts of each task, and search its best schedule."""
+    data, governor = read_data(config)
+    data.build(torch.device("cpu"))
+    data.oversee(governor)
+    known = {(score.task, score.rule) for score in read_rows(folder / RULES_FILE, Score)}
+    with appended_rows(folder / RULES_FILE, Score) as append:
+        for task in data.pools:
+            pool = data.make_pool(SEARCHED_CONTEXTS, task=task)
+            rng_seeds = [2 * seed for seed in range(SEARCHED_CONTEXTS)]  # even, as those of training
+            for name, make in RULES.items():
+                if (task, name) not in known:
+                    append([Score(task, name, statistics.mean(final_objectives(pool, make(), rng_seeds)))])
+            if not (file := folder / f"{task}.json").exists():
+                contexts = pool.env_factory.context_distribution.contexts
+                chosen = random.Random(0).sample(contexts, min(SEARCHED_CONTEXTS, len(contexts)))
+                found = search(pool, SearchConfig(steps=steps), contexts=chosen)
+                write_schedule(found.schedule, file)
+                print(f"{task}: {shown(found.estimate)}, {found.steps} host epochs\n{found.schedule}", flush=True)
+    print(f"best rule: {best_rule(folder)}")
+
+
+def best_rule(folder: Path) -> str:
+    """Return the rule with the best mean objective over the tasks. Raises ValueError if none was scored."""
+    scores: dict[str, list[float]] = {}
+    for score in read_rows(folder / RULES_FILE, Score):
+        scores.setdefault(score.rule, []).append(score.objective)
+    if not scores:
+        raise ValueError(f"{folder} has no scores of rules; run the command baselines first")
+    return max(scores, key=lambda rule: statistics.mean(scores[rule]))
+
+
+def fit_schedule(schedule: Schedule, pool: HostPool) -> Schedule:
+    """Return the schedule for hosts with other slots, which are paired in order.
+
+    Seeds that cannot grow there are left out.
+    """
+    space, growable = pool.space, pool.masks_on_cpu.blueprint.any(0)
+    slots = dict(zip(schedule.slots, space.slot, strict=False))
+    grows = {
+        (slot, name) for k, slot in enumerate(space.slot) for b, name in enumerate(space.blueprint) if growable[k, b]
+    }
+    entries = tuple(
+        entry._replace(slot=slots[entry.slot])
+        for entry in schedule.entries
+        if entry.slot in slots
+        and entry.tick < pool.horizon
+        and (entry.blueprint is None or (slots[entry.slot], entry.blueprint) in grows)
+    )
+    return Schedule(tuple(space.slot), entries)
+
+
+def make_pool(
+    setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, overseer: Overseer | None
+) -> HostPool:
+    """Return the hosts of a setting, with the rules of the training."""
+    task = setting.task()
+    config = replace(
+        env,
+        horizon=setting.horizon,
+        executor=setting.executor,
+        training=setting.training,
+        actions=replace(env.actions, blueprints=None if blueprints is None else list(blueprints)),
+        objective=replace(env.objective, price=setting.price),
+        family=FamilyConfig(),
+    )
+    device = torch.device("cpu")
+    return HostPool(
+        task, task.load(), setting.host, config=config, n_envs=setting.hosts, device=device, overseer=overseer
+    )
+
+
+def measure(
+    csv: Path,
+    config: Path,
+    folder: Path,
+    *,
+    settings: Mapping[str, Setting],
+    policies: Sequence[Path],
+    name: str,
+) -> None:
+    """Play all controllers on all settings and append the rows that are missing."""
+    data, governor = read_data(config)
+    rule = best_rule(folder)
+    done = {(row.setting, row.controller, row.training_seed) for row in read_rows(csv, Row)}
+    seeds = {path: str(training_seed(open_checkpoint(path))) for path in policies}
+    if len(set(seeds.values())) < len(seeds):
+        raise ValueError(f"two of the policies are of one RNG seed of training: {', '.join(seeds.values())}")
+    with appended_rows(csv, Row) as append:
+        for title, setting in settings.items():
+            schedule = read_schedule(folder / f"{setting.like}.json")
+            makers: dict[tuple[str, str], Callable[[HostPool], Controller]] = {
+                (WAITING, ""): lambda pool: WaitOnly(),
+                (RULE, ""): lambda pool: RULES[rule](),
+                (SCHEDULE, ""): lambda pool, found=schedule: FixedSchedule(fit_schedule(found, pool)),
+                **{(name, seed): lambda pool, path=path: load_controller(path) for path, seed in seeds.items()},
+            }
+            due = {key: make for key, make in makers.items() if (title, *key) not in done}
+            if not due:
+                continue
+            blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
+            pool = make_pool(setting, data.env, blueprints, governor)
+            rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=setting.hosts)
+            for (controller, seed), make in due.items():
+                begin = time.process_time()
+                outcome = play_episode(pool, controller, make(pool), rng_seeds=rng_seeds)
+                columns = zip(outcome.objective, outcome.accuracy, outcome.fossils, strict=True)
+                append(
+                    Row(
+                        title, controller, seed, host, float(f"{objective:.6g}"), float(f"{accuracy:.6g}"), int(fossils)
+                    )
+                    for host, (objective, accuracy, fossils) in enumerate(columns)
+                )
+                seconds = time.process_time() - begin
+                print(f"{title}, {controller} {seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
+
+
+Objectives = dict[str, dict[str, np.ndarray]]
+"""Objectives [S, H] by setting and controller; S = 1 for controllers without training."""
+
+
+def group(rows: Sequence[Row]) -> Objectives:
+    """Return the objectives of all rows."""
+    values: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        of_seed = values.setdefault(row.setting, {}).setdefault(row.controller, {})
+        of_seed.setdefault(row.training_seed, []).append(row.objective)
+    return {
+        setting: {controller: np.array(list(seeds.values())) for controller, seeds in of.items()}
+        for setting, of in values.items()
+    }
+
+
+def table(rows: Sequence[Row], name: str) -> list[str]:
+    """Return the lines of the tables of objectives, and of the leads of the policies called `name`.
+
+    Raises ValueError if they were not measured.
+    """
+    results = {setting: of for setting, of in group(rows).items() if name in of}
+    if not results:
+        raise ValueError(f"there are no results of {name!r}; run the command result")
+    controllers = list(dict.fromkeys(controller for of in results.values() for controller in of))
+    lines = [f"| setting | hosts | {' | '.join(controllers)} |", "|---|--:|" + "---|" * len(controllers)]
+    for setting, of in results.items():
+        cells = [number(float(of[controller].mean())) if controller in of else "" for controller in controllers]
+        lines.append(f"| {setting} | {of[name].shape[1]} | {' | '.join(cells)} |")
+    others = [controller for controller in controllers if controller != name]
+    lines += ["", f"| ahead of | {' | '.join(others)} |", "|---|" + "---|" * len(others)]
+    leads = {
+        setting: {other: of[name] - of[other] for other in others if other in of} for setting, of in results.items()
+    }
+    for setting, of in leads.items():
+        cells = [shown(mean_interval(of[other]), signed=True) if other in of else "" for other in others]
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
+    cells = [shown(mean_interval(weigh([of[other] for of in leads.values() if other in of])), True) for other in others]
+    return [*lines, f"| all settings | {' | '.join(cells)} |"]
+
+
+def weigh(leads: Sequence[np.ndarray]) -> np.ndarray:  # [S, H] each -> [S, sum of H]
+    """Return the leads of all settings side by side, weighted so that their mean is that of the settings' means.
+
+    Settings without all training seeds keep those that all settings have.
+    """
+    seeds = min(len(lead) for lead in leads)
+    hosts = sum(lead.shape[1] for lead in leads)
+    return np.concatenate([lead[:seeds] * hosts / (len(leads) * lead.shape[1]) for lead in leads], 1)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one of the four commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    finding, measuring = commands.add_parser("baselines"), commands.add_parser("result")
+    for command in (finding, measuring):
+        command.add_argument("--config", type=Path, default=CONFIG, help="the training distribution")
+        command.add_argument("--baselines", type=Path, default=BASELINES, help="folder of the baselines")
+    finding.add_argument("--steps", type=int, default=15_000, help="host epochs of the search for each task")
+    measuring.add_argument("--policies", type=Path, nargs="*", default=[], help="a checkpoint for each training seed")
+    measuring.add_argument("--name", default=GENERAL, help="of the policies")
+    measuring.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    measuring.add_argument("--hosts", type=int, help="of each setting, at most as many as it has")
+    shown_table, publishing = commands.add_parser("table"), commands.add_parser("publish")
+    shown_table.add_argument("--name", default=GENERAL, help="of the policies")
+    publishing.add_argument("policy", type=Path, help="a checkpoint")
+    publishing.add_argument("--out", type=Path, default=POLICIES / NAMED_POLICIES["tamiyo"], help="a safetensors file")
+    for command in (measuring, shown_table, publishing):
+        command.add_argument("--csv", type=Path, default=RESULTS, help="rows of results")
+    chosen = parser.parse_args(args)
+    torch.set_num_threads(1)
+    try:
+        if chosen.command == "baselines":
+            find_baselines(chosen.config, chosen.baselines, chosen.steps)
+        elif chosen.command == "table":
+            print("\n".join(table(read_rows(chosen.csv, Row), chosen.name)))
+        elif chosen.command == "publish":
+            lines = table(read_rows(chosen.csv, Row), GENERAL)
+            write_policy(chosen.policy, chosen.out, {"zero shot": "\n".join(lines)})
+        else:
+            settings = {name: SETTINGS[name] for name in chosen.settings}
+            if chosen.hosts is not None:
+                settings = {n: one._replace(hosts=min(chosen.hosts, one.hosts)) for n, one in settings.items()}
+            measure(
+                chosen.csv,
+                chosen.config,
+                chosen.baselines,
+                settings=settings,
+                policies=chosen.policies,
+                name=chosen.name,
+            )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
