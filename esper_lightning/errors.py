@@ -158,7 +158,6 @@ def describe_system_error(failure: OSError) -> str:
 
 def find_unusable_path(error: BaseException, folder: Path) -> tuple[Path, OSError] | None:
     """Return the path within `folder` that caused `error`, which is missing, no file, or not to be written."""
-    kinds = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
     for cause in exception_chain(error):
         if not isinstance(cause, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError):
             continue

@@ -132,6 +132,10 @@ class RowTable(nn.Module):
         return self.output(slots).unflatten(-1, (self.contexts, -1)).transpose(-3, -2).flatten(-3, -2)
 
 
+FIRST_HEADS = ("op", "slot")
+"""Heads that are chosen before all others."""
+
+
 class SetHeads(nn.Module):
     """Logits of all heads, as one table per head; see `Heads`.
 
@@ -181,16 +185,29 @@ class SetHeads(nn.Module):
         What follows the slot is computed for the chosen one alone: all of it would take most of the time.
         """
         slots = self._encode_slots(hidden)
-        chosen: dict[str, Tensor] = {}
+        first = self._most_likely(hidden, slots, masks, given={})
+        slot = first["slot"]
+        chosen = self._most_likely(
+            hidden.of_slot(slot),
+            select_slot(slots, slot),
+            mask_slot(masks, slot),
+            given=first | {"slot": torch.zeros_like(slot)},
+        )
+        return host_action(chosen | {"slot": slot}, relevance_table(slot.device)[: masks.slot.shape[-2]])
+
+    def _most_likely(
+        self, hidden: SetHidden, slots: Tensor, masks: Masks, *, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the most likely choice of the op and the slot, or if these are `given`, of all further heads too."""
+        chosen = dict(given)
         for head, table in self.tables.items():
+            if (head in FIRST_HEADS) == bool(given):
+                continue
             logits = table(hidden, slots)
             row = row_index(head, chosen, slots.shape[-2])
             mask = select_row(head_mask(head, masks, logits), row)
             chosen[head] = masked_log_softmax(select_row(logits, row), mask).argmax(-1)
-            if head == "slot":
-                slot, chosen["slot"] = chosen["slot"], torch.zeros_like(chosen["slot"])
-                hidden, masks, slots = hidden.of_slot(slot), mask_slot(masks, slot), select_slot(slots, slot)
-        return host_action(chosen | {"slot": slot}, relevance_table(slot.device)[: masks.slot.shape[-2]])
+        return chosen
 
 
 def mask_slot(masks: Masks, slot: Tensor) -> Masks:  # K = 1

@@ -32,8 +32,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A decision chooses among the blueprints of another slot",
         POLICY,
-        "hidden, masks, slots = hidden.of_slot(slot), mask_slot(masks, slot), select_slot(slots, slot)",
-        "hidden, masks, slots = hidden.of_slot(slot * 0), mask_slot(masks, slot), select_slot(slots, slot)",
+        "            hidden.of_slot(slot),",
+        "            hidden.of_slot(slot * 0),",
         f"{T_POLICY}::test_the_decision_is_the_most_likely_action_though_most_slots_are_left_out_of_it",
     ),
     Defect(
