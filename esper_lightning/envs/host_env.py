@@ -18,6 +18,7 @@ from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.envs.subject import Subject
 from esper_lightning.governor.judge import EpochStats, Judgement
 from esper_lightning.governor.monitor import HostMonitor
+from esper_lightning.governor.snapshot import clone_parts
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
@@ -251,7 +252,7 @@ class HostEnv(Subject):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
-        state = self._host_state()
+        state = clone_parts(self._host_state())
         monitor = self.monitor.state_dict() if self.monitor is not None else None
         for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
             holder["scaler"] = scaler_numbers(holder["scaler"])

@@ -25,6 +25,7 @@ from esper_lightning.envs.execution.autotune import (
     select_executor,
 )
 from esper_lightning.envs.execution.compile import compile_hosts
+from esper_lightning.envs.execution.fused.arena import leave_arena
 from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
@@ -158,6 +159,8 @@ class HostPool:
     def switch_executor(self, choice: ExecutorChoice) -> None:
         """Train the hosts by another executor from now on, with new episodes; do nothing if it is the present one."""
         if choice != self.executor_choice:
+            for env in self.envs:
+                leave_arena(env.network, env.optimizer)
             self._use_executor(choice)
             self.reset(range(self.n_envs))  # executors must be prepared on hosts with empty slots
 

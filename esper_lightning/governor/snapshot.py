@@ -73,6 +73,15 @@ class Snapshot:
         return self._memory.nbytes
 
 
+def clone_parts(state: Any) -> Any:
+    """Return a nested state in which no tensor is a part of a larger memory, which would be saved with it."""
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return _convert(state, alone)
+
+
 def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state

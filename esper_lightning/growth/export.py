@@ -98,7 +98,8 @@ def _write_onnx(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Ten
 
 
 def _write_state_dict(network: nn.Module, inputs: Tensor, path: Path) -> Callable[[Tensor], Any]:
-    torch.save(network.state_dict(), path)
+    # Clones, because a view would be saved with all of the memory that it is a part of.
+    torch.save({name: value.clone() for name, value in network.state_dict().items()}, path)
     loaded = deepcopy(network)
     for parameter in loaded.parameters():
         parameter.zero_()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE, TRIAL_EXECUTORS
 from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs.execution.fused.arena import leave_arena
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
@@ -310,6 +311,7 @@ def measure_choices(
         env.growing.clear()
         env.optimizer.zero_grad()
         env.optimizer.state.clear()
+        leave_arena(env.network, env.optimizer)
     return [MeasuredChoice(choice, speeds.get(choice, 0.0), refusals.get(choice)) for choice in available]
 
 

@@ -225,8 +225,7 @@ def _compare(stack: HostStack, trial: Trial) -> Iterator[ResultPair]:
     stacked, separate = (list(chain.from_iterable(weights.views(grads))) for grads in (weights.grads, separate_grads))
     yield "gradients", stacked, separate
     stacked_statistics = _statistics(weights)
-    for assignment in weights.assignments:
-        assignment.gather_buffers()
+    weights.bind_buffers()
     yield "running statistics", stacked_statistics, _statistics(weights)
     with torch.inference_mode():
         yield from _compare_evaluation(stack, hosts, inputs[:N_SAMPLES])
@@ -234,7 +233,8 @@ def _compare(stack: HostStack, trial: Trial) -> Iterator[ResultPair]:
 
 def _statistics(weights: FlatParameters) -> list[Tensor]:
     """Return the running statistics held by the stacked layers."""
-    layers = chain.from_iterable(stacked_module.layers.values() for stacked_module, _ in weights.assignments)
+    modules = [section.assignment.stacked_module for section in weights.sections]
+    layers = chain.from_iterable(module.layers.values() for module in modules)
     return [getattr(layer, name) for layer in layers for name in layer.buffer_names]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from esper_lightning.envs.device_transfer import pack_training, upload
 from esper_lightning.envs.execution.fused.equivalence import check_stack
-from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer, StackedScaler
+from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer, StackedScaler, state_names
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.out_of_memory import raise_oom
@@ -28,8 +28,9 @@ images of 3×32×32 at a time, of which a feature of 8 channels has 0.7 GB."""
 class FusedExecutor(LoopExecutor):
     """`LoopExecutor` with the hosts of each kind stacked into one network.
 
-    Between epochs weights, optimizer state and loss scales are in the environments, as with every other executor. An
-    epoch begins by collecting them and ends by writing them back.
+    Hosts live in the arena of their stack from their first epoch on: the weights, running statistics and optimizer
+    states of the environments are views of its rows, which an epoch changes in place. Loss scales are copied from the
+    environments at the beginning of an epoch, and back at its end.
     """
 
     def __init__(self, task: Task, training: HostTraining) -> None:
@@ -80,7 +81,7 @@ class FusedExecutor(LoopExecutor):
     ) -> Tensor:  # [N, 2, V]
         data = data.to(envs[0].device)
         stack = self._stack_of(envs, data)
-        stack.load([env.network for env in envs]).bind(requires_grad=False)
+        stack.load_resident([env.network for env in envs]).bind(requires_grad=False)
         most_elements = MAX_INPUT_ELEMENTS[data.inputs.device.type]
         samples_per_pass = max(self.training.batch_size, most_elements // (len(envs) * data.inputs[0].numel()))
         has_data_variants = data.variants > 1
@@ -141,7 +142,8 @@ class FusedEpoch:
     def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
         self.stack, self.envs, self.task, self.data = stack, envs, task, data
         self.training = envs[0].training
-        self.weights = stack.load([env.network for env in envs])
+        networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
+        self.weights = stack.settle(networks, optimizers, state_names(self.training))
         self.weights.bind(requires_grad=True)
         host_groups = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(envs)]
         seed_groups = [
@@ -203,9 +205,8 @@ class FusedEpoch:
             self.totals += torch.stack([losses, correct])
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
-        """Write all state back to the environments. Returns the row of `HostEpoch.result` for each host."""
-        self.weights.write_back()
-        self.optimizer.write_back()
+        """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""
+        self.weights.restore_formats()
         if self.scaler is not None:
             self.scaler.write_back()
         self.stack.release()

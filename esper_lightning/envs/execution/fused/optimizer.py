@@ -1,19 +1,21 @@
 """Optimizer and loss scaler of all hosts and seeds together. G parameter groups: hosts, then seeds.
 
 The optimizer applies the update rules of torch.optim to flat weights; each group has its own learning rate, weight
-decay and step count. The scaler keeps one loss scale per host for fp16. Between epochs the state of both is in the
-environments' own optimizers and scalers, where checkpoints, germination and rollbacks find it.
+decay and step count. Its state lies in the arena, of which the environments' own optimizers hold views: checkpoints,
+germination and rollbacks find it there. The scaler keeps one loss scale per host for fp16; between epochs its state is
+in the environments' own scalers.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from esper_lightning.envs.device_transfer import copy_parts, upload
-from esper_lightning.envs.execution.fused.flat_params import FlatParameters
+from esper_lightning.envs.execution.fused.arena import STEP, Arena
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.loss_scale import scale_tensors
 from esper_lightning.growth.param_groups import find_group
 
@@ -22,6 +24,13 @@ CLIP_EPS = 1e-6
 
 MOMENT_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """State keys of the running means of each optimizer in torch.optim."""
+
+
+def state_names(training: HostTraining) -> list[str]:
+    """Return the keys of the optimizer state of hosts: their moments, then the step count if the rule needs one."""
+    if training.optimizer != "sgd":
+        return [*MOMENT_NAMES[training.optimizer], STEP]
+    return list(MOMENT_NAMES["sgd"]) if training.momentum else []
 
 
 class ParameterGroup(NamedTuple):
@@ -36,58 +45,31 @@ class StackedOptimizer:
     """Optimizer of all hosts and seeds in the coming epoch: Adam, AdamW or SGD.
 
     Args:
-        weights: Flat weights and gradients.
-        groups: All hosts first, then all seeds, in the order of `FlatParameters.groups`.
+        weights: Weights, gradients and state.
+        groups: All hosts first, then all seeds, as in the arena.
 
     Attributes:
         host_of_group: Host index of each group, [G] int64.
     """
 
     @torch.no_grad()
-    def __init__(self, weights: FlatParameters, groups: Sequence[ParameterGroup]) -> None:
+    def __init__(self, weights: Arena, groups: Sequence[ParameterGroup]) -> None:
         self.weights = weights
         training = groups[0].env.training
-        self.optimizer_name, self.max_grad_norm, self.momentum = (
-            training.optimizer,
-            training.max_grad_norm,
-            training.momentum,
-        )
-        self.counts_steps = self.optimizer_name != "sgd"
+        self.optimizer_name, self.max_grad_norm = training.optimizer, training.max_grad_norm
         device, dtype = weights.values.device, weights.values.dtype
-        self.group_of_weight = upload(weights.group_of_number, device)  # [numbers] int32: group of each weight
         options = [find_group(group.env.optimizer, group.name) for group in groups]
         self.learning_rates = upload([o["lr"] for o in options], device, dtype)
         self.weight_decays = upload([o["weight_decay"] for o in options], device, dtype)
         self.has_weight_decay = any(o["weight_decay"] for o in options)
         self.options = options[0]
-        self.group_of_parameter = upload(weights.groups, device)
         self.host_of_group = upload([group.host for group in groups], device)
-        self._load_state(groups)
-
-    def _load_state(self, groups: Sequence[ParameterGroup]) -> None:
-        """Collect the state from the environments' optimizers."""
-        weights = self.weights
-        rows = zip(weights.groups, weights.parameters, strict=True)
-        self.states = [groups[i].env.optimizer.state[p] for i, p in rows]
-        self.moment_names = MOMENT_NAMES[self.optimizer_name] if self.counts_steps or self.momentum else ()
-        for state, p in zip(self.states, weights.parameters, strict=True):
-            self._init_state(state, p)
-        self.moments = [weights.gather([state[name] for state in self.states]) for name in self.moment_names]
-        if self.counts_steps:
-            state_of_group = dict(zip(weights.groups, self.states, strict=True))
-            self.steps = torch.stack([state_of_group[i]["step"] for i in range(len(groups))])  # [G]
-
-    def _init_state(self, state: dict[str, Tensor], p: nn.Parameter) -> None:
-        """Create the state that torch.optim would create at a parameter's first step."""
-        for name in self.moment_names:
-            if name not in state:
-                state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        if self.counts_steps and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        self.moments = [numbers for name, numbers in weights.states.items() if name != STEP]
+        self.steps = weights.states.get(STEP)  # [parameters]
 
     def per_weight(self, coefficients: Tensor) -> Tensor:  # [G] -> [numbers]
         """Repeat one coefficient per group for each weight of the group."""
-        return coefficients.index_select(0, self.group_of_weight)
+        return coefficients.index_select(0, self.weights.group_of_weight)
 
     def group_sums(self, numbers: Tensor) -> Tensor:  # [numbers] -> [G]
         """Return the sum over the weights of each group."""
@@ -102,19 +84,20 @@ class StackedOptimizer:
         Args:
             healthy: Hosts that take the step together with their seeds, [N] bool. None: all hosts.
         """
-        changing = [self.weights.values, *self.moments, *([self.steps] if self.counts_steps else [])]
-        previous = [tensor.clone() for tensor in changing] if healthy is not None else []
+        previous = []  # each tensor that changes, a copy of it, and which of its elements may change
+        if healthy is not None:
+            takes_step = healthy[self.host_of_group]
+            takes_step_per_weight = self.per_weight(takes_step)
+            previous = [(one, one.clone(), takes_step_per_weight) for one in (self.weights.values, *self.moments)]
+            if self.steps is not None:
+                takes_step_per_parameter = takes_step.index_select(0, self.weights.group_of_parameter)
+                previous.append((self.steps, self.steps.clone(), takes_step_per_parameter))
         if self.max_grad_norm is not None:
             norms = self.group_sums(self.weights.grads.square()).sqrt()
             self.weights.grads *= self.per_weight((self.max_grad_norm / (norms + CLIP_EPS)).clamp(max=1.0))
         self._update(self.weights.values, self.weights.grads)
-        if healthy is not None:
-            takes_step = healthy[self.host_of_group]
-            takes_step_per_weight = self.per_weight(takes_step)
-            for tensor, old in zip(changing, previous, strict=True):
-                tensor.copy_(
-                    torch.where(takes_step if len(tensor) == len(takes_step) else takes_step_per_weight, tensor, old)
-                )
+        for tensor, old, may_change in previous:
+            tensor.copy_(torch.where(may_change, tensor, old))
 
     def _update(self, values: Tensor, grads: Tensor) -> None:
         if self.has_weight_decay and self.optimizer_name == "adamw":
@@ -133,26 +116,17 @@ class StackedOptimizer:
 
     def _adam(self, values: Tensor, grads: Tensor) -> None:
         """Update by Adam (https://arxiv.org/abs/1412.6980)."""
+        assert self.steps is not None, "Adam counts steps"
         first, second = self.moments
         beta1, beta2 = self.options["betas"]
         self.steps += 1
+        steps = self.steps.index_select(0, self.weights.first_parameters).double()  # [G]
         # In float64, because powers of beta2 are too close to 1 for float32.
-        bias1, bias2 = (1.0 - beta ** self.steps.double() for beta in (beta1, beta2))
+        bias1, bias2 = (1.0 - beta**steps for beta in (beta1, beta2))
         first.lerp_(grads, 1.0 - beta1)
         second.mul_(beta2).addcmul_(grads, grads, value=1.0 - beta2)
         root = second.sqrt().div_(self.per_weight(bias2.sqrt().to(grads.dtype))).add_(self.options["eps"])
         values -= self.per_weight((self.learning_rates / bias1).to(grads.dtype)) * first / root
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Write the state back to the environments' optimizers."""
-        for name, numbers in zip(self.moment_names, self.moments, strict=True):
-            self.weights.scatter(numbers, [state[name] for state in self.states])
-        if self.counts_steps:
-            # A separate tensor for each parameter, as in torch.optim, but all created by one kernel.
-            steps = self.steps.index_select(0, self.group_of_parameter).unbind()
-            for state, step in zip(self.states, steps, strict=True):
-                state["step"] = step
 
 
 class StackedScaler:

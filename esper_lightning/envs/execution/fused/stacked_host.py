@@ -5,8 +5,10 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.execution.fused.arena import Arena
 from esper_lightning.envs.execution.fused.flat_params import Assignment, FlatParameters, StackedModule
 from esper_lightning.envs.execution.fused.layers import stack_layers
 from esper_lightning.envs.execution.fused.stacked_slot import StackedSeeds, StackedSlot
@@ -47,43 +49,55 @@ class HostStack:
             slot.seed, slot.folded = slot.override.seed_modules, None
         self.seed_modules: dict[StackedSeeds, StackedModule] = {}
         self.assignments: list[Assignment] = []
-        self.hosts: list[nn.Module] = []  # the hosts of the last `load`; below the layers and slots of each
-        self.host_layers: list[list[nn.Module]] = []
+        self.arena = Arena()
+        self.hosts: list[nn.Module] = []  # of the last assignment; below the slots of each
         self.host_slots: list[dict[str, SeedSlot]] = []
 
     def load(self, hosts: Sequence[nn.Module]) -> FlatParameters:
-        """Assign N hosts with their seeds. Returns their flat weights, on which training continues."""
+        """Assign N hosts with their seeds. Returns copies of their weights, to be bound to the stacked layers."""
+        self._assign(hosts)
+        return FlatParameters(self.assignments)
+
+    def load_resident(self, hosts: Sequence[nn.Module]) -> FlatParameters:
+        """Assign N hosts with their seeds, to run them only. Returns their weights: those in the arena, or copies."""
+        self._assign(hosts)
+        return self.arena if self.arena.holds(self.assignments) else FlatParameters(self.assignments)
+
+    def settle(self, hosts: Sequence[nn.Module], optimizers: Sequence[Optimizer], state_names: Sequence[str]) -> Arena:
+        """Assign N hosts with their seeds, to train them. Returns the arena, where they live from now on.
+
+        Args:
+            hosts: The hosts.
+            optimizers: Their optimizers.
+            state_names: Keys of the optimizer state; see `Arena.assign`.
+        """
+        self._assign(hosts)
+        self.arena.assign(self.assignments, optimizers, state_names)
+        return self.arena
+
+    def _assign(self, hosts: Sequence[nn.Module]) -> None:
         self.release()
         if len(self.hosts) != len(hosts) or any(a is not b for a, b in zip(hosts, self.hosts, strict=True)):
             self.hosts, self.host_slots = list(hosts), [slots_of(host) for host in hosts]
-            self.host_layers = [self.stacked_host.layers_of(host) for host in hosts]
         self.n_hosts = len(hosts)
         for path, layer in self.dropouts.items():
             layer.generators = [generator for host in hosts for generator in _dropout(host, path).generators]
-        self.assignments = [Assignment(self.stacked_host, self.host_layers)]
+        self.assignments = [Assignment(self.stacked_host, self.hosts, range(self.n_hosts))]
         self.seed_slots: list[list[tuple[int, str]]] = []  # (host index, slot name) of each seed, by stacked seeds
         for name, slot in self.slots.items():
             slot.assign([slots[name] for slots in self.host_slots])
             for stacked_seeds in slot.active_seeds:
                 if stacked_seeds not in self.seed_modules:
                     self.seed_modules[stacked_seeds] = StackedModule(stacked_seeds.module)
-                stacked_module = self.seed_modules[stacked_seeds]
-                self.assignments.append(
-                    Assignment(
-                        stacked_module,
-                        [
-                            stacked_module.layers_of(self.host_slots[host][name].seed)
-                            for host in stacked_seeds.row_of_host
-                        ],
-                    )
-                )
-                self.seed_slots.append([(host, name) for host in stacked_seeds.row_of_host])
-        return FlatParameters(self.assignments)
+                seed_hosts = list(stacked_seeds.row_of_host)
+                seeds = [self.host_slots[host][name].seed for host in seed_hosts]
+                self.assignments.append(Assignment(self.seed_modules[stacked_seeds], seeds, seed_hosts))
+                self.seed_slots.append([(host, name) for host in seed_hosts])
 
     def release(self) -> None:
-        """Drop the stacked copies of weights to free memory; the hosts keep theirs."""
-        for stacked_module, _ in self.assignments:
-            stacked_module.release()
+        """Drop the bound weights: copies free their memory, and the arena keeps those of its hosts."""
+        for assignment in self.assignments:
+            assignment.stacked_module.release()
         for slot in self.slots.values():
             slot.release()
         self.stack_index.select_all(0)
@@ -121,9 +135,9 @@ class HostStack:
 
     def _set_training(self, training: bool) -> None:
         """Set the training mode of the modules where it changes, because a call visits many modules."""
-        for stacked_module, _ in self.assignments:
-            if stacked_module.module.training != training:
-                stacked_module.module.train(training)
+        for assignment in self.assignments:
+            if assignment.stacked_module.module.training != training:
+                assignment.stacked_module.module.train(training)
 
     def _run(self, inputs: Tensor, count: int) -> Tensor:
         samples = len(inputs) // count

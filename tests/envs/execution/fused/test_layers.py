@@ -97,7 +97,7 @@ class StackedAndSeparate:
         self.stack_index = StackIndex()
         self.stack = stack_layers(make(), self.stack_index)
         program = StackedModule(self.stack)
-        self.weights = FlatParameters([Assignment(program, [program.layers_of(layer) for layer in self.layers])])
+        self.weights = FlatParameters([Assignment(program, self.layers, range(count))])
         self.entries = list(range(count)) if entries is None else entries
         rows = (len(self.entries) * SAMPLES, *shape)
         if shape == WORDS:
@@ -138,11 +138,10 @@ def assert_same_in_training(pair: StackedAndSeparate, columns: bool = False) -> 
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
     pair = StackedAndSeparate(*LAYERS[layer], count)
     assert_same_in_training(pair)
-    buffers = [[buffer.clone() for buffer in layer.buffers()] for layer in pair.layers]
-    for staffed in pair.weights.assignments:
-        staffed.scatter_buffers()
 
-    close([list(layer.buffers()) for layer in pair.layers], buffers)
+    for section in pair.weights.sections:
+        for buffer in section.assignment.buffers():
+            close(getattr(buffer.layer, buffer.name), buffer.gather())
 
 
 @pytest.mark.parametrize("layer", [name for name, (_, shape) in LAYERS.items() if shape == IMAGE])

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer
+from esper_lightning.envs.execution.fused.arena import Arena
+from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer, state_names
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.growth.param_groups import HOST_GROUP, seed_group_name
 from tests.envs.execution.fused.hosts import FAST_CONFIG, make
@@ -44,10 +45,14 @@ def gradient(weight: nn.Parameter, i: int, step: int) -> torch.Tensor:
     return (step + 1) * torch.randn(weight.shape, generator=generator_of(100 * step + i), dtype=weight.dtype)
 
 
-def learn_stacked(pool: HostPool, steps: range) -> None:
+def settle(stack: HostStack, pool: HostPool) -> Arena:
+    envs = pool.envs
+    return stack.settle([env.network for env in envs], [env.optimizer for env in envs], state_names(envs[0].training))
+
+
+def learn_stacked(pool: HostPool, steps: range, stack: HostStack) -> None:
     """Take this number of stacked steps in one epoch."""
-    stack = HostStack(pool.envs[0].network)
-    arena = stack.load([env.network for env in pool.envs])
+    arena = settle(stack, pool)
     arena.bind(requires_grad=True)
     number = {p: i for env in pool.envs for i, p in enumerate(env.network.parameters())}
     hosts = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(pool.envs)]
@@ -58,11 +63,9 @@ def learn_stacked(pool: HostPool, steps: range) -> None:
     for step in steps:
         arena.grads.copy_(arena.gather([gradient(p, number[p], step) for p in arena.parameters]))
         optimizer.step()
-    arena.write_back()
-    optimizer.write_back()
 
 
-def learn_alone(pool: HostPool, steps: range) -> None:
+def learn_alone(pool: HostPool, steps: range, _: HostStack) -> None:
     for env in pool.envs:
         for step in steps:
             for i, p in enumerate(env.network.parameters()):
@@ -78,11 +81,12 @@ def learn_alone(pool: HostPool, steps: range) -> None:
 def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit: float | None) -> None:
     stacked, alone = (grown_pool(max_grad_norm=limit, **rule) for _ in range(2))
     for pool, learn in ((stacked, learn_stacked), (alone, learn_alone)):
-        learn(pool, range(3))
+        stack = HostStack(pool.envs[0].network)
+        learn(pool, range(3), stack)
         grow(pool.envs[2], "layer2", "norm")  # its step count begins here
-        learn(pool, range(3, 5))
+        learn(pool, range(3, 5), stack)
         pool.envs[0].growing.remove_seed("layer1")
-        learn(pool, range(5, 7))
+        learn(pool, range(5, 7), stack)
 
     for ours, theirs in zip(stacked.envs, alone.envs, strict=True):
         for a, b in zip(ours.network.parameters(), theirs.network.parameters(), strict=True):
@@ -96,7 +100,7 @@ def test_any_rule_any_rates_and_any_number_of_steps(rule: dict[str, Any], limit:
 def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
     pool, same = grown_pool(), grown_pool()
     stack = HostStack(pool.envs[0].network)
-    arena = stack.load([env.network for env in pool.envs])
+    arena = settle(stack, pool)
     arena.bind(requires_grad=True)
     seeds = [
         ParameterGroup(i, pool.envs[i], seed_group_name(slot)) for members in stack.seed_slots for i, slot in members
@@ -105,8 +109,6 @@ def test_hosts_that_are_not_healthy_stay_as_they_are() -> None:
     for healthy in (True, False):
         arena.grads.fill_(1.0 if healthy else float("nan"))
         optimizer.step(torch.tensor([True, healthy, True]))
-    arena.write_back()
-    optimizer.write_back()
 
     counted = [[env.optimizer.state[p]["step"].item() for p in env.network.parameters()] for env in pool.envs]
     assert [set(steps) for steps in counted] == [{2.0}, {1.0}, {2.0}]
