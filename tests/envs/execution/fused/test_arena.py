@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,7 +136,18 @@ def live(twins: Twins, life: Sequence[tuple[str, int, str, int, bool]]) -> None:
         twins.compare()
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+TRAINED_ELSEWHERE = [("snapshot", 0, "layer1", 0, True), *(("executor", 0, "layer1", i, True) for i in (1, 0))]
+
+ROLLED_BACK = [
+    ("germinate", 1, "layer1", 0, True),
+    ("snapshot", 1, "layer1", 0, True),
+    ("roll back", 0, "layer1", 0, True),
+]
+
+
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
+@example(life=TRAINED_ELSEWHERE)
+@example(life=ROLLED_BACK)
 @given(life=lives)
 def test_whatever_happens_hosts_are_as_separate_ones(twins: Twins, life: list[tuple[str, int, str, int, bool]]) -> None:
     live(twins, life)
