@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from esper_lightning.console import printable
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import STOP_SIGNALS, Output, replace_handlers
-from esper_lightning.trainer import EsperTrainer
+from esper_lightning.trainer import EsperTrainer, resume_command
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -82,9 +82,8 @@ class Preemption(Checkpoint):
         folder = next(c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath)
         path = Path(folder) / f"{self.filename}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
-        command = f"esper-lightning fit --config {path.parent.parent / 'config.yaml'} --ckpt_path {path}"
         if trainer.is_global_zero:
-            print(printable(f"stopped by {reason}; go on with: {command}"), file=stream, flush=True)
+            print(printable(f"stopped by {reason}; go on with: {resume_command(path)}"), file=stream, flush=True)
         raise SystemExit(code)
 
     def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:

@@ -417,10 +417,7 @@ class EsperTrainer(Trainer):
         latest = run / CHECKPOINTS_FOLDER / "latest.ckpt"
         if not latest.is_file():
             return f"{problem}, and start again: there is no checkpoint yet to go on from"
-        return (
-            f"{problem}, and go on from the last checkpoint, which is whole: esper-lightning fit "
-            f"--config {run / 'config.yaml'} --ckpt_path {latest}"
-        )
+        return f"{problem}, and go on from the last checkpoint, which is whole: {resume_command(latest)}"
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
@@ -435,6 +432,14 @@ class EsperTrainer(Trainer):
             super().save_checkpoint(filepath, weights_only, storage_options)
         finally:
             module.saves_scored, self.datamodule.saved_to = False, None
+
+
+def resume_command(checkpoint: Path) -> str:
+    """Return what goes on from a checkpoint: a command, or a call if the run has no config because Python started it."""
+    config = checkpoint.parent.parent / "config.yaml"
+    if config.is_file():
+        return f"esper-lightning fit --config {config} --ckpt_path {checkpoint}"
+    return f"esper_lightning.train(…, resume={str(checkpoint)!r})"
 
 
 def run_folder(checkpoint: str | Path) -> Path:

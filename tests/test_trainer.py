@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from esper_lightning.checkpointing.run_lock import LOCK_FILE, lock_folder
 from esper_lightning.cli.main import make_logger
 from esper_lightning.telemetry.events import read_events
-from esper_lightning.trainer import run_folder
+from esper_lightning.trainer import resume_command, run_folder
 from tests.processes import Signal, forked
 from tests.runs import Run, fit, only_run
 
@@ -125,3 +125,12 @@ def test_a_run_whose_folder_is_in_use_is_refused_in_a_line_and_changes_nothing(
         ]
         assert contents(tmp_path) == before
         assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
+
+
+def test_a_run_goes_on_by_its_config_or_in_python_if_it_has_none(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "latest.ckpt"
+    assert resume_command(checkpoint) == f"esper_lightning.train(…, resume={str(checkpoint)!r})"
+
+    config = tmp_path / "config.yaml"
+    config.touch()
+    assert resume_command(checkpoint) == f"esper-lightning fit --config {config} --ckpt_path {checkpoint}"
