@@ -131,12 +131,15 @@ def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and its chain of causes, each once: an exception that a thread re-raises can cause itself."""
+    """Yield `error` and its chain of causes, each once: an exception that a thread re-raises can cause itself.
+
+    As in a traceback, `raise … from None` ends the chain.
+    """
     seen_ids: set[int] = set()
     while error is not None and id(error) not in seen_ids:
         seen_ids.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def find_system_error(error: BaseException) -> OSError | None:

@@ -171,9 +171,11 @@ def test_a_cifar_config_has_the_host_of_its_purpose(name: str, parameters: int, 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
-    lines = config.read_text().splitlines()
+    text = config.read_text()
+    lines = text.splitlines()
+    further_tasks = yaml.safe_load(text).get("data", {}).get("also", {})
 
-    assert len(lines) < (90 if "  also:" in lines else 40)
+    assert len(lines) < 40 + 20 * len(further_tasks)
     assert [line.partition(":")[0] for line in lines[:3]] == ["# Purpose", "# Run time", "# Result"]
 
 

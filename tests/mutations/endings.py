@@ -91,15 +91,15 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A folder that may not be written to ends a run with a traceback",
         "esper_lightning/errors.py",
-        "NotADirectoryError, PermissionError)",
+        "NotADirectoryError | PermissionError)",
         "NotADirectoryError)",
         "tests/faults/test_disk.py::test_a_run_whose_folder_is_removed_or_may_not_be_written_ends_in_one_line",
     ),
     Defect(
         "An export hides why its file cannot be written",
         "esper_lightning/growth/export.py",
-        "torch.save(network.state_dict(), file)",
-        "torch.save(network.state_dict(), path)",
+        "torch.save(state, file)",
+        "torch.save(state, path)",
         "tests/faults/test_disk.py::test_an_export_on_a_full_disk_names_the_reason_and_leaves_the_earlier_file",
     ),
     Defect(
