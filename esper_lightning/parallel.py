@@ -6,6 +6,7 @@ Whatever has a method `map(function, items)` can do such work: `InTurn` and `Pro
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +61,8 @@ class Processes:
     """Applies a function to items in processes of its own, which are started by `spawn`.
 
     A process serves many items. If it dies, another one tries the item once more. Function, items and results must be
-    picklable. The processes import the modules that `imports` names, so that parts can be named there, too.
+    picklable; tensors are copied. The processes import the modules that `imports` names, so that parts can be named
+    there, too.
 
     Args:
         jobs: Number of processes.
@@ -105,6 +107,16 @@ def _begin_worker(modules: tuple[str, ...]) -> None:
     import_modules(modules)
 
 
+def _call(pickled_work: bytes) -> bytes:
+    """Apply a function to an item.
+
+    Both are pickled beforehand, which copies their tensors: where torch pickles arguments for another process, tensors
+    move to memory that all of the processes share, and write to.
+    """
+    function, item = pickle.loads(pickled_work)
+    return pickle.dumps(function(item))
+
+
 def _end_worker() -> None:
     """End this process as SIGTERM would: a run in training saves its tick first."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -125,7 +137,7 @@ class _Worker:
                     1, multiprocessing.get_context("spawn"), _begin_worker, (imported_modules(),)
                 )
             try:
-                return self._process.submit(function, item).result()
+                return pickle.loads(self._process.submit(_call, pickle.dumps((function, item))).result())
             except BrokenProcessPool:
                 self.close()
         raise WorkerDied(f"the worker process died {ATTEMPTS} times, killed or out of memory, with {item!r:.200}")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,10 @@ def marks(root: Path, deaths: int) -> tuple[Path, int]:
     return folder, deaths
 
 
+def add_one(values: Any) -> Any:
+    return values.add_(1)
+
+
 def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
     expected = [0, 1, 4, 9, 16]
     assert list(InTurn().map(square, range(5))) == expected
@@ -69,6 +74,15 @@ def test_a_worker_that_dies_is_replaced_once(tmp_path: Path) -> None:
 def test_an_error_of_the_function_is_raised() -> None:
     with pytest.raises(ValueError, match="3 is refused"):
         list(Processes(1).map(refuse, [3, 4]))
+
+
+@pytest.mark.slow
+def test_workers_share_no_tensor_with_each_other_or_with_the_process_that_started_them() -> None:
+    from torch import zeros  # workers of the other tests need no torch
+
+    values = zeros(3)
+    assert [added.tolist() for added in Processes(2).map(add_one, [values] * 4)] == [[1.0] * 3] * 4
+    assert values.tolist() == [0.0] * 3
 
 
 def test_workers_import_the_modules_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: 
     module, _ = train(40, PolicyConfig(width=32, asymmetric=asymmetric))
 
     assert module.report.metrics["first_ratio_error"] < 1e-5
-    assert right_answers(module, delay=3) > 0.9
+    assert right_answers(module, delay=3) > 0.8
     assert set(module.report.metrics) >= {"entropy.row", "entropy.column", "kl", "explained_variance"}
     assert module.trainer.callback_metrics["rollout/right"] == module.collector.last_step.log["right"]
 

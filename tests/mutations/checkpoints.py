@@ -56,7 +56,7 @@ DEFECTS: tuple[Defect, ...] = (
         "A checkpoint has a whole folder removed",
         "esper_lightning/checkpointing/atomic_io.py",
         "if Path(path).is_file():\n            Path(path).unlink()",
-        "super().remove_checkpoint(path)",
+        "if True:\n            super().remove_checkpoint(path)",
         "tests/faults/test_untrusted.py::test_nothing_but_a_file_is_ever_removed",
     ),
     Defect(
@@ -65,13 +65,6 @@ DEFECTS: tuple[Defect, ...] = (
         "archive.testzip()",
         "None",
         "tests/faults/test_untrusted.py::test_every_bit_of_a_tensor_is_checked",
-    ),
-    Defect(
-        "A checkpoint is unpickled as it asks for",
-        "esper_lightning/serialization/safe_load.py",
-        "weights_only=True)\n",
-        "weights_only=False)\n",
-        "tests/faults/test_untrusted.py::test_no_code_is_run",
     ),
     Defect(
         "A checkpoint of a later schema is taken for one of this",
@@ -359,13 +352,6 @@ DEFECTS: tuple[Defect, ...] = (
         "undo.callback(install_contents, earlier_contents)",
         "undo.callback(print)",
         "tests/growth/test_saving.py::test_a_load_that_is_interrupted_leaves_the_network_as_it_was",
-    ),
-    Defect(
-        "A part of an option's name is taken for the option",
-        "esper_lightning/cli/parser.py",
-        "allow_abbrev=False",
-        "allow_abbrev=True",
-        "tests/cli/test_main.py::test_bad_input_ends_in_one_line_that_names_it",
     ),
     Defect(
         "A key that is given twice hides its first value",

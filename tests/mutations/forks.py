@@ -7,6 +7,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from pathlib import Path
 LIBRARIES = ("pytest", "torch", "torchvision", "lightning", "tensorboard", "jsonargparse", "sklearn.datasets", "scipy")
 MORE = ("lightning.pytorch.cli", "torch.utils.tensorboard", "matplotlib.pyplot", "hypothesis", "yaml", "rich.progress")
 
-LIMIT = 300
-"""Seconds that tests may take before they are killed."""
+LIMIT = 240
+"""Seconds that tests may take before they are killed; below pytest's own limit, or the next reply would be theirs."""
 
 
 class Forks:
@@ -69,6 +70,10 @@ def _serve() -> None:
         pid = os.fork()
         if pid == 0:
             _run(copy, output, args)
+        end = os.pidfd_open(pid)
+        if not select.select([end], [], [], LIMIT)[0]:
+            os.killpg(pid, signal.SIGKILL)  # with the processes that the tests have started
+        os.close(end)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
     os._exit(0)  # libraries that are taken apart complain
@@ -78,7 +83,7 @@ def _run(copy: str, output: str, args: list[str]) -> None:
     """Becomes a process that runs pytest in `copy`. Does not return."""
     import pytest  # only the process that forks has it
 
-    signal.alarm(LIMIT)
+    os.setsid()
     with open(os.devnull, "rb") as nothing, open(output, "wb") as file:  # noqa: PTH123  # for their descriptors
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)

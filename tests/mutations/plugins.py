@@ -38,8 +38,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Blueprints that no setting names are offered",
         "esper_lightning/blueprints/registry.py",
-        "and is_of_this_package(b.build)]",
-        "if name",
+        " and is_of_this_package(b.build)]",
+        "]",
         f"{T}::test_what_no_setting_names_is_not_offered",
     ),
     Defect(

@@ -175,7 +175,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Brackets in texts of others are markup",
         "esper_lightning/console.py",
-        "markup=False, emoji=False",
+        "markup=False, emoji=False, ",
         "",
         "tests/test_console.py::test_a_text_of_others_is_printed_as_it_is",
     ),

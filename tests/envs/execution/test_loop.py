@@ -54,7 +54,8 @@ def test_a_tick_is_what_a_plain_training_loop_does(make_pool: Callable[..., Host
     row = pool.executor.train_epoch([env], pool.data.train)[0].tolist()
 
     for ours, theirs in zip(env.network.parameters(), network.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        # A twentieth of one step: Adam turns the rounding of a tiny gradient into a part of a step.
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=5e-4)
     norm, rms = gradient.norm().item(), gradient.square().mean().sqrt().item()
     assert row[:7] == pytest.approx([sum(losses) / 3, sum(hits) / 3, 0.0, norm, rms, 0.0, 0.0], rel=1e-4)
     assert row[7:] == [0.0] * 4 * 3  # of empty slots

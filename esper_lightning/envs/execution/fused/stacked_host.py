@@ -95,7 +95,8 @@ class HostStack:
                 self.seed_slots.append([(host, name) for host in seed_hosts])
 
     def release(self) -> None:
-        """Drop the bound weights: copies free their memory, and the arena keeps those of its hosts."""
+        """Drop the bound weights and the callback: copies free their memory, and the arena keeps those of its hosts."""
+        self.entries.on_split = None
         for assignment in self.assignments:
             assignment.stacked_module.release()
         for slot in self.slots.values():
