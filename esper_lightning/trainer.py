@@ -435,7 +435,7 @@ class EsperTrainer(Trainer):
 
 
 def resume_command(checkpoint: Path) -> str:
-    """Return what goes on from a checkpoint: a command, or a call if Python started the run, which has no config then."""
+    """Return what goes on from a checkpoint: a command, or a call if Python started the run, which has no config."""
     config = checkpoint.parent.parent / "config.yaml"
     if config.is_file():
         return f"esper-lightning fit --config {config} --ckpt_path {checkpoint}"

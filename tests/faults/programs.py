@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,9 +60,11 @@ def forked_starter() -> Iterator[Start]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        bufsize=0,  # or a line could wait in a buffer where select does not see it
         start_new_session=True,
     ) as server:
         orders, replies = server.stdin, server.stdout
+        last: Program | None = None
 
         def reply(seconds: float) -> int | None:
             if not select.select([replies], [], [], seconds)[0]:
@@ -72,12 +74,18 @@ def forked_starter() -> Iterator[Start]:
             return int(line)
 
         def start(args: Sequence[str], output: Path) -> Program:
+            nonlocal last
+            if last is not None and last.wait(0.0) is None:  # its test was cut off, and its end is still to be reported
+                with suppress(ProcessLookupError):
+                    last.send(signal.SIGKILL)
+                last.wait(HARD_LIMIT)
             orders.write(json.dumps([str(output), *args]).encode() + b"\n")
             orders.flush()
             pid = reply(HARD_LIMIT)
             if pid is None:
                 raise TimeoutError(f"no program was started within {HARD_LIMIT} s")
-            return Program(pid, output, _cache_return_code(reply))
+            last = Program(pid, output, _cache_return_code(reply))
+            return last
 
         try:
             yield start
