@@ -66,7 +66,7 @@ class _Residents(Section):
 
     @property
     def in_place(self) -> bool:
-        """Whether all owners still live here, judged by the first tensor of each."""
+        """True if the tensors of all owners still lie in this arena, judged by the first tensor of each owner."""
         return not self.formats and self._addresses == self._first_addresses()
 
     def _first_addresses(self) -> list[int]:
