@@ -253,6 +253,8 @@ def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
     assert [env.tick for env in uneven.envs] == [LONG, LONG] and not uneven.envs[0].stopped
     assert all(map(torch.equal, weights, uneven.envs[0].network.state_dict().values()))
     assert torch.equal(uneven.test_accuracy()[0], alone.test_accuracy()[0])
+    uneven.reset([env.rng_seed for env in reversed(uneven.envs)])
+    assert [env.growing.horizon for env in uneven.envs] == [LONG, SHORT], "hosts that are used again"
 
 
 def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
