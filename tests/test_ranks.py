@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.cue import CUE, CueMemory
 from esper_lightning.checkpointing import shards
-from esper_lightning.cli.main import find_interrupted
+from esper_lightning.cli.main import check_torchrun, find_interrupted
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -155,6 +155,19 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began(
 
     assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
     assert find_interrupted(tmp_path / "version_1") is None
+
+
+def test_torchrun_may_start_processes_again_only_if_each_start_has_a_store_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    check_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun sets it with the variable
+    check_torchrun()
 
 
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")

@@ -215,6 +215,7 @@ class EsperCLI(LightningCLI):
                 print_status(f"`{self.subcommand}` runs in one process; trainer.devices and num_nodes are for `fit`")
             settings.devices = settings.num_nodes = 1
         elif is_torchelastic_launched():
+            check_torchrun()
             settings.devices = local_world()
             settings.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.devices
         self.processes = settings.devices * settings.num_nodes
@@ -492,6 +493,20 @@ def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str
     newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path))
     print_status(f"{status_prefix} {newest}")
     return str(newest)
+
+
+def check_torchrun() -> None:
+    """Raise ValueError if torchrun may start the processes again, and they could then wait for each other for ever.
+
+    They meet in a store that outlives them, where a process that was started again may read the address of one that has
+    died (https://github.com/pytorch/pytorch/issues/135712). With the variable, each start has a store of its own.
+    """
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and shares_store:
+        raise ValueError(
+            "torchrun --max-restarts: processes that are started again may wait for addresses of those before; set the "
+            "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines, before torchrun"
+        )
 
 
 def restarts() -> int:

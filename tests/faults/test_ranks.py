@@ -111,7 +111,8 @@ def torchrun(ranks: int, *args: str) -> int:
     """Run a tiny training by torchrun, which starts it up to twice again, and return the exit code."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=2", f"--nproc-per-node={ranks}")
     command = [sys.executable, *launcher, "-m", "esper_lightning", "fit", *TINY, *HOSTS, *args]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=5 * SECONDS).returncode
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | variables, timeout=5 * SECONDS).returncode
 
 
 def test_torchrun_starts_a_run_again_that_goes_on_from_its_last_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
