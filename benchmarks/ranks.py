@@ -1,7 +1,7 @@
 """Several processes of one run: equality with one process, speed, and what the parts of a tick cost.
 
     python -m benchmarks.ranks equality [--ranks 2 4] [--executors loop threads fused]
-    python -m benchmarks.ranks speed [--config configs/digits.yaml] [--rounds 5]
+    python -m benchmarks.ranks speed [--config configs/digits.yaml] [--hosts 96] [--rounds 5]
     python -m benchmarks.ranks costs
 
 `equality` trains the same four hosts in one process and in several ones, and compares the first gradient, the policy
@@ -147,19 +147,20 @@ def compare_equality(worlds: Sequence[int], executors: Sequence[str]) -> None:
                 print(f"| {executor} | {label} | {gradient:.1e} | {policy:.1e} | {hosts} |", flush=True)
 
 
-def compare_speed(config: str, rounds: int) -> None:
+def compare_speed(config: str, hosts: int, rounds: int) -> None:
     """Print environment steps per second of one process on one core and of two on two, and their ratios."""
     ratios = []
     for number in range(rounds):
-        speeds = [steps_per_second(config, ranks, cores) for ranks, cores in ((1, [0]), (2, [0, 1]))]
+        speeds = [steps_per_second(config, hosts, len(cores), cores) for cores in ([0], [0, 1])]
         ratios.append(speeds[1] / speeds[0])
         print(f"round {number + 1}: {speeds[0]:.0f} and {speeds[1]:.0f} steps/s, ratio {ratios[-1]:.2f}", flush=True)
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})")
 
 
-def steps_per_second(config: str, ranks: int, cores: Sequence[int]) -> float:
+def steps_per_second(config: str, hosts: int, ranks: int, cores: Sequence[int]) -> float:
     """Return environment steps per second, median over the rollouts but the first."""
-    flags = ("--config", config, "--trainer.max_epochs=5", "--evaluation.hosts=0", "--telemetry.figures_every=0")
+    flags = ("--config", config, f"--data.n_envs={hosts}", "--trainer.max_epochs=4")
+    flags += ("--evaluation.hosts=0", "--telemetry.figures_every=0")
     with tempfile.TemporaryDirectory() as name:
         run = fit(Path(name), ranks, *flags, cores=cores)
         # Imported here, because it takes seconds that no other command needs.
@@ -336,13 +337,14 @@ def main() -> None:
     equality.add_argument("--executors", nargs="+", default=["loop", "threads", "fused"])
     speed = commands.add_parser("speed")
     speed.add_argument("--config", default="configs/digits.yaml")
+    speed.add_argument("--hosts", type=int, default=96, help="of all processes")
     speed.add_argument("--rounds", type=int, default=5)
     commands.add_parser("costs")
     given = parser.parse_args()
     if given.command == "equality":
         compare_equality(given.ranks, given.executors)
     elif given.command == "speed":
-        compare_speed(given.config, given.rounds)
+        compare_speed(given.config, given.hosts, given.rounds)
     else:
         show_costs()
 
