@@ -18,7 +18,7 @@ from esper_lightning.callbacks.grow.deciders import Decider
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
 from esper_lightning.cli.main import make_logger
-from esper_lightning.console import wide_console
+from esper_lightning.console import quieter_lightning, wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies
@@ -55,6 +55,7 @@ class TrainedRun(NamedTuple):
         return self.folder / CHECKPOINTS_FOLDER / "latest.ckpt"
 
 
+@quieter_lightning()
 def train(
     data: HostPoolData,
     *,
@@ -251,6 +252,7 @@ def _check_batches(name: str, batches: Any) -> None:
         raise ValueError(f"{name} begins with no minibatch of inputs and classes; put the data into a DataLoader")
 
 
+@quieter_lightning()
 def grow(
     network: nn.Module,
     training: Batches,

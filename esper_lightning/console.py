@@ -9,6 +9,8 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
@@ -57,6 +59,19 @@ def quiet_lightning() -> None:
         logging.getLogger(name).addFilter(keep_record)
     warnings.filterwarnings("ignore", message=".*`isinstance\\(treespec, LeafSpec\\)`.*")  # Lightning causes it
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # on resume
+
+
+@contextmanager
+def quieter_lightning() -> Iterator[None]:
+    """Drop these messages within a block, and let the process be as it was."""
+    loggers = [logger for name in NOISY_LOGGERS if keep_record not in (logger := logging.getLogger(name)).filters]
+    with warnings.catch_warnings():
+        quiet_lightning()
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(keep_record)
 
 
 class PlainConsole(Console):

@@ -1,8 +1,18 @@
 """Texts of others are printed as they are: no markup, no codes that control a terminal, and not at any length."""
 
+import logging
+
 import pytest
 
-from esper_lightning.console import MAX_LENGTH, exit_with_error, print_status, printable, wide_console
+from esper_lightning.console import (
+    MAX_LENGTH,
+    NOISY_LOGGERS,
+    exit_with_error,
+    print_status,
+    printable,
+    quieter_lightning,
+    wide_console,
+)
 
 FOREIGN = {
     "markup": ("plain [old] x [/x] [red]", "plain [old] x [/x] [red]"),
@@ -38,3 +48,24 @@ def test_a_text_is_cut_in_its_middle() -> None:
     assert printable("a" * MAX_LENGTH) == "a" * MAX_LENGTH
     cut = printable("a" * MAX_LENGTH + "b" * MAX_LENGTH)
     assert cut == f"{'a' * (MAX_LENGTH // 2)} … {'b' * (MAX_LENGTH // 2)}"
+
+
+def test_advertisements_are_dropped_within_the_block_and_other_messages_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def say(*messages: str) -> None:
+        for message in messages:
+            logging.getLogger(NOISY_LOGGERS[0]).warning(message)
+
+    before = {name: list(logging.getLogger(name).filters) for name in NOISY_LOGGERS}
+    with caplog.at_level(logging.WARNING, logger=NOISY_LOGGERS[0]):
+        logging.getLogger(NOISY_LOGGERS[0]).addHandler(caplog.handler)
+        with quieter_lightning():
+            say("Tip: buy this", "val_acc did not improve")
+        say("Tip: buy that")
+        logging.getLogger(NOISY_LOGGERS[0]).removeHandler(caplog.handler)
+
+    # A process that drops them for good, as the command line does, goes on to drop them.
+    expected = {"val_acc did not improve"} | (set() if before[NOISY_LOGGERS[0]] else {"Tip: buy that"})
+    assert {record.getMessage() for record in caplog.records} == expected
+    assert {name: logging.getLogger(name).filters for name in NOISY_LOGGERS} == before
