@@ -26,8 +26,9 @@ class LifecycleConfig:
     to the host's feature, which bounds the step. trial, the gradient of the loss with the seed at full alpha, in a
     second pass through the layers behind the slot; executor fused does not support it."""
 
-    training_ticks: int = 3
-    """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination."""
+    training_ticks: int = 0
+    """Ticks a seed must spend in TRAINING before it is blended. 0: blend at the end of the tick of germination, which
+    pays in all measurements of this project."""
 
     min_gradient_health: float = 0.7
     """Minimum gradient health (1: every tensor learns) for blending and for fossilization."""
