@@ -13,6 +13,7 @@ from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import (
     MODULE_KEY,
+    RULES_KEY,
     UPDATED_KEY,
     check_policy,
     checkpoint_errors,
@@ -355,7 +356,10 @@ class TamiyoModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settings = {"policy": self.policy_config, "ppo": self.ppo, "normalize": self.normalize}
         module = {name: asdict(part) for name, part in settings.items()} | {"shape": self.policy_shape.state_dict()}
-        write_identity(checkpoint, run_identity(self, attached_data(self.trainer)), module)
+        data = attached_data(self.trainer)
+        write_identity(checkpoint, run_identity(self, data), module)
+        if (rules := data.growth_rules()) is not None:
+            checkpoint[RULES_KEY] = rules
         if self.saves_scored and self.scored is not None:
             checkpoint[UPDATED_KEY] = checkpoint["state_dict"]
             checkpoint["state_dict"] = self.scored

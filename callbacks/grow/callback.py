@@ -38,6 +38,7 @@ from esper_lightning.callbacks.grow.refusals import (
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
 from esper_lightning.callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
+from esper_lightning.controllers.transfer import TrainingRules
 from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig
 from esper_lightning.envs.flops import HostFlops, count_flops
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
@@ -89,9 +90,10 @@ class Grow(Callback):
         every: Validations per tick; a decision follows each tick.
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
-        lifecycle: Conditions under which seeds change their stage.
-        actions: Further choices of the decider, such as the speeds of blending. A trained policy needs those of its
-            training.
+        lifecycle: Conditions under which seeds change their stage. None: those of the training of a trained policy,
+            otherwise the defaults.
+        actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`; a trained
+            policy needs those of its training.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
     """
@@ -111,8 +113,8 @@ class Grow(Callback):
         every: int = 1,
         horizon: int | None = None,
         price: float = ObjectiveConfig.price,
-        lifecycle: LifecycleConfig = LifecycleConfig(),
-        actions: ActionConfig = ActionConfig(),
+        lifecycle: LifecycleConfig | None = None,
+        actions: ActionConfig | None = None,
         seed_options: dict[str, float] | None = None,
         rng_seed: int = 0,
     ) -> None:
@@ -120,7 +122,7 @@ class Grow(Callback):
             if number is not None and number < 1:
                 raise ValueError(f"Grow: {name} must be at least 1, got {number}")
         for name, given, kind in (("lifecycle", lifecycle, LifecycleConfig), ("actions", actions, ActionConfig)):
-            if not isinstance(given, kind):
+            if given is not None and not isinstance(given, kind):
                 raise ValueError(
                     f"Grow: {name} must be esper_lightning.{kind.__name__}(…), got {type(given).__name__}; make one"
                 )
@@ -128,6 +130,10 @@ class Grow(Callback):
             raise ValueError(f"Grow: mode must be 'max' or 'min', got {mode!r}")
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
+        self.decider = make_decider(decider)
+        self.decider_name = decider_name(decider)
+        rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
+        lifecycle, actions = lifecycle or rules.lifecycle, actions or rules.actions
         if lifecycle.isolation == "trial":
             raise ValueError(
                 "Grow: lifecycle.isolation trial needs a backward pass of its own, which a Trainer does not make; use "
@@ -140,8 +146,6 @@ class Grow(Callback):
         if isinstance(blueprints, str):
             blueprints = [blueprints]
         self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
-        self.decider = make_decider(decider)
-        self.decider_name = decider_name(decider)
         self.meter = Meter(monitor, score)
         self.scale = Scale(monitor, mode)
         self.loss = loss

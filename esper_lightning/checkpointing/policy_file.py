@@ -16,6 +16,7 @@ from esper_lightning import __version__
 from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
     MODULE_KEY,
+    RULES_KEY,
     SCHEMA,
     SCHEMA_KEY,
     SETTINGS_KEY,
@@ -36,7 +37,7 @@ NAMED_POLICIES = {"tamiyo": "general.safetensors"}
 METADATA_KEY = "policy"
 """Key of the JSON text in the metadata of a file."""
 
-DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY)
+DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY, RULES_KEY)
 """Parts of a checkpoint that the metadata hold."""
 
 

@@ -25,6 +25,9 @@ SETTINGS_KEY = "esper_settings"
 MODULE_KEY = "esper_module"
 """Key of the settings of the module and of the sizes of its policy."""
 
+RULES_KEY = "esper_rules"
+"""Key of the lifecycle and the actions of the training hosts, for those that the policy is to grow later."""
+
 UPDATED_KEY = "esper_updated"
 """Key of the weights that a resumed run goes on with, in a checkpoint that was chosen by its score. Its `state_dict`
 holds the weights that played the rollout with that score."""
@@ -123,7 +126,7 @@ def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None] = 
 
 def policy_parts(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a checkpoint that describe its policy, without the hosts, which may be large."""
-    return {part: checkpoint[part] for part in (*MODULE_PARTS, SETTINGS_KEY) if part in checkpoint}
+    return {part: checkpoint[part] for part in (*MODULE_PARTS, SETTINGS_KEY, RULES_KEY) if part in checkpoint}
 
 
 @contextmanager

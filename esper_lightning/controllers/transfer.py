@@ -14,9 +14,11 @@ from torch import Tensor
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Hosts, PolicyController
 from esper_lightning.envs import HEADS, Action, Masks, Op
-from esper_lightning.envs.spaces.actions import CHOICES_KEY, ActionSpace
+from esper_lightning.envs.spaces.actions import CHOICES_KEY, ActionConfig, ActionSpace
 from esper_lightning.envs.spaces.observation import STAGE_SHARE_PREFIX, Observation, ObservationConfig
+from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
+from esper_lightning.serialization.checks import check_keys, load_settings
 from esper_lightning.serialization.excerpt import excerpt
 
 MAPPED_HEADS = ("slot", "blueprint")
@@ -49,6 +51,21 @@ class TrainingSpaces(NamedTuple):
                     f"stand_ins: the policy has no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
                 )
         return cls(space, features, stand_ins)
+
+
+class TrainingRules(NamedTuple):
+    """Rules by which seeds grew on the training hosts."""
+
+    lifecycle: LifecycleConfig
+    actions: ActionConfig
+    """Choices but those of blueprints, of which other hosts offer others."""
+
+    @classmethod
+    def from_saved(cls, saved: Any) -> "TrainingRules":
+        """Return the rules in a checkpoint. Raises ValueError if they are damaged."""
+        rules = check_keys("the rules of growth", saved, ("lifecycle", "actions"))
+        actions = dict(check_keys("the actions", rules["actions"], ())) | {"blueprints": None}
+        return cls(load_settings(LifecycleConfig, rules["lifecycle"]), load_settings(ActionConfig, actions))
 
 
 def _plain_list(values: Any) -> list[Any]:
@@ -228,6 +245,9 @@ class TransferController:
         spaces: Spaces of its training hosts.
     """
 
+    rules: TrainingRules | None = None
+    """Rules of growth of the training hosts, if they are known."""
+
     def __init__(self, controller: PolicyController, spaces: TrainingSpaces) -> None:
         self.controller = controller
         self.spaces = spaces
@@ -261,6 +281,9 @@ class SetTransferController:
         spaces: Spaces of its training hosts; their slots and blueprints do not matter.
         sight: Observation of its training. A pool must have been made with it, to have its rows.
     """
+
+    rules: TrainingRules | None = None
+    """Rules of growth of the training hosts, if they are known."""
 
     def __init__(self, controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig) -> None:
         self.controller = controller

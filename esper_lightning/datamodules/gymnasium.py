@@ -64,6 +64,9 @@ class VectorData(LightningDataModule):
             "environments": pool.n_envs,
         }
 
+    def growth_rules(self) -> None:
+        """Return None: nothing grows."""
+
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Do nothing: checkpoints contain no state of the environments."""
 

@@ -96,6 +96,10 @@ class PolicyData(Protocol):
         """Return the properties that a resumed run must share with the saved one, by setting name."""
         ...
 
+    def growth_rules(self) -> dict[str, Any] | None:
+        """Return the rules by which the policy grows other networks later; None where nothing grows."""
+        ...
+
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Change a loaded checkpoint in place where this run differs from the saved one, as in the number of hosts.
 
@@ -283,6 +287,10 @@ class HostPoolData(LightningDataModule):
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }
+
+    def growth_rules(self) -> dict[str, Any]:
+        """Return lifecycle and actions as plain data."""
+        return {"lifecycle": asdict(self.env.lifecycle), "actions": asdict(self.env.actions)}
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run's device and number of hosts. Raises ValueError if it cannot be resumed."""

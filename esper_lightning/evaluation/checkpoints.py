@@ -13,6 +13,7 @@ from torch import nn
 from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
+    RULES_KEY,
     SETTINGS_KEY,
     check_identity,
     checkpoint_errors,
@@ -22,6 +23,7 @@ from esper_lightning.controllers.learned import Controller, LearnedController, S
 from esper_lightning.controllers.transfer import (
     FEATURES_KEY,
     SetTransferController,
+    TrainingRules,
     TrainingSpaces,
     TransferController,
     make_transferable,
@@ -184,7 +186,10 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
     with checkpoint_errors(path, "loaded"):
         module, spaces = load_module_and_spaces(checkpoint, {}, device)
         sight = set_sight(module, checkpoint) or ObservationConfig()
-    return make_transferable(module.controller(), spaces, sight)
+        rules = TrainingRules.from_saved(checkpoint[RULES_KEY]) if RULES_KEY in checkpoint else None
+    controller = make_transferable(module.controller(), spaces, sight)
+    controller.rules = rules
+    return controller
 
 
 def load_rivals(

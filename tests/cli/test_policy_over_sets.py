@@ -19,6 +19,7 @@ from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
+from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.trainings import QUICK, classifier, train
 from tests.runs import CONFIGS, HORIZON, Run, cli, continuation, differences, fit, fit_saving_ticks
 
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 ROWS = ("--data.env.sight.layout=rows",)
 FAST = ActionConfig(tempos={"FAST": 2})
+RULES = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
+"""Lifecycle of `configs/smoke.yaml`."""
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,10 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
     assert told["esper_settings"]["seed_everything"] == "0", "the training can be repeated"
     assert find_controller("tamiyo", {}, torch.device("cpu")).sight == loaded.sight
+    grow = Grow(["3"], decider="tamiyo")
+    assert (grow.lifecycle, grow.actions) == (RULES, FAST), "it grows by the rules of its training"
+    own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))
+    assert own.lifecycle == QUICK and own.actions.blueprints == ["norm"]
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="is damaged or no policy of this package"):
         load_controller(file)
@@ -135,8 +142,6 @@ def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trai
             batches=1,
             loss="val_loss",
             horizon=4,
-            actions=FAST,
-            lifecycle=QUICK,
         )
 
     first, second = callback(), callback()

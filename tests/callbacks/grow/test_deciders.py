@@ -15,9 +15,6 @@ from tests.runs import fit, only_run
 
 SLOTS = ("3", "5")
 
-FAST = ActionConfig(tempos={"FAST": 2})
-"""Choices of the policies of `configs/smoke.yaml`."""
-
 
 def test_a_rule_grows_the_network() -> None:
     callback = grow(decider="climbing", batches=1)
@@ -54,10 +51,11 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
-    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss", actions=FAST)
+    callback = grow(decider=str(only_run(tmp_path).latest), batches=1, loss="val_loss")
 
     train(classifier(), callback, epochs=4)
 
+    assert callback.actions == ActionConfig(tempos={"FAST": 2}), "those of the policy's training"
     assert callback.pool is not None
     history = callback.pool.subject.history
     assert len(history.accuracy) == 4 and len(history.train_loss) == 3
