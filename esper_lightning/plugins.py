@@ -97,9 +97,9 @@ class Registry(dict[str, Part], Generic[Part]):
             return self._found[name]
         import_installed()
         if name not in self:
-            raise ValueError(
-                f"unknown {self.kind} {name!r}; {suggest_name(name, list(dict.fromkeys([*others, *self])))}"
-            )
+            suggestion = suggest_name(name, list(dict.fromkeys([*others, *self])))
+            hint = "" if suggestion.endswith("?") else f"; {self.kind}s of your own need their module in {IMPORTS}"
+            raise ValueError(f"unknown {self.kind} {name!r}; {suggestion}{hint}")
         return self[name]
 
     def _import(self, path: str) -> Part:
@@ -238,4 +238,6 @@ def is_of_this_package(made: Any) -> bool:
 def suggest_name(name: str, available: Sequence[str]) -> str:
     """Return the end of an error message for an unknown `name`: the most similar available name, or all of them."""
     matches = difflib.get_close_matches(name, available, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else f"there are: {', '.join(available)}"
+    if matches:
+        return f"did you mean {matches[0]!r}?"
+    return f"there are: {', '.join(repr(one) if ',' in one else one for one in available)}"

@@ -209,6 +209,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
     parts = importlib.import_module("mine_parts")
     for call, said in (
         (lambda: RewardConfig(mode="thrify"), "unknown reward 'thrify'; did you mean 'thrifty'?"),
+        (lambda: RewardConfig(mode="something"), "; rewards of your own need their module in imports"),
         (lambda: RewardConfig(mode="mine_parts.mixer"), "reward 'mine_parts.mixer' is not one; see docs/guides/ext"),
         (lambda: RewardConfig(mode="mine_parts.thrify"), "reward: mine_parts has no 'thrify'; did you mean 'thrifty'?"),
         (lambda: RewardConfig(mode="not_there.thrifty"), "reward: cannot import 'not_there' for 'not_there.thrifty'"),
@@ -219,6 +220,8 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: register_reward("thrifty", ["gain"])(lambda step, config: {}), "'thrifty' is already registered"),
         (lambda: register_reward("a.b", ["gain"])(parts.thrifty), "a name has no dot"),
         (lambda: register_reward("none", [])(parts.thrifty), "terms must be a list of names"),
+        (lambda: register_reward("twice", ["gain", "gain"])(parts.thrifty), "terms must be different names"),
+        (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
         (lambda: register_reward("one", ["gain"])(parts.mixer), "reward 'one' is called with (step, config)"),
         (lambda: controllers.register(parts.FirstSlot), "controller FirstSlot is registered without a name"),
         (lambda: execution.register("mine")(parts.FirstSlot), "executor 'mine': FirstSlot is not one"),

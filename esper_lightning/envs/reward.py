@@ -6,7 +6,15 @@ from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.measurements import Validation
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.slot import SeedSlot
-from esper_lightning.rewards import HostStep, RewardConfig, SeedAccount, SlotStatus, SlotStep, compute_terms
+from esper_lightning.rewards import (
+    ROLLBACK_TERM,
+    HostStep,
+    RewardConfig,
+    SeedAccount,
+    SlotStatus,
+    SlotStep,
+    compute_terms,
+)
 
 
 class HostStatus(NamedTuple):
@@ -34,6 +42,7 @@ class AfterAction(NamedTuple):
     growth: tuple[float, ...]
     """Ratio of the parameters of the seed in each slot to those of the host, [K]."""
     alpha: tuple[float, ...]
+    parameters: tuple[int, ...]
 
 
 def host_status(env: HostEnv, with_seeds: bool) -> HostStatus:
@@ -53,11 +62,13 @@ def host_status(env: HostEnv, with_seeds: bool) -> HostStatus:
 def status_after_action(env: HostEnv) -> AfterAction:
     """Return the status of a host whose action has just been executed."""
     host = max(env.host_parameters, env.objective_config.smallest_host)
+    parameters = tuple(count_parameters(slot.seed) for slot in env.slots)
     return AfterAction(
         seeds=tuple(seed_state(slot) for slot in env.slots),
         accounts=tuple(env.accounts),
-        growth=tuple(count_parameters(slot.seed) / host for slot in env.slots),
+        growth=tuple(number / host for number in parameters),
         alpha=tuple(slot.alpha_now if slot.blended else 0.0 for slot in env.slots),
+        parameters=parameters,
     )
 
 
@@ -75,7 +86,7 @@ def reward_terms(tick: HostStep, config: RewardConfig, penalty: float | None) ->
         penalty: Penalty of a rollback. None: the host is not watched, and the term is left out.
     """
     terms = compute_terms(tick, config)
-    return terms if penalty is None else terms | {"rollback": -penalty * tick.diverged}
+    return terms if penalty is None else terms | {ROLLBACK_TERM: -penalty * tick.diverged}
 
 
 def make_step_record(
@@ -128,5 +139,5 @@ def slot_records(before: HostStatus, after_action: AfterAction, after: HostStatu
     """Return one record per slot, [K]: its seed before the action, right after it, and at the end of the step."""
     contributions = before.validation.contributions, after.validation.contributions
     rows = zip(before.seeds, after_action.seeds, after.seeds, after_action.accounts, *contributions, strict=True)
-    sizes = zip(after_action.growth, after_action.alpha, strict=True)
+    sizes = zip(after_action.growth, after_action.alpha, after_action.parameters, strict=True)
     return tuple(SlotStep._make((*row, *size)) for row, size in zip(rows, sizes, strict=True))

@@ -7,7 +7,7 @@ A reward of your own is a function with a name and the names of its terms:
         return {"gain": step.objective - step.objective_before, "size": -0.01 * sum(s.growth for s in step.slots)}
 """
 
-from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig, register
+from esper_lightning.rewards.config import REWARDS, ROLLBACK_TERM, ModeName, Reward, RewardConfig, register
 from esper_lightning.rewards.modes import MODES, account_after, compute_terms
 from esper_lightning.rewards.objective import ObjectiveConfig, Prices, compute_rent, objective, rent
 from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStatus, SlotStep
@@ -15,6 +15,7 @@ from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStatus, Slot
 __all__ = [
     "MODES",
     "REWARDS",
+    "ROLLBACK_TERM",
     "HostStep",
     "ModeName",
     "ObjectiveConfig",

@@ -14,6 +14,10 @@ ModeName = Literal[
 """Names of the rewards of this package."""
 
 
+ROLLBACK_TERM = "rollback"
+"""Name of the term that is added where hosts are watched: the penalty of a rollback by the Governor."""
+
+
 class Reward(NamedTuple):
     """Reward of one environment step of one host, as a sum of named terms."""
 
@@ -43,17 +47,23 @@ def register(
 
     Args:
         name: Value of `data.env.reward.mode`.
-        terms: Names of the terms.
+        terms: Names of the terms. `rollback` is that of the Governor's penalty, and cannot be one of them.
         needs_host_only: Validate every host with all seeds switched off, too: `HostStep.host_only_accuracy`.
 
     A second definition of the same function, as when a cell of a notebook runs again, replaces the first. Raises
-    PartError if the name is taken, if there are no terms, or if the function takes other arguments.
+    PartError if the name is taken, if the terms are no list of different names, or if the function takes other
+    arguments.
     """
     check_part_name(REWARDS.kind, name)
 
     def add(compute: RewardFunction) -> RewardFunction:
         if not terms or isinstance(terms, str):
             raise PartError(f"reward {name!r}: terms must be a list of names, got {terms!r}")
+        if len(set(terms)) < len(terms) or ROLLBACK_TERM in terms:
+            raise PartError(
+                f"reward {name!r}: terms must be different names, and none may be {ROLLBACK_TERM!r}, the Governor's "
+                f"penalty, got {list(terms)}"
+            )
         check_takes(compute, f"reward {name!r}", "step", "config")
         reward = Reward(tuple(terms), compute, needs_host_only=needs_host_only)
         REWARDS.add(name, reward, compute)

@@ -20,8 +20,11 @@ class SlotStatus(NamedTuple):
     """State of a slot at one moment."""
 
     stage: Stage
+    """Stage of the seed; DORMANT for an empty slot."""
     ticks_in_stage: int
+    """Ticks that the seed has spent in its stage."""
     age: int
+    """Ticks since the seed was germinated."""
     fading: bool
     """A slow cull is under way."""
 
@@ -42,9 +45,11 @@ class SlotStep(NamedTuple):
     contribution: float
     """Contribution in accuracy points of 100 at the end of the step."""
     growth: float
-    """Parameters of the seed that trained in this step, divided by those of the host."""
+    """`parameters` divided by those of the host, or by `objective.smallest_host` if that is more."""
     alpha: float
     """Weight of the seed in the host's output during this step."""
+    parameters: int
+    """Number of parameters of the seed that trained in this step, fossilized or not; 0 if there was none."""
 
     @property
     def cull_decided(self) -> bool:
@@ -100,9 +105,9 @@ class HostStep(NamedTuple):
     fossilized_accuracy: float
     """Accuracy after the step with fossilized seeds only."""
     host_only_accuracy_before: float
-    """Accuracy before the action with every seed switched off; with all live seeds except in mode `shaped`."""
+    """Accuracy before the action with every seed switched off; with all live seeds unless `needs_host_only`."""
     host_only_accuracy: float
-    """Accuracy after the step with every seed switched off; with all live seeds except in mode `shaped`."""
+    """Accuracy after the step with every seed switched off; with all live seeds unless `needs_host_only`."""
     loss_before: float
     """Loss before the action."""
     loss: float
@@ -112,4 +117,4 @@ class HostStep(NamedTuple):
     chance_loss: float
     """Loss of guessing, ln(classes)."""
     slots: tuple[SlotStep, ...]
-    """One record per slot, [K]; empty in modes that do not depend on seeds."""
+    """One record per slot, [K]; empty in modes `objective`, `kept` and `sparse`, which do not depend on seeds."""

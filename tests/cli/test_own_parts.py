@@ -68,6 +68,11 @@ class Wide(Own):
     rows = [[0] * 9]
 
 
+class Flat(Own):
+    def act(self, pool):
+        return to_action([0] * pool.n_envs, pool.device)
+
+
 class Few(Own):
     def act(self, pool):
         return to_action([[0]], pool.device)
@@ -174,6 +179,7 @@ REFUSED = {
     "--evaluation.against=[own.Early]": "controller 'own.Early': host 0: FOSSILIZE block1.pool is masked; ",
     "--evaluation.against=[own.Far]": "controller 'own.Far': host 0: (1, 99, 0, 0, 0, 0, 0, 0) is no action",
     "--evaluation.against=[own.Wide]": "controller 'own.Wide': an action has at most 8 indices, op, slot",
+    "--evaluation.against=[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
     "--evaluation.against=[own.Few]": "for each of the 2 hosts; got 8 × torch.int64 of shape (1,)",
     "--evaluation.against=[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
     "--evaluation.against=[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",

@@ -197,6 +197,9 @@ def test_a_seed_is_rewarded_by_its_contribution(pool_of: Callable[..., HostPool]
     assert [tick.contribution_before for tick in ticks] == pytest.approx(then, abs=1e-3)
     assert [tick.contribution for tick in ticks] == pytest.approx(now, abs=1e-3)
     assert then != now and all(now[:2]) and now[2] == 0.0
+    seeds = [sum(part.numel() for part in slot.seed.parameters()) for slot in env.slots]
+    assert [tick.parameters for tick in ticks] == seeds and all(seeds[:2]) and seeds[2] == 0
+    assert [tick.growth * env.host_parameters for tick in ticks] == pytest.approx(seeds)
 
 
 @pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))

@@ -17,6 +17,7 @@ def slot_step(
 ) -> SlotStep:
     """Return one slot in a step in which nothing is measured except `facts`."""
     usual = {"account": SeedAccount(), "contribution_before": 0.0, "contribution": 0.0, "growth": 0.0, "alpha": 0.0}
+    usual |= {"parameters": 0}
     acted = before if acted is None else acted
     return SlotStep(before, acted, acted if after is None else after, **usual | facts)
 
@@ -110,8 +111,12 @@ losses = st.floats(0.0) | st.just(float("nan"))
 seeds = st.builds(SlotStatus, st.sampled_from(Stage), st.integers(0, 200), st.integers(0, 200), st.booleans())
 accounts = st.builds(SeedAccount, shares, st.integers(0, 200), st.floats(0.0, 100.0))
 slots = st.builds(
-    SlotStep, seeds, seeds, seeds, accounts, points, points, growth=st.floats(0.0, 1e6), alpha=shares
-)  # fmt: skip
+    SlotStep,
+    *(seeds, seeds, seeds, accounts, points, points),
+    growth=st.floats(0.0, 1e6),
+    alpha=shares,
+    parameters=st.integers(0, 10**6),
+)
 arbitrary_ticks = st.builds(
     HostStep,
     op=st.sampled_from(["WAIT", "GERMINATE", "CULL", "FOSSILIZE", "ADVANCE", "SET_ALPHA"]),

@@ -229,8 +229,10 @@ class DecodedAction(NamedTuple):
 def pad_action(row: Sequence[int]) -> Sequence[int]:
     """Return an index for each head; those missing at the end of `row` are 0.
 
-    Raises ActionError if a row has more indices than there are heads.
+    Raises ActionError if a row is no list, or has more indices than there are heads.
     """
+    if not hasattr(row, "__len__"):
+        raise ActionError(f"the action of one host is a list, as [op, slot, blueprint, …]; got {row!r:.50}")
     if len(row) > len(HEADS):
         raise ActionError(f"an action has at most {len(HEADS)} indices, {', '.join(HEADS)}; got {len(row)}")
     return row if len(row) == len(HEADS) else [*row, *[0] * (len(HEADS) - len(row))]
@@ -239,7 +241,7 @@ def pad_action(row: Sequence[int]) -> Sequence[int]:
 def to_action(rows: Sequence[Sequence[int]], device: torch.device) -> Action:
     """Build an action from one row of indices per environment; heads missing at the end of a row become 0.
 
-    Raises ActionError if a row has more indices than there are heads.
+    Raises ActionError if a row is no list, or has more indices than there are heads.
     """
     padded = [[*pad_action(row)] for row in rows]
     return Action(*copy_to_device(torch.tensor(padded), device).unbind(1))
