@@ -27,6 +27,7 @@ from esper_lightning.telemetry import metrics as numbers
 from esper_lightning.telemetry.anomalies import Anomaly, AnomalyDetector
 from esper_lightning.telemetry.anomaly_metrics import host_anomaly_metrics, state_rms
 from esper_lightning.telemetry.anomaly_rules import AnomalyConfig
+from esper_lightning.telemetry.episode_terms import EpisodeTerms, join_terms
 from esper_lightning.telemetry.events import (
     SCHEMA,
     AnomalyChanged,
@@ -99,21 +100,26 @@ class Telemetry(Callback):
         self.detail = DetailLevel(level, raised_ticks)
         self.detector = AnomalyDetector(anomalies)
         self._restored_observer: Any = None  # state of the observer, until the observer exists
+        self._restored_terms: Any = None  # state of the sums of the reward's terms, until these exist
         self._update_watch: UpdateWatch | None = None  # exists from an update's first optimizer step until its report
         self._static_written = False  # TensorBoard's files of this run already hold what does not change
         self.events: EventLog | None = None
         self.writers: list[TensorBoardWriter] = []
+        self.last_rollout: dict[str, float] = {}
+        """Metrics written in the last tick of the last rollout, by tag, on rank 0."""
 
     def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
         self._module = pl_module
 
     def state_dict(self) -> dict[str, Any]:
         ranks, own = self._module.collector.ranks, self.observer.state_dict()
-        of_ranks = ranks.gather(own)
+        of_ranks, terms = ranks.gather(own), self.terms.state_dict()
+        terms_of_ranks = ranks.gather(terms)
         return {
             "anomalies": self.detector.state_dict(),
             "detail": self.detail.state_dict(),
             "observed": join_observers(of_ranks, ranks) if of_ranks else own,
+            "terms": join_terms(terms_of_ranks) if terms_of_ranks else terms,
             "introduced": self._static_written,
         }
 
@@ -123,6 +129,7 @@ class Telemetry(Callback):
         # Checkpoints of earlier versions lack these, and missing telemetry is no reason to refuse a run.
         self.detail.load_state_dict(state_dict.get("detail", [0, 0]))
         self._restored_observer = state_dict.get("observed")
+        self._restored_terms = state_dict.get("terms")
         self._static_written = bool(state_dict.get("introduced", False))
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
@@ -138,6 +145,10 @@ class Telemetry(Callback):
         if self._restored_observer is not None:
             self.observer.load_state_dict(split_observer(self._restored_observer, loop.ranks))
             self._restored_observer = None
+        self.terms = EpisodeTerms(loop.pool.horizon)
+        if self._restored_terms is not None:
+            self.terms.load_state_dict(self._restored_terms)
+            self._restored_terms = None
         # Not in on_train_batch_end: an earlier callback may save a checkpoint of the tick before it.
         loop.listeners.append(self._process_step)
         self._open_outputs(trainer, loop.ticks)
@@ -217,6 +228,7 @@ class Telemetry(Callback):
             everything = self.detail.includes("normal", loop.ticks)
             events = self.observer.update(loop.last_step, loop.pool.envs, loop.ticks, all_events=everything)
             self._write_events(self._gather_events(events))
+            self.terms.update(loop.last_step.terms, loop.pool.envs[0].tick)
             alive = sum(not env.ended for env in loop.pool.envs)
             self._host_epochs += alive
             # Fresh hosts are validated once more, before the first tick of an episode.
@@ -257,6 +269,7 @@ class Telemetry(Callback):
                     written |= self._write_details(trainer, observer)
                 if self.anomalies.enabled:
                     written |= self._check_anomalies(trainer, observer, written)
+                self.last_rollout = written
             for logger in trainer.loggers if written else ():
                 logger.log_metrics(written, step=loop.ticks)
             if self.detail.changes_after(loop.ticks):
@@ -323,6 +336,7 @@ class Telemetry(Callback):
             "rollout/accuracy": final.accuracy.mean().item(),
             "rollout/parameters": final.parameters.float().mean().item(),
             **numbers.task_metrics(final, loop.pool.task_slices),
+            **self.terms.metrics(),
             "time/ticks_per_second": speed,
             "time/env_steps_per_second": speed * loop.ranks.total,
             "telemetry/level": float(LEVELS.index(self.detail.level_at(loop.ticks))),

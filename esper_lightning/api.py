@@ -47,7 +47,8 @@ class TrainedRun(NamedTuple):
     data: HostPoolData
     """Hosts on which it was trained."""
     metrics: dict[str, float]
-    """Metrics of the last rollout and update, by the tags `rollout/…` and `train/…` of TensorBoard."""
+    """Numbers that TensorBoard shows at the end of the last rollout, by tag: `rollout/…`, `train/…`, `reward/…` and so
+    on."""
 
     @property
     def checkpoint(self) -> Path:
@@ -79,9 +80,10 @@ def train(
         folder: Folder in which the run makes a folder of its own.
         callbacks: Further Lightning callbacks.
         accelerator: Device of policy and hosts, as Lightning's Trainer names it.
-        resume: Checkpoint of a run with the same settings to go on from.
+        resume: Checkpoint of a run with the same settings to go on from, in its folder. `rollouts` counts those before
+            it, too.
 
-    Raises ValueError if the settings do not fit together.
+    Raises ValueError if the settings do not fit together, or if no rollout is left to resume.
     """
     if rollouts < 1:
         raise ValueError(f"rollouts must be at least 1, got {rollouts}")
@@ -92,7 +94,7 @@ def train(
                 f"give both the same"
             )
     seed_everything(data.seed, verbose=False)
-    module = TamiyoModule(policy, ppo)
+    module, telemetry = TamiyoModule(policy, ppo), Telemetry()
     trainer = EsperTrainer(
         accelerator=accelerator,
         devices=1,
@@ -102,7 +104,7 @@ def train(
             *callbacks,
             RunRecord(),
             RolloutState(),
-            Telemetry(),
+            telemetry,
             *([] if governor is None else [Governor(governor)]),
             ProgressReport(),
             ModelCheckpoint(filename="latest", save_on_train_epoch_end=True, enable_version_counter=False),
@@ -121,10 +123,10 @@ def train(
     if saved is not None:
         check_identity(saved, run_identity(module, data))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
-    assert module.report is not None and trainer.log_dir is not None, "a rollout has been played, and was logged"
-    metrics = {f"rollout/{name}": float(value) for name, value in module.means.items()}
-    metrics |= {f"train/{name}": value for name, value in module.report.metrics.items()}
-    return TrainedRun(Path(trainer.log_dir), module, data, metrics)
+    if not telemetry.last_rollout:
+        raise ValueError(f"the run of {str(resume)!r} has had its {rollouts} rollouts already; give more rollouts")
+    assert trainer.log_dir is not None, "the run was logged"
+    return TrainedRun(Path(trainer.log_dir), module, data, telemetry.last_rollout)
 
 
 def evaluate(

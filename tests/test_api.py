@@ -1,6 +1,7 @@
 """The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from esper_lightning.envs import ActionConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import Digits
-from tests.runs import HORIZON, Run, differences, fit, load, only_run
+from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
 HOST = partial(
     CNN, base=4, kernel=1, pools=2, slots=["block1.pool", "block2.pool", "block3"], isolate=False, channels_last=False
@@ -56,7 +57,11 @@ def test_metrics_of_a_run_are_the_last_points_of_its_plots(run: TrainedRun) -> N
     points = {tag: of_tag[-1][1] for tag, of_tag in Run(run.folder).scalars().items()}
 
     shared = points.keys() & run.metrics.keys()
-    assert {"rollout/objective", "rollout/return", "train/kl", "train/weight_change"} <= shared
+    assert points.keys() - {"hparams"} >= run.metrics.keys() == shared
+    documented = re.findall(
+        r"`((?:rollout|train|reward)/[\w./]+)`", (ROOT / "docs" / "guides" / "python.md").read_text()
+    )
+    assert documented and set(documented) <= shared
     assert {tag: points[tag] for tag in shared} == pytest.approx({tag: run.metrics[tag] for tag in shared}, rel=1e-5)
 
 
@@ -86,6 +91,8 @@ def test_a_run_goes_on_from_its_checkpoint(run: TrainedRun) -> None:
 
     assert longer.folder == run.folder
     assert load(longer.checkpoint)["epoch"] == 2
+    with pytest.raises(ValueError, match="has had its 3 rollouts already; give more rollouts"):
+        train(hosts(), rollouts=3, policy=PolicyConfig(width=64), ppo=PPO, accelerator="cpu", resume=run.checkpoint)
 
 
 @pytest.mark.slow

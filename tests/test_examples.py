@@ -60,10 +60,11 @@ def test_the_page_from_python_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    for text in (first, second):
+    train, compare, grow = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    trained: dict[str, Any] = {}
+    for text, names in ((train, trained), (compare, trained), (grow, {})):
         assert sum(bool(line.strip()) for line in text.splitlines()) <= 15
-        exec(text, {})
+        exec(text, names)
 
     said = capsys.readouterr().out
-    assert "latest.ckpt" in said and "tamiyo" in said and "{'2': " in said
+    assert "latest.ckpt" in said and "tamiyo" in said and "periodic ahead" in said and "{'2': " in said

@@ -36,6 +36,12 @@ SCALARS: tuple[Tag, ...] = (
     ),
     Tag("rollout/return", "minimal", "sum of rewards of an episode, mean over hosts", "rises with the objective"),
     Tag("rollout/return.p<10, 50, 90>", "minimal", "quantiles of the return over hosts", "the lowest rises, too"),
+    Tag(
+        "rollout/reward.<term>",
+        "minimal",
+        "sum of a term of the reward over an episode, mean over hosts; all terms together are `rollout/return`",
+        "the large ones are the wanted ones",
+    ),
     Tag("rollout/accuracy", "minimal", "validation accuracy with fossilized seeds only, at the end", "rises"),
     Tag(
         "rollout/parameters",

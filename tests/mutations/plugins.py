@@ -147,4 +147,32 @@ DEFECTS: tuple[Defect, ...] = (
         "",
         "tests/test_api.py::test_python_and_the_command_line_train_the_same_policy",
     ),
+    Defect(
+        "The sums of the reward's terms go on from one episode to the next",
+        "esper_lightning/telemetry/episode_terms.py",
+        "if tick == 1:",
+        "if tick == 0:",
+        "tests/telemetry/test_episode_terms.py::test_sums_begin_anew_with_an_episode_and_are_shown_at_its_end",
+    ),
+    Defect(
+        "The sums of the reward's terms of an episode that was resumed without its start are shown",
+        "esper_lightning/telemetry/episode_terms.py",
+        "if self.ticks < self.horizon:",
+        "if not self.ticks:",
+        "tests/telemetry/test_episode_terms.py::test_an_episode_that_was_not_seen_from_its_start_shows_no_sums",
+    ),
+    Defect(
+        "The parameters of a seed in a reward are its growth",
+        "esper_lightning/envs/reward.py",
+        "        parameters=parameters,",
+        "        parameters=tuple(number // host for number in parameters),",
+        "tests/rewards/test_pools.py::test_a_seed_is_rewarded_by_its_contribution",
+    ),
+    Defect(
+        "A term of a reward may have the name of the Governor's penalty, which replaces it",
+        "esper_lightning/rewards/config.py",
+        "len(set(terms)) < len(terms) or ROLLBACK_TERM in terms",
+        "len(set(terms)) < len(terms)",
+        "tests/test_plugins.py::test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence",
+    ),
 )

@@ -24,6 +24,12 @@ def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: P
     for i, (_, reward) in enumerate(points["hosts/reward"]):
         assert sum(points[f"reward/{name}"][i][1] for name in shown) == pytest.approx(reward, abs=1e-5)
     assert len(points["hosts/reward"]) == EPOCHS * HORIZON
+    for i, (_, expected) in enumerate(points["rollout/return"]):
+        assert sum(points[f"rollout/reward.{name}"][i][1] for name in shown) == pytest.approx(expected, abs=1e-5)
+        episode = slice(i * HORIZON, (i + 1) * HORIZON)
+        for name in shown:
+            paid = sum(value for _, value in points[f"reward/{name}"][episode])
+            assert points[f"rollout/reward.{name}"][i][1] == pytest.approx(paid, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,56 @@
+"""Sums of the terms of the reward over an episode."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from esper_lightning.serialization.checks import check_count, check_keys, check_numbers
+
+
+class EpisodeTerms:
+    """Sums of the terms of the reward over the current episode, as means over hosts. Together they are the return.
+
+    Args:
+        horizon: Ticks of an episode.
+    """
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+        self.ticks = 0
+        """Ticks of the current episode that are part of the sums."""
+        self.sums: dict[str, float] = {}
+        """Sum of each term so far, by its name."""
+
+    def update(self, terms: Mapping[str, Tensor], tick: int) -> None:
+        """Add the terms [N] of one environment step, on the CPU; `tick` counts steps of the episode from 1."""
+        if tick == 1:
+            self.ticks, self.sums = 0, {}
+        self.ticks += 1
+        for name, paid in terms.items():
+            self.sums[name] = self.sums.get(name, 0.0) + paid.mean().item()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sums by tag at the end of an episode; none if a tick is missing."""
+        if self.ticks < self.horizon:
+            return {}
+        return {f"rollout/reward.{name}": paid for name, paid in self.sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ticks": self.ticks, "names": list(self.sums), "sums": list(self.sums.values())}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state. Raises ValueError if it is damaged."""
+        what = "the sums of the reward's terms"
+        state = check_keys(what, state, ("ticks", "names", "sums"))
+        self.ticks = check_count(what, state["ticks"], self.horizon)
+        names = state["names"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{what} have names that are no list of texts")
+        self.sums = dict(zip(names, check_numbers(what, state["sums"], len(names)), strict=True))
+
+
+def join_terms(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of `EpisodeTerms` of all hosts, given those of ranks with equal numbers of hosts."""
+    means = [sum(of_term) / len(states) for of_term in zip(*(state["sums"] for state in states), strict=True)]
+    return states[0] | {"sums": means}
