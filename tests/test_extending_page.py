@@ -1,22 +1,27 @@
 """docs/guides/extending.md: its files work together, on the command line and in Python."""
 
+import csv
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from esper_lightning.__main__ import main
 from esper_lightning.growth import Stage
 from esper_lightning.plugins import import_modules
 from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
 from tests.rewards.ticks import EMPTY, host_step, slot_step
-from tests.runs import ROOT, cli, forgotten_parts, only_run
+from tests.runs import ROOT, Run, cli, forgotten_parts, only_run
 
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 FENCED = re.findall(r'^```(?:python|yaml) title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 FILES = {name: "\n\n".join(text for named, text in FENCED if named == name) for name, _ in FENCED}
-(COMMAND,) = re.findall(r"^esper-lightning (fit .*)$", PAGE, re.MULTILINE)
+COMMANDS = [shlex.split(line) for line in re.findall(r"^esper-lightning (.*)$", PAGE, re.MULTILINE)]
+COMMAND, COMPARE, GROW, COMPARE_POLICY, TRAIN_THRIFTY = COMMANDS
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def test_the_page_has_an_example_of_each_part() -> None:
 
 
 def test_all_parts_train_together_from_the_config(folder: Path) -> None:
-    command, *flags = COMMAND.split()
+    command, *flags = COMMAND
     assert flags[:2] == ["--config", "smoke"]
 
     assert command == "fit"
@@ -55,6 +60,25 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
     assert len(run.scalars()["mine/occupied"]) == 1
     assert {"reward/gain", "reward/size"} <= set(run.scalars())
     assert "grow once" in (run.folder / "evaluation" / "evaluation.csv").read_text()
+
+
+@pytest.mark.slow
+def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_network(folder: Path) -> None:
+    root = folder / "runs" / "smoke"
+    shorter = {"fit": ["--trainer.max_epochs=1", "--evaluation.hosts=0"], "evaluate": ["--evaluation.hosts=2"]}
+    for command in (TRAIN_THRIFTY, COMPARE, GROW, COMPARE_POLICY):
+        with patch.object(sys, "argv", sys.argv[:1]):
+            main([*command, *shorter.get(command[0], [])])
+
+    (run,) = root.glob("version_*")
+    points = Run(run).scalars()
+    (gain,), (size,), (total,) = (points[f"rollout/{tag}"] for tag in ("reward.gain", "reward.size", "return"))
+    assert gain[1] + size[1] + points["rollout/reward.rollback"][0][1] == pytest.approx(total[1], abs=1e-5)
+    for compared, first in ((root / "evaluation", "grow once"), (run / "evaluation", "tamiyo")):
+        with (compared / "evaluation.csv").open() as file:
+            assert next(csv.DictReader(file))["controller"] == first
+        assert (compared / "timeline.png").is_file()
+    assert (folder / "grown" / "network.safetensors").is_file()
 
 
 def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
