@@ -37,7 +37,8 @@ class EpisodeTerms:
         return {f"rollout/reward.{name}": paid for name, paid in self.sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ticks": self.ticks, "names": list(self.sums), "sums": list(self.sums.values())}
+        sums = self.sums if self.ticks < self.horizon else {}  # those of a complete episode are written already
+        return {"ticks": self.ticks if sums else 0, "names": list(sums), "sums": list(sums.values())}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state. Raises ValueError if it is damaged."""
