@@ -25,6 +25,7 @@ from esper_lightning.callbacks.grow.fitting import (
     average_gradients,
     count_ticks,
     may_be_last_step,
+    may_skip_steps,
     separate_clipping,
     share_buffers,
 )
@@ -169,6 +170,7 @@ class Grow(Callback):
         self._contributions: dict[str, float] = {}
         self._potentials: dict[str, float] = {}
         self._pending: Measured | None = None
+        self._may_skip_steps = False
         self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
@@ -224,7 +226,16 @@ class Grow(Callback):
             self._forget()
             check_trainer(trainer, pl_module)
             check_network(self.network, self.network_name)
-            vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients)
+            vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
+            zero_grad = pl_module.on_validation_model_zero_grad
+
+            def measure_first() -> None:
+                # A timer may have stopped the training after a step that no validation was expected to follow.
+                if self._gradients is None and not self._may_skip_steps:
+                    self._gradients = self.growing.gradient_stats_tensor()
+                zero_grad()
+
+            vars(pl_module)["on_validation_model_zero_grad"] = measure_first
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)
@@ -233,7 +244,7 @@ class Grow(Callback):
             self._report.close()
 
     def _unwrap(self, module: LightningModule) -> None:
-        for name in ("on_load_checkpoint", "clip_gradients"):
+        for name in ("on_load_checkpoint", "clip_gradients", "on_validation_model_zero_grad"):
             vars(module).pop(name, None)
 
     def _attach_saved(self, checkpoint: Mapping[str, Any]) -> None:
@@ -268,6 +279,7 @@ class Grow(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         horizon = self.horizon or count_ticks(trainer, self.every)
+        self._may_skip_steps = may_skip_steps(trainer)
         batches = load_batches(trainer, self.num_batches)
         self._variant_meter = VariantMeter(trainer, pl_module, self.network, meter=self.meter, batches=batches)
         state, self._restored = self._restored, {}
@@ -456,7 +468,7 @@ class Grow(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
         # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
-        is_due = self._gradients is None or may_be_last_step(trainer)
+        is_due = may_be_last_step(trainer) or (self._may_skip_steps and self._gradients is None)
         if not is_due or optimizer is not self.optimizer:
             return
         measured, precision = self._pool.subject.growing.gradient_stats_tensor(), trainer.precision_plugin

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from esper_lightning.growth.schedules import host_groups, seed_groups
@@ -49,16 +50,30 @@ def may_be_last_step(trainer: Trainer) -> bool:
     return -batches % interval < trainer.accumulate_grad_batches
 
 
-def separate_clipping(clip: Callable[..., None]) -> Callable[..., None]:
+def may_skip_steps(trainer: Trainer) -> bool:
+    """Return True if a training batch may end without an optimizer step, so that the last one before a validation may.
+
+    It may with a loss scale, under manual optimization, and if gradients are accumulated.
+    """
+    precision = trainer.precision_plugin
+    has_loss_scale = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    is_manual = not trainer.lightning_module.automatic_optimization
+    return has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
+
+
+def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
     """Return a `clip_gradients` that clips the host, then each seed: one common norm would let a seed slow the host."""
 
-    def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, *args: Any, **kwargs: Any) -> None:
         raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
+        if not (gradient_clip_val or trainer.gradient_clip_val):  # Lightning calls this after every step
+            clip(raw, gradient_clip_val, *args, **kwargs)
+            return
         groups = list(raw.param_groups)
         try:
             for part in (host_groups(raw), *([seed] for seed in seed_groups(raw))):
                 raw.param_groups[:] = part
-                clip(raw, *args, **kwargs)
+                clip(raw, gradient_clip_val, *args, **kwargs)
         finally:
             raw.param_groups[:] = groups
 

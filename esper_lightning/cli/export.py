@@ -24,6 +24,7 @@ from esper_lightning.evaluation.networks import (
 )
 from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export, max_difference
 from esper_lightning.growth.saving import load
+from esper_lightning.serialization.replace import make_folder
 from esper_lightning.user_code import find_user_part
 
 COMMAND = "export"
@@ -59,6 +60,7 @@ def run_export(args: Sequence[str]) -> None:
         network, inputs = (_from_folder if source.is_dir() else _from_file)(source, config)
         default = (source / NETWORK_FILE if source.is_dir() else source).with_suffix(SUFFIXES[config.to])
         path = default if config.out is None else Path(config.out)
+        make_folder(path.parent)
         difference = export(network, inputs, path, config.to)
     print_status(f"written to {path}: on {len(inputs)} inputs its outputs differ by at most {difference:.2g}")
 

@@ -8,9 +8,11 @@ from torch import Tensor
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.measurements import EpochResult, Validation
-from esper_lightning.envs.spaces.actions import Action, ActionError, check_is_action
+from esper_lightning.envs.spaces.actions import Action, ActionError, Op, check_is_action
+from esper_lightning.envs.spaces.observation import Observation
 from esper_lightning.envs.spaces.observation_builder import ObservationBuilder
 from esper_lightning.envs.subject import Subject
+from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.plugins import PartError
 
@@ -45,8 +47,17 @@ class SinglePool:
         self.device = CPU
         self._builder = ObservationBuilder(self.envs, self.space, growable, config=config, device=CPU)
         self.masks, self.masks_on_cpu = self._builder.masks, self._builder.masks_on_cpu
-        self.observation, self.feature_names = self._builder.observation, self._builder.names
+        self.feature_names = self._builder.names
+        self._is_observed = False
         self.episode_starts = torch.zeros(1, dtype=torch.bool)
+
+    @property
+    def observation(self) -> Observation | VectorObservation:
+        """Observation of the network. It is computed when it is asked for, because rules do not read it."""
+        if not self._is_observed:
+            self._builder.update_observation()
+            self._is_observed = True
+        return self._builder.observation
 
     def begin(self, validation: Validation) -> None:
         """Record the validation before the first epoch."""
@@ -61,7 +72,8 @@ class SinglePool:
 
     def update(self) -> None:
         """Update observation and masks from the network."""
-        self._builder.update()
+        self._builder.update_masks()
+        self._is_observed = False
 
     def choose(self, controller: ActsOnSinglePool) -> list[int]:
         """Return the action of a controller, an index per head.
@@ -83,6 +95,8 @@ class SinglePool:
 
     def apply(self, action: list[int]) -> list[SeedEvent]:
         """Execute an action, and return the changes of seeds."""
+        last_op = self.subject.last_op
         events = self.subject.apply(action)
-        self.update()
+        if not (last_op is self.subject.last_op is Op.WAIT):  # to wait again changes nothing
+            self.update()
         return events

@@ -217,6 +217,17 @@ def read_samples(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def remove_saved(folder: Path) -> None:
+    """Remove the files that `save_best` has written, and the folders that are then empty."""
+    ranks = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not path.is_symlink()]
+    for rank in ranks:
+        for name in (NETWORK_FILE, SAMPLES_FILE, HOST_FILE):
+            (rank / name).unlink(missing_ok=True)
+    for emptied in [*ranks, folder] if ranks else ():
+        if not any(emptied.iterdir()):
+            emptied.rmdir()
+
+
 def save_best(hosts: Sequence[GrownHost], folder: Path) -> list[Path]:
     """Write grown hosts into numbered folders, the best into `1`, and return them."""
     folders = [folder / str(rank) for rank in range(1, len(hosts) + 1)]

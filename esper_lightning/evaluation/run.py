@@ -10,7 +10,7 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.figures import write_figures
-from esper_lightning.evaluation.networks import save_best
+from esper_lightning.evaluation.networks import remove_saved, save_best
 from esper_lightning.evaluation.report import RESULTS_FILE, credit_table, make_tables, write_credits, write_report
 
 EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png|seeds\.csv")
@@ -64,8 +64,10 @@ def announce_replacement(folder: Path) -> None:
 def remove_earlier(folder: Path) -> None:
     """Remove the files of an earlier comparison that a new one need not replace.
 
-    Their names depend on the number of policies. Schedules of a search stay, since a search takes long.
+    Their names depend on the numbers of policies and of saved networks. Schedules of a search stay, since a search
+    takes long.
     """
+    remove_saved(folder / NETWORKS_FOLDER)
     for path in folder.glob("*"):
         if EARLIER.fullmatch(path.name) and path.is_file():
             path.unlink()

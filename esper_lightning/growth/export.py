@@ -42,8 +42,8 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
 
     Returns the largest difference of an output from those of the network.
 
-    Raises ValueError, in one line, if a package for the format is missing, if there are too few inputs, if the network
-    cannot be exported, or if the file gives other outputs.
+    Raises ValueError, in one line, if a package for the format is missing, if there are too few inputs, if `path` is a
+    folder, if the network cannot be exported, or if the file gives other outputs.
     """
     if to not in get_args(Format):
         raise ValueError(f"unknown format {to!r}; {suggest_name(to, list(SUFFIXES))}")
@@ -51,6 +51,8 @@ def export(network: nn.Module, inputs: Tensor, path: str | Path, to: Format) -> 
         raise ValueError(f"to onnx: packages are missing; install them: pip install {' '.join(missing)}")
     if len(inputs) < 2:
         raise ValueError(f"an export is checked on at least 2 inputs, got {len(inputs)}; give more")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; name a file, such as {Path(path) / f'network{SUFFIXES[to]}'}")
     path, network, inputs = Path(path), deepcopy(network).cpu().eval(), inputs.cpu()
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():

@@ -362,9 +362,11 @@ class GrowingNetwork:
 
     def gradient_stats_tensor(self) -> Tensor:  # [1 + K, 4] on the device: GradientStats of the host, then of each slot
         """Return statistics of the present gradients without waiting for the device; NO_GRADIENT for an empty slot."""
-        seed_parameter_ids = {id(p) for slot in self.slots.values() for p in slot.seed.parameters()}
+        of_seeds = [list(slot.seed.parameters()) for slot in self.slots.values()]
+        seed_parameter_ids = {id(parameter) for parameters in of_seeds for parameter in parameters}
         host = gradient_stats([p for p in self.module.parameters() if id(p) not in seed_parameter_ids])
-        seeds = [gradient_stats(slot.seed.parameters(), host.device).to(host) for slot in self.slots.values()]
+        empty = torch.zeros_like(host)  # NO_GRADIENT
+        seeds = [gradient_stats(parameters, host.device).to(host) if parameters else empty for parameters in of_seeds]
         return torch.stack([host, *seeds])
 
     def measure_gradients(self) -> dict[str, GradientStats]:

@@ -88,11 +88,16 @@ def follow(scheduler: Scheduler, growing: GrowingNetwork) -> Scheduler:
     cycles_momentum = any(getattr(each, "cycle_momentum", False) for each in schedulers)
 
     def set_rates_of_seeds(optimizer: Optimizer, *_: Any) -> None:
-        host = host_groups(optimizer)[0]
-        nominal = max(float(host["initial_lr"]), float(host.get("max_lr", 0.0)), *peaks)
-        own = growing.seed_options.get("lr")
-        for group in seed_groups(optimizer):
-            group["lr"] = host["lr"] if own is None else own * (host["lr"] / nominal)
+        seeds = seed_groups(optimizer)
+        if not seeds:
+            return
+        host, own = host_groups(optimizer)[0], growing.seed_options.get("lr")
+        rate = host["lr"]
+        if own is not None:
+            nominal = max(float(host["initial_lr"]), float(host.get("max_lr", 0.0)), *peaks)
+            rate = own * (host["lr"] / nominal)
+        for group in seeds:
+            group["lr"] = rate
             if cycles_momentum:
                 group.update({key: host[key] for key in CYCLED if key in host and key not in growing.seed_options})
 

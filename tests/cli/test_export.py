@@ -167,6 +167,12 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         (file, "--to=pt2", "--trust=a"): "--trust is for a folder",
         (file, "--to=pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "no network can be made by it",
         (file, "--to=pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
+        (
+            str(grown),
+            "--to=pt2",
+            f"--out={file}/x.pt2",
+        ): "cannot be written to: File exists; name another one by --out",
+        (str(grown), "--to=pt2", f"--out={empty}"): f"is a folder; name a file, such as {empty / 'network.pt2'}",
         (str(wrong_outputs(grown, tmp_path / "c")), "--to=pt2"): "gives other outputs than when it was saved",
     }
     for args, answer in answers.items():

@@ -160,8 +160,8 @@ def host_features(env: Subject) -> dict[str, float]:
     """Return the features of the host as a whole by name."""
     history = env.history
     values = {"progress": min(1.0, env.tick / env.horizon)}
-    values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.train_loss], "train_loss")
-    values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in history.loss], "loss")
+    for name, losses in (("train_loss", history.train_loss), ("loss", history.loss)):
+        values |= last_values([symlog(loss, LOG_LOSS_SCALE) for loss in losses[-HISTORY_WINDOW:]], name)
     values |= last_values(history.accuracy, "accuracy")
     values["gap"] = history.train_accuracy[-1] - history.accuracy[-1] if history.train_accuracy else 0.0
     values["plateau"] = plateau_length(history.accuracy) / env.horizon

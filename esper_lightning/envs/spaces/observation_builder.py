@@ -89,6 +89,11 @@ class ObservationBuilder:
 
     def update(self) -> None:
         """Update observation, masks and refusals from the environments."""
+        self.update_masks()
+        self.update_observation()
+
+    def update_masks(self) -> None:
+        """Update masks and refusals from the environments."""
         envs = self.envs
         self.refusals = [env.growing.refusal_reasons() for env in envs]
         rows = zip(
@@ -105,6 +110,10 @@ class ObservationBuilder:
                 mask[:, Op.GERMINATE] &= self.masks_on_cpu.blueprint.any(-1)
             if self.config.masks or name == "ended":
                 getattr(self.masks, name).copy_(copy_to_device(mask, self.device))
+
+    def update_observation(self) -> None:
+        """Update the observation from the environments and the masks."""
+        envs = self.envs
         if self.row_builder is not None:
             rows = self.row_builder.build(envs, self.masks_on_cpu.blueprint)
             self.observation.features.copy_(copy_to_device(rows, self.device))

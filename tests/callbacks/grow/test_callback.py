@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Op
+from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import GrowingNetwork, detach_slots, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import Contributed, SeedChanged, Started, read_events
@@ -57,18 +58,36 @@ def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callb
     assert [name for name, _ in watched.named_modules()] == [name for name, _ in plain.named_modules()]
 
 
+class Seen(Callback):
+    """Whether deciders see the network as a new pool does, after each training batch."""
+
+    def __init__(self, grow: Grow) -> None:
+        self.grow = grow
+        self.is_current: list[bool] = []
+
+    def on_train_batch_end(self, *_: object) -> None:
+        pool = self.grow.pool
+        assert pool is not None
+        fresh = SinglePool(pool.subject, pool.growable, pool.config)
+        fresh.update()
+        seen, expected = ((each.observation.features, *each.masks) for each in (pool, fresh))
+        self.is_current.append(all(torch.equal(*pair) for pair in zip(seen, expected, strict=True)))
+
+
 class Run:
     """A run with a checkpoint after each epoch, and what it saw."""
 
     def __init__(self, folder: Path, scheduler: str) -> None:
         self.module, self.folder = classifier(scheduler, dropout=0.0), folder
         self.grow = grow(LIFE)
+        self.seen = Seen(self.grow)
         self.checkpoints = ModelCheckpoint(
             folder, "{epoch}", monitor="val_acc", mode="max", save_top_k=-1, auto_insert_metric_name=False
         )
         self.trainer = train(
             self.module,
             self.grow,
+            self.seen,
             self.checkpoints,
             LearningRateMonitor(),
             epochs=EPOCHS,
@@ -98,6 +117,10 @@ def test_seeds_live_their_lives_and_every_change_is_recorded(run: Run) -> None:
     measured = [event for event in events if isinstance(event, Contributed)]
     assert {name for event in measured for name in event.slot} == {"3", "5"}
     assert any(abs(points) > 0.0 for event in measured for points in event.points if points is not None)
+
+
+def test_deciders_and_callbacks_see_the_network_as_it_is(run: Run) -> None:
+    assert len(run.seen.is_current) == 5 * EPOCHS and all(run.seen.is_current)
 
 
 def test_a_seed_follows_the_schedule_of_the_learning_rate(run: Run) -> None:
@@ -376,7 +399,7 @@ def test_seeds_are_judged_by_the_gradients_of_the_last_step_before_a_validation(
     assert len(ticks) >= 2 and [watch.judged[at] for at in ticks] == [watch.expected[at] for at in ticks]
 
 
-def test_gradients_are_measured_at_two_steps_of_a_tick_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_measured_at_the_last_step_of_a_tick_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     callback, measured = grow({0: germinate(0)}), []
     measure = GrowingNetwork.gradient_stats_tensor
     monkeypatch.setattr(
@@ -385,7 +408,21 @@ def test_gradients_are_measured_at_two_steps_of_a_tick_alone(monkeypatch: pytest
 
     train(classifier(), callback, epochs=2)
 
-    assert len(measured) == 2 * 2, "of five steps in each of two ticks"
+    assert len(measured) == 2, "of five steps in each of two ticks"
+
+
+def test_a_training_that_a_timer_stops_within_an_epoch_knows_the_gradients_of_its_last_step() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+            trainer.should_stop = trainer.global_step == 7
+
+    callback = grow({0: germinate(0)})
+    watch = LastGradients(callback)
+
+    train(classifier(), callback, watch, Stop(), epochs=3)
+
+    assert watch.steps == 7 and callback.validations == 2, "it was validated in the middle of the second epoch"
+    assert callback.state_dict()["gradients"][1].tolist() == watch.present
 
 
 def test_accumulated_batches_and_several_validations_per_epoch_are_followed() -> None:
