@@ -83,5 +83,5 @@ def test_the_config_of_the_page_grows_with_lightnings_own_command_line(folder: P
     cli = LightningCLI(LitClassifier, Digits, args=["fit", "--config", "grow.yaml", *small])
 
     (callback,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Grow))
-    assert callback.growing.lifecycle.training_ticks == 2
+    assert callback.growing.lifecycle.embargo_ticks == 2
     assert callback.growing.slots["2"].occupied

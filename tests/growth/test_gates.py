@@ -18,7 +18,7 @@ from esper_lightning.growth.gates import (
 )
 from tests.growth.grown import CALM
 
-CONFIG = LifecycleConfig()
+CONFIG = LifecycleConfig(training_ticks=3)
 
 FIT = Evidence(
     age=9,

@@ -38,7 +38,7 @@ def pass_tick(slot: SeedSlot, config: LifecycleConfig, contribution: float | Non
 
 
 def test_a_seed_grows_from_germination_to_fossil_in_its_time() -> None:
-    network, config = small_cnn(), LifecycleConfig()
+    network, config = small_cnn(), LifecycleConfig(training_ticks=3)
     slot = slot_named(network, "block2.pool")
     before = count_parameters(network)
 
@@ -67,7 +67,7 @@ def test_a_seed_grows_from_germination_to_fossil_in_its_time() -> None:
 
 
 def test_without_waiting_times_a_seed_blends_after_its_first_tick_and_its_slot_reopens_at_once() -> None:
-    slot, config = image_slot(), LifecycleConfig(training_ticks=0, embargo_ticks=0)
+    slot, config = image_slot(), LifecycleConfig(embargo_ticks=0)
     germinate(slot, "norm", THREE_TICKS._replace(ticks=1), generator=generator_of())
     assert pass_tick(slot, config) == ["TRAINING: placed", "BLENDING: ready to blend"]
     assert slot.alpha.item() == 1.0
@@ -145,7 +145,7 @@ def test_a_seed_that_is_stuck_in_training_says_so_once_with_the_reasons(
 
 
 def test_a_seed_that_no_optimizer_holds_waits() -> None:
-    slot, config = image_slot(), LifecycleConfig()
+    slot, config = image_slot(), LifecycleConfig(training_ticks=1)
     germinate(slot, "norm", DEFAULT_RAMP, generator=generator_of())
     for _ in range(3):
         slot.end_epoch()

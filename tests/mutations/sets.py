@@ -123,8 +123,16 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A policy file does not tell the settings of its training",
         "esper_lightning/checkpointing/policy_file.py",
-        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY)",
-        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY)",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY, RULES_KEY)",
+        "DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, RULES_KEY)",
+        "tests/cli/test_policy_over_sets.py::"
+        "test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name",
+    ),
+    Defect(
+        "Grow does not take the lifecycle of a policy's training",
+        "callbacks/grow/callback.py",
+        "lifecycle, actions = lifecycle or rules.lifecycle, actions or rules.actions",
+        "lifecycle, actions = lifecycle or LifecycleConfig(), actions or rules.actions",
         "tests/cli/test_policy_over_sets.py::"
         "test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name",
     ),
