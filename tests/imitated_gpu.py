@@ -4,7 +4,8 @@ The imitation counts faults, which a real GPU would refuse (an operation between
 `numpy()` of a tensor on the GPU), and waits, in which the processor would wait for the GPU (a read, a boolean mask, an
 index from the CPU, a copy from memory that is not pinned, the synchronisation of an event). A function mode answers
 what Python asks of tensors (`device`, `to`, factories), and a dispatch mode sees every operation, those of backward
-passes included. Memory, kernels, and races are not imitated; `FakeCuda` has the order of streams.
+passes included. Memory, kernels, and races are not imitated; `FakeCuda` has the order of streams, and `ImitatedGraph`
+the graphs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.envs.execution import fake_cuda
 from tests.envs.execution.fake_cuda import FakeCuda, tensors_in
+from tests.imitated_graphs import ImitatedGraph
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -124,6 +126,7 @@ class ImitatedGpu:
         self.quiet = 0
         self.backward_passes = 0
         self.latest = GPU  # device of the latest operation on a GPU
+        self.capturing: ImitatedGraph | None = None
 
     def device_of(self, tensor: Tensor) -> torch.device:
         if (device := real_device(tensor)).type == "meta":
@@ -154,6 +157,8 @@ class ImitatedGpu:
         """Count a fault or a wait, with the innermost places of the program."""
         if self.quiet:
             return
+        if self.capturing is not None and found is self.waits:
+            self.capturing.refuse(what)
         places, frame = [], sys._getframe(1)
         while frame is not None and len(places) < 3:
             path = frame.f_code.co_filename
@@ -173,8 +178,17 @@ class ImitatedGpu:
 
     def __enter__(self) -> ImitatedGpu:
         patch = self.patch
-        FakeCuda(patch)
+        self.cuda = FakeCuda(patch)
         patch.setattr(fake_cuda.Event, "synchronize", lambda event: self.note(self.waits, "event"))
+        record = fake_cuda.Event.record
+
+        def record_event(event: fake_cuda.Event, stream: fake_cuda.Stream) -> None:
+            if self.capturing is not None and event.enable_timing:
+                self.capturing.refuse("a timed event")
+            record(event, stream)
+
+        patch.setattr(fake_cuda.Event, "record", record_event)
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: ImitatedGraph(self))
         patch.setattr(torch, "Generator", ImitatedGenerator)
         patch.setattr(torch, "autocast", ImitatedAutocast)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -183,6 +197,7 @@ class ImitatedGpu:
         answers = {
             "get_device_name": "imitated",
             "current_device": 0,
+            "graph_pool_handle": (0, 0),
             "device_count": self.count,
             "get_device_properties": properties,
             "get_device_capability": (8, 0),
@@ -287,6 +302,8 @@ class Operations(TorchDispatchMode):
         devices = gpu.device_of(target).type, gpu.device_of(source).type
         if set(devices) != {"cpu", "cuda"}:
             return
+        if gpu.capturing is not None:
+            gpu.capturing.refuse("a copy between processor and GPU")
         to_cpu = devices[0] == "cpu"
         pinned = gpu.is_pinned(target if to_cpu else source)
         if not pinned or (to_cpu and not non_blocking):
@@ -384,6 +401,8 @@ class Functions(TorchFunctionMode):
             return Tensor.to(tensor, device="meta" if goal.type == "meta" else CPU, dtype=dtype, copy=copy, **kwargs)
         if goal == here:
             return Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy, **kwargs)
+        if gpu.capturing is not None:
+            gpu.capturing.refuse("a copy between processor and GPU")
         if here.type == "cpu" and not gpu.is_pinned(tensor):
             gpu.note(gpu.waits, "to the GPU, not pinned")
         if goal.type == "cpu":

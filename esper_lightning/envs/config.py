@@ -127,6 +127,10 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
         )
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
+    if config.training.cuda_graphs and (config.executor != "fused" or device.type != "cuda"):
+        raise ValueError(
+            f"training.cuda_graphs needs executor fused on a GPU, not {config.executor} on {device}; leave it off"
+        )
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
     if device.type != required_device:
         device_name = {"cpu": "the CPU", "cuda": "CUDA"}[required_device]

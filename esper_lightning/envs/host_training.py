@@ -97,6 +97,10 @@ class HostTraining:
     for hosts of a few channels (measured on digits) and more for wide ones. None: the faster choice with executor auto,
     True with any other."""
 
+    cuda_graphs: bool = False
+    """Capture the training step of executor fused as a CUDA graph and replay it for every further minibatch. Saves the
+    time to launch kernels one by one where hosts are small. Needs a GPU. Tested on an imitated GPU only."""
+
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.envs.execution import StreamsExecutor
-from esper_lightning.envs.execution.fused.executor import FusedEpoch
+from esper_lightning.envs.execution.fused.epoch import FusedEpoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.governor.judge import Verdict

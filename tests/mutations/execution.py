@@ -75,7 +75,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "All hosts of a stack meet the data in the order of the first",
-        "esper_lightning/envs/execution/fused/executor.py",
+        "esper_lightning/envs/execution/fused/epoch.py",
         "[env.draw_batches(data.samples).split(self.micro_batches) for env in envs]",
         "[envs[0].draw_batches(data.samples).split(self.micro_batches) for _ in envs]",
         "tests/envs/execution/fused/test_fused.py::test_each_group_has_its_own_learning_rate",
@@ -117,8 +117,8 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A step that a stacked host skips is not counted",
-        "esper_lightning/envs/execution/fused/executor.py",
-        "self.skipped_steps += ~healthy",
+        "esper_lightning/envs/execution/fused/epoch.py",
+        "self.skipped_steps += ~self.healthy",
         "pass",
         "tests/envs/execution/fused/test_scaling.py::test_a_host_out_of_range_is_skipped_alone_with_all_its_seeds",
     ),

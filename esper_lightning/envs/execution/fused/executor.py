@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.device_transfer import pack_training, upload
+from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.execution.fused.epoch import FusedEpoch
 from esper_lightning.envs.execution.fused.equivalence import check_stack
-from esper_lightning.envs.execution.fused.optimizer import ParameterGroup, StackedOptimizer, StackedScaler, state_names
+from esper_lightning.envs.execution.fused.graphs import GraphCache, GraphedEpoch
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.out_of_memory import raise_oom
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.gradient_stats import NO_GRADIENT, stats_of_norms
-from esper_lightning.growth.param_groups import HOST_GROUP, seed_group_name
-from esper_lightning.tasks import Batches, Split, Task, fetch
+from esper_lightning.profiling import PhaseClock
+from esper_lightning.tasks import Split, Task
 
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Most input elements of one stacked validation pass, by type of device.
@@ -36,10 +36,19 @@ class FusedExecutor(LoopExecutor):
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
         self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
+        self.graphs: dict[HostStack, GraphCache] = {}  # empty without `training.cuda_graphs`
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
             self._stack_of([env], data)
+
+    def train_and_validate(
+        self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
+    ) -> tuple[Tensor, Tensor]:
+        results = super().train_and_validate(envs, train, validation, clock=clock)
+        for cache in self.graphs.values():
+            clock.counts.update(cache.take_counts())
+        return results
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
@@ -49,12 +58,19 @@ class FusedExecutor(LoopExecutor):
         """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work."""
         epochs = []
         for envs in groups:
-            own_data = data.to(envs[0].device)
-            epochs.append(FusedEpoch(self._stack_of(envs, own_data), envs, self.task, data=own_data))
+            epochs.append(self._begin_epoch(envs, data.to(envs[0].device)))
         for i in range(len(epochs[0])):
             for epoch in epochs:
                 epoch.step(i)
         return [epoch.result() for epoch in epochs]
+
+    def _begin_epoch(self, envs: Sequence[HostEnv], data: Split) -> FusedEpoch:
+        stack = self._stack_of(envs, data)
+        if not self.training.cuda_graphs:
+            return FusedEpoch(stack, envs, self.task, data=data)
+        if stack not in self.graphs:
+            self.graphs[stack] = GraphCache(envs[0].device)
+        return GraphedEpoch(stack, envs, self.task, data=data, cache=self.graphs[stack])
 
     def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
         kind, device = envs[0].architecture, envs[0].device
@@ -134,94 +150,3 @@ def map_by_kind(work: Callable[[Sequence[Sequence[HostEnv]]], list[Tensor]], env
     if order == list(range(len(envs))):
         return joined
     return joined[upload(sorted(range(len(order)), key=order.__getitem__), joined.device)]
-
-
-class FusedEpoch:
-    """One epoch of training of N stacked hosts in progress."""
-
-    def __init__(self, stack: HostStack, envs: Sequence[HostEnv], task: Task, *, data: Split) -> None:
-        self.stack, self.envs, self.task, self.data = stack, envs, task, data
-        self.training = envs[0].training
-        networks, optimizers = [env.network for env in envs], [env.optimizer for env in envs]
-        self.weights = stack.settle(networks, optimizers, state_names(self.training))
-        self.weights.bind(requires_grad=True)
-        host_groups = [ParameterGroup(i, env, HOST_GROUP) for i, env in enumerate(envs)]
-        seed_groups = [
-            ParameterGroup(host, envs[host], seed_group_name(slot))
-            for owners in stack.seed_slots
-            for host, slot in owners
-        ]
-        self.optimizer = StackedOptimizer(self.weights, host_groups + seed_groups)
-        self.scaler = StackedScaler(envs) if envs[0].scaler.is_enabled() else None
-        # The first host's timer records the time of all hosts together.
-        self.host_timer = envs[0].timer
-        self.host_timer.start()
-        failing = {(i, seed_group_name(slot.name)) for i, env in enumerate(envs) for slot in env.failing_slots}
-        is_frozen = [(group.host, group.name) in failing for group in host_groups + seed_groups]
-        # Mask of the weights of failing seeds, which get no gradient. None, the usual case: no seed fails.
-        self.frozen_mask = self.optimizer.per_weight(upload(is_frozen, self.weights.values.device)) if failing else None
-        self.micro_batches = self.training.micro_batches
-        self.batches = Batches.concatenate([env.draw_batches(data.samples).split(self.micro_batches) for env in envs])
-        self.host_timer.record(data=1.0)
-        # In the hosts' precision, but at least float32.
-        dtype = torch.promote_types(self.weights.values.dtype, torch.float32)
-        self.totals = torch.zeros(2, len(envs), device=envs[0].device, dtype=dtype)  # loss, accuracy
-        self.skipped_steps = torch.zeros_like(self.totals[0])
-
-    def __len__(self) -> int:
-        """Return the number of minibatches."""
-        return len(self.batches.indices) // self.micro_batches
-
-    def step(self, i: int) -> None:
-        """Train every host on its i-th minibatch. The last one also stores the gradient statistics."""
-        self.host_timer.start()
-        self.weights.grads.zero_()
-        for part in range(i * self.micro_batches, (i + 1) * self.micro_batches):
-            self._accumulate_gradients(self.batches.minibatch(part))
-        if self.frozen_mask is not None:
-            self.weights.grads.masked_fill_(self.frozen_mask, 0.0)
-        healthy = None
-        if self.scaler is not None:
-            healthy = self.scaler.unscale(self.optimizer)
-            self.skipped_steps += ~healthy
-        if i == len(self) - 1:
-            self.gradients = self._gradient_tensors()
-        self.optimizer.step(healthy)
-        if self.scaler is not None and healthy is not None:
-            self.scaler.update(healthy)
-        self.host_timer.record(train=1.0)
-
-    def _accumulate_gradients(self, batch: Batches) -> None:
-        """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
-        self.host_timer.record(train=1.0)  # the time up to here belongs to training
-        inputs, targets = fetch(self.data, batch, self.training.augment)
-        self.host_timer.record(data=1.0)
-        with self.training.autocast(inputs.device):
-            measures = self.task.measure(self.stack.train(inputs), targets)
-            losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
-        (losses if self.scaler is None else losses * self.scaler.scales).sum().backward()
-        with torch.no_grad():
-            correct = measures.correct.view(len(self.envs), -1).mean(1) / self.micro_batches
-            self.totals += torch.stack([losses, correct])
-
-    def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
-        """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""
-        self.weights.restore_formats()
-        if self.scaler is not None:
-            self.scaler.write_back()
-        self.stack.release()
-        return pack_training((self.totals / len(self)).T, self.skipped_steps, self.gradients)
-
-    def _gradient_tensors(self) -> Tensor:  # [N, 1 + K, 4]
-        """Return the gradient statistics of each host, [:, 0], and of the seed in each slot, [:, 1:]."""
-        device = self.weights.values.device
-        stats = upload(NO_GRADIENT, device, self.totals.dtype).repeat(len(self.envs), 1 + len(self.stack.slots), 1)
-        column_of_slot = {name: k for k, name in enumerate(self.stack.slots, 1)}
-        owners_by_module = [[(host, None) for host in range(len(self.envs))], *self.stack.seed_slots]
-        for owners, grads in zip(owners_by_module, self.weights.views(self.weights.grads), strict=True):
-            rows = [grad.reshape(len(owners), -1) for grad in grads]
-            norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows], 1)
-            hosts = upload([host for host, _ in owners], device)
-            module_stats = stats_of_norms(norms, sum(row.shape[1] for row in rows))
-            stats[hosts, column_of_slot.get(owners[0][1], 0)] = module_stats.to(stats.dtype)
-        return stats

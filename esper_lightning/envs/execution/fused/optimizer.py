@@ -157,14 +157,14 @@ class StackedScaler:
         return nonfinite == 0
 
     def update(self, healthy: Tensor) -> None:
-        """Lower the scale of hosts that skipped the step, and raise it after enough steps without a skip."""
+        """Lower, in place, the scale of hosts that skipped the step, and raise it after enough steps without a skip."""
         settings = self.settings
         good_steps = torch.where(healthy, self.good_steps + 1.0, 0.0)
         growth_due = good_steps == settings.get_growth_interval()
         higher = self.scales * settings.get_growth_factor()
         raised = torch.where(growth_due & higher.isfinite(), higher, self.scales)
-        self.scales = torch.where(healthy, raised, self.scales * settings.get_backoff_factor())
-        self.good_steps = torch.where(growth_due, 0.0, good_steps)
+        self.scales.copy_(torch.where(healthy, raised, self.scales * settings.get_backoff_factor()))
+        self.good_steps.copy_(torch.where(growth_due, 0.0, good_steps))
 
     def write_back(self) -> None:
         """Write the state back to the environments' scalers."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.fused.executor import FusedEpoch
+from esper_lightning.envs.execution.fused.epoch import FusedEpoch
 from esper_lightning.envs.execution.fused.flat_params import FlatParameters
 from esper_lightning.envs.execution.fused.layers import StackedLayer
 from esper_lightning.envs.execution.fused.optimizer import StackedOptimizer
