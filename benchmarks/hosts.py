@@ -1,6 +1,7 @@
 """Hosts and data for comparisons of executors, and a plain PyTorch loop that trains the same hosts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -136,10 +137,18 @@ def choices(case: Case, device: torch.device) -> list[ExecutorChoice]:
 
 
 def make_pool(
-    case: Case, data: TaskData, hosts: int, choice: ExecutorChoice, seeds: SeedPlacement, precision: str = "fp32"
+    case: Case,
+    data: TaskData,
+    hosts: int,
+    choice: ExecutorChoice,
+    seeds: SeedPlacement,
+    precision: str = "fp32",
+    *,
+    cuda_graphs: bool = False,
 ) -> HostPool:
     """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
+    settings = replace(settings, cuda_graphs=cuda_graphs)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
     device, overseer = data.train.inputs.device, Overseer(GovernorConfig())

@@ -15,8 +15,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -51,6 +53,8 @@ CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", 
 
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
 
+POOL_NUMBERS = count()
+
 RealGenerator, RealAutocast = torch.Generator, torch.autocast
 
 
@@ -82,6 +86,9 @@ class ImitatedGenerator(RealGenerator):
     @property
     def device(self) -> torch.device:
         return self.place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ImitatedGenerator:
+        return ImitatedGenerator(self.place).set_state(self.get_state())
 
     def get_state(self) -> Tensor:
         state = super().get_state()
@@ -127,6 +134,7 @@ class ImitatedGpu:
         self.backward_passes = 0
         self.latest = GPU  # device of the latest operation on a GPU
         self.capturing: ImitatedGraph | None = None
+        self.graph_pools: dict[tuple[int, int], WeakSet[ImitatedGraph]] = {}  # graphs of each memory pool
 
     def device_of(self, tensor: Tensor) -> torch.device:
         if (device := real_device(tensor)).type == "meta":
@@ -189,6 +197,7 @@ class ImitatedGpu:
 
         patch.setattr(fake_cuda.Event, "record", record_event)
         patch.setattr(torch.cuda, "CUDAGraph", lambda: ImitatedGraph(self))
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(POOL_NUMBERS)))
         patch.setattr(torch, "Generator", ImitatedGenerator)
         patch.setattr(torch, "autocast", ImitatedAutocast)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -197,7 +206,6 @@ class ImitatedGpu:
         answers = {
             "get_device_name": "imitated",
             "current_device": 0,
-            "graph_pool_handle": (0, 0),
             "device_count": self.count,
             "get_device_properties": properties,
             "get_device_capability": (8, 0),

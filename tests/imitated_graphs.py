@@ -3,7 +3,7 @@
 As on a GPU, a capture computes nothing: what it changed is restored at its end, and the memory that it took holds NaN.
 A graph keeps the memory that was taken within its capture, and no other: a replay that would use memory that has been
 freed is an error. A capture refuses what CUDA refuses: the default stream, every wait, a transfer between processor and
-GPU, a timed event, a generator that is not registered. Memory pools are not imitated.
+GPU, a timed event, a generator that is not registered; and torch, a memory pool whose graphs are all gone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -90,6 +91,10 @@ class ImitatedGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert self.gpu.cuda.entered, "CUDA does not capture the default stream"
         assert self.gpu.capturing is None, "one capture at a time"
+        if pool is not None:
+            if pool in self.gpu.graph_pools and not self.gpu.graph_pools[pool]:
+                raise RuntimeError("the graphs of this pool are all gone")
+            self.gpu.graph_pools.setdefault(pool, WeakSet()).add(self)
         self.gpu.capturing = self
         self.states = [generator.get_state() for generator in self.generators]
         self.mode = Recorder(self.gpu, self.operations)
@@ -132,7 +137,8 @@ class Recorder(TorchDispatchMode):
         with plain_torch():
             recorded = tree_map_only(Tensor, self._operand, (args, kwargs))
         generator = kwargs.get("generator")
-        if generator is not None and all(generator is not known for known in self.gpu.capturing.generators):
+        # By address, because torch makes a new Python object for the generator of an operation.
+        if generator is not None and generator._cdata not in (g._cdata for g in self.gpu.capturing.generators):
             self.gpu.capturing.refuse("a generator that is not registered")
         with torch._C.DisableTorchFunction():  # the operation of a factory names the device that its result really has
             result = function(*args, **kwargs)

@@ -189,9 +189,12 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
         plain = min(min(raw_seconds(raw).values()) for _ in range(ROUNDS))
         print_result(f"{precision}: raw loop", f"{images / plain:.0f}", "images/s")
         print_result(f"{precision}: raw loop", f"{images / plain * raw.flops() / 1e12:.4f}", "TFLOP/s")
-        for executor in executors():
+        # "graph" is executor fused with CUDA graphs.
+        for executor in [*executors(), *(["graph"] if DEVICE.type == "cuda" else [])]:
             for seeds in ("none", "different"):
-                pool = make_pool(CASES[case], data, n, ExecutorChoice(executor, True), seeds, precision)
+                graphs = executor == "graph"
+                choice = ExecutorChoice("fused" if graphs else executor, True)
+                pool = make_pool(CASES[case], data, n, choice, seeds, precision, cuda_graphs=graphs)
                 step(pool)
                 rounds = [step(pool) for _ in range(ROUNDS)]
                 trained, ticked = min(one.train for one in rounds), min(one.tick for one in rounds)

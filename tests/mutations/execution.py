@@ -362,4 +362,47 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/execution/test_imitated_gpu.py::"
         "test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device[fused-fp16]",
     ),
+    Defect(
+        "A replayed epoch trains on the minibatches of the epoch that was captured",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "            self.captured.load(self)\n",
+        "            pass\n",
+        "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
+    ),
+    Defect(
+        "Totals and running statistics of a replayed epoch are lost",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "            self.captured.store(self)\n",
+        "            pass\n",
+        "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
+    ),
+    Defect(
+        "Graphs are replayed on memory that the arena has left",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "        if bound != self._bound:\n",
+        "        if not self._bound:\n",
+        "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
+    ),
+    Defect(
+        "Graphs are captured into a memory pool that has ended",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "self._pool = torch.cuda.graph_pool_handle()",
+        "self._pool = self._pool or torch.cuda.graph_pool_handle()",
+        "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
+    ),
+    Defect(
+        "A signature leaves out the seeds",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "self.frozen_mask, *self.stack.dependencies()]",
+        "self.frozen_mask]",
+        "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
+    ),
+    Defect(
+        "Every failed capture is tried again",
+        "esper_lightning/envs/execution/fused/graphs.py",
+        "            self.failed = True\n",
+        "            pass\n",
+        "tests/envs/execution/fused/test_graphs.py::"
+        "test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_so_once",
+    ),
 )

@@ -1,15 +1,19 @@
 """Rollout, update, checkpoint, telemetry and comparison on an imitated GPU, with every executor and precision."""
 
+import csv
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from esper_lightning.callbacks import Evaluation, Governor, RolloutState
+from esper_lightning.callbacks import Evaluation, Governor, RolloutState, Telemetry
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.governor.judge import GovernorConfig
@@ -99,18 +103,17 @@ def imitated_strategy() -> SingleDeviceStrategy:
     return SingleDeviceStrategy(device=GPU, accelerator=ImitatedAccelerator())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
-def test_a_whole_fit_ends_with_its_comparison(executor: str, tmp_path: Path) -> None:
+def fit(root: Path, executor: str, *callbacks: Callback, logger: Logger | bool = False, **training: Any) -> None:
+    """Train two rollouts on the imitated GPU."""
     task = Digits(validation=100, test=100)
-    env = replace(SMALL, executor=executor, horizon=3, training=replace(SMALL.training, precision="auto"))
+    env = replace(SMALL, executor=executor, horizon=3, training=replace(SMALL.training, **training))
     with ImitatedGpu() as gpu:
         trainer = EsperTrainer(
             strategy=imitated_strategy(),
             max_epochs=2,
-            default_root_dir=tmp_path,
-            logger=False,
-            callbacks=[RolloutState(), Governor(), Evaluation(hosts=2)],
+            default_root_dir=root,
+            logger=logger,
+            callbacks=[RolloutState(), Governor(), *callbacks],
             enable_progress_bar=False,
             enable_checkpointing=False,
         )
@@ -119,7 +122,26 @@ def test_a_whole_fit_ends_with_its_comparison(executor: str, tmp_path: Path) -> 
             datamodule=HostPoolData(task, small_host, env, n_envs=2),
         )
         assert gpu.faults == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
+def test_a_whole_fit_ends_with_its_comparison(executor: str, tmp_path: Path) -> None:
+    fit(tmp_path, executor, Evaluation(hosts=2), precision="auto")
     assert (tmp_path / "evaluation" / "evaluation.csv").exists()
+
+
+@pytest.mark.slow
+def test_a_fit_with_cuda_graphs_tells_how_many_were_captured_and_replayed(tmp_path: Path) -> None:
+    batches = 4
+    fit(tmp_path, "fused", Telemetry(), logger=CSVLogger(tmp_path), cuda_graphs=True, batches=batches)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open(newline="") as opened:
+        rollouts = [row for row in csv.DictReader(opened) if row["time/graph.replays"]]
+    captures, replays = ([float(row[f"time/graph.{name}"]) for row in rollouts] for name in ("captures", "replays"))
+    assert captures[0] >= 1.0
+    epochs = 3
+    assert [a + b for a, b in zip(captures, replays, strict=True)] == [epochs * batches] * 2
 
 
 @pytest.mark.slow

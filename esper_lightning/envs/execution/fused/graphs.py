@@ -16,6 +16,7 @@ and running statistics back after its last one. A counter on the device selects 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from esper_lightning.envs.execution.fused.epoch import FusedEpoch
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.hosts.dropout import dropout_generators
 from esper_lightning.tasks import Batches, Split, Task
 
 logger = logging.getLogger(__name__)
@@ -40,15 +42,15 @@ class CapturedStep:
 
     Args:
         epoch: Epoch whose step is captured. Its tensors are the memory of the graphs; nothing is computed.
-        pool: Memory pool of the graphs.
+        pool: Handle of the graphs' memory pool.
 
     Raises RuntimeError if the step cannot be captured.
     """
 
-    def __init__(self, epoch: "GraphedEpoch", pool: tuple[int, int]) -> None:
+    def __init__(self, epoch: "GraphedEpoch", pool: Any) -> None:
         self.inputs, self.state = epoch.inputs(), epoch.state()
         self.gradients, self.update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        for generator in epoch.stack.generators:
+        for generator in dropout_generators(epoch.stack.network):
             self.gradients.register_generator_state(generator)
         with _capture(self.gradients, pool):
             epoch.compute_gradients(0)
@@ -66,7 +68,7 @@ class CapturedStep:
 
 
 @contextmanager
-def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> Iterator[None]:
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     # Not torch.cuda.graph, which waits for the GPU and empties the caches of all allocators.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -93,10 +95,10 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self.failed = False
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._steps: dict[Hashable, CapturedStep] = {}  # by signature, the least recently used first
         self._bound: list[object] = []  # what all graphs are bound to: addresses and generators
+        self._pool: Any = None
         self._captures = self._replays = 0
 
     def find(self, epoch: "GraphedEpoch") -> CapturedStep | None:
@@ -104,6 +106,8 @@ class GraphCache:
         bound = epoch.bound()
         if bound != self._bound:
             self._steps, self._bound = {}, bound
+            # A new one: torch refuses to capture into a pool whose graphs are all gone.
+            self._pool = torch.cuda.graph_pool_handle()
         signature = epoch.signature()
         step = self._steps.pop(signature, None)
         if step is not None:
@@ -161,7 +165,7 @@ class GraphedEpoch(FusedEpoch):
     def bound(self) -> list[object]:
         """Return what graphs are bound to for good: addresses of data and arena, and generators."""
         fixed = [*self.data, self.weights.values, self.weights.grads, *self.weights.states.values()]
-        return [*(tensor.data_ptr() for tensor in fixed), *self.stack.generators]
+        return [*(tensor.data_ptr() for tensor in fixed), *dropout_generators(self.stack.network)]
 
     def signature(self) -> Hashable:
         """Return all that decides which kernels a step runs."""

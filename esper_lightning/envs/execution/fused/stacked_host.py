@@ -138,12 +138,6 @@ class HostStack:
         """Return what a training step reads beside weights: tensors, and values that choose between operations."""
         return [self.n_hosts, *(found for slot in self.slots.values() for found in slot.dependencies())]
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Generators that dropout draws from."""
-        drawn = [generator for layer in self.dropouts.values() for generator in layer.generators]
-        return [generator for generator in drawn if generator is not None]
-
     def _set_training(self, training: bool) -> None:
         """Set the training mode of the modules where it changes, because a call visits many modules."""
         for assignment in self.assignments:
