@@ -393,8 +393,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A signature leaves out the seeds",
         "esper_lightning/envs/execution/fused/graphs.py",
-        "self.frozen_mask, *self.stack.dependencies()]",
-        "self.frozen_mask]",
+        "*tensors, *self.stack.dependencies()]",
+        "*tensors]",
         "tests/envs/execution/fused/test_graphs.py::test_a_graph_serves_all_epochs_of_its_signature",
     ),
     Defect(

@@ -16,6 +16,7 @@ and running statistics back after its last one. A counter on the device selects 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,8 +183,10 @@ class GraphedEpoch(FusedEpoch):
         groups = [weights.group_of_weight, weights.group_of_parameter, weights.first_parameters]
         rates = [optimizer.host_of_group, optimizer.learning_rates, optimizer.weight_decays]
         drawn = [self.batches.indices, *self.batches.augment_params]
-        settings = [self.training, optimizer.has_weight_decay]
-        return [*settings, *drawn, *groups, *rates, self.frozen_mask, *self.stack.dependencies()]
+        # Rates are in the tensors, so that they may differ between episodes.
+        settings = replace(self.training, lr=1.0, seed_lr_factor=1.0, weight_decay=0.0)
+        tensors = [*drawn, *groups, *rates, self.frozen_mask]
+        return [settings, optimizer.has_weight_decay, *tensors, *self.stack.dependencies()]
 
     def state(self) -> list[Tensor]:
         """Return the tensors outside the arena's flat memory that steps change."""

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 
 from esper_lightning.envs import HostPool
+from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.execution import FusedExecutor
 from esper_lightning.envs.execution.fused import graphs
@@ -28,6 +29,8 @@ BATCHES = 4
 
 TRAINING = replace(FAST_CONFIG.training, batches=BATCHES)
 
+NO_FAMILY = FamilyConfig()
+
 SGD = {"optimizer": "sgd", "weight_decay": 0.01, "max_grad_norm": None}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,19 +41,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("residual", SGD),
     "tokens": ("gpt", {}),
     "dropout": ("gpt, dropout", {}),
+    "family": ("mlp", {"family": FamilyConfig(train=[{"fail": [0.5], "training.lr": [0.01, 0.02]}])}),
 }
-"""Host and training settings by name."""
+"""Host, and training settings or a family, by name."""
 
 exactly = partial(torch.testing.assert_close, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def make_both(host: str, n_envs: int = 3, **training: Any) -> tuple[HostPool, HostPool]:
+def make_both(
+    host: str, n_envs: int = 3, family: FamilyConfig = NO_FAMILY, **training: Any
+) -> tuple[HostPool, HostPool]:
     """Return a pool with CUDA graphs and one without, on the imitated GPU."""
-    with_graphs, without = (
-        make("fused", host, n_envs, torch.float32, device=GPU, training=replace(TRAINING, cuda_graphs=on, **training))
-        for on in (True, False)
-    )
-    return with_graphs, without
+
+    def make_one(cuda_graphs: bool) -> HostPool:
+        settings = replace(TRAINING, cuda_graphs=cuda_graphs, **training)
+        return make("fused", host, n_envs, torch.float32, device=GPU, training=settings, family=family)
+
+    return make_one(True), make_one(False)
 
 
 def assert_equal(ours: HostPool, theirs: HostPool) -> None:
