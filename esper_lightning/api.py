@@ -262,7 +262,7 @@ def grow(
     slots: Sequence[str],
     *,
     epochs: int = 12,
-    controller: str | Decider = "climbing",
+    controller: str | Decider = "heuristic",
     blueprints: list[str] | None = None,
     lr: float = 0.001,
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,

@@ -79,7 +79,7 @@ class Grow(Callback):
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network's
             features.
-        decider: `climbing`, `heuristic`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
+        decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
             checkpoint of a trained policy (`x.ckpt`); or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
@@ -105,7 +105,7 @@ class Grow(Callback):
         *,
         network: str | None = None,
         blueprints: str | list[str] | None = None,
-        decider: str | Decider = "climbing",
+        decider: str | Decider = "heuristic",
         monitor: str = "val_acc",
         mode: Literal["max", "min"] = "max",
         score: ScoreFunction | None = None,
