@@ -20,7 +20,7 @@ from lightning import Callback
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import grow
+from benchmarks import grow, zero_shot
 from benchmarks.isolation import letters, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from benchmarks.rows import read_rows
@@ -347,6 +347,11 @@ def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, 
 def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
     page = (ROOT / "docs" / "results" / "grow.md").read_text()
     assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
+
+
+def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
+    page = (ROOT / "docs" / "results" / "zero_shot.md").read_text()
+    assert "\n".join(zero_shot.table(read_rows(zero_shot.RESULTS, zero_shot.Row), zero_shot.GENERAL)) in page
 
 
 def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() -> None:

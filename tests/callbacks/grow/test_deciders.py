@@ -48,6 +48,15 @@ def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
     assert second.stage is Stage.EMBARGOED
 
 
+def test_the_policy_of_the_package_decides_by_the_rules_of_its_training() -> None:
+    callback = grow(decider="tamiyo", batches=1, loss="val_loss", lifecycle=None)
+
+    train(classifier(), callback, epochs=3)
+
+    assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
+    assert callback.pool is not None and len(callback.pool.subject.history.accuracy) == 3
+
+
 @pytest.mark.slow
 def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--data.env.actions.blueprints=[conv_light, bottleneck]")
