@@ -14,7 +14,7 @@ from esper_lightning.blueprints.residual import Residual
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution import FusedExecutor
-from esper_lightning.envs.execution.fused import executor
+from esper_lightning.envs.execution.fused import epoch
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import AugmentConfig
 from tests.conftest import FREE
@@ -125,7 +125,7 @@ def test_an_epoch_that_broke_off_leaves_hosts_as_they_were(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(executor, "fetch", broken)
+        patch.setattr(epoch, "fetch", broken)
         pool.train_without_actions(1)
 
     assert all(map(torch.equal, before, (p for env in pool.envs for p in env.network.parameters())))
