@@ -17,7 +17,8 @@ from tests.growth.grown import batch_of, host_of
 def test_a_seed_grown_by_hand_goes_through_its_whole_life_and_makes_the_network_better() -> None:
     host = host_of("image")
     optimizer = Adam(host.parameters(), lr=0.01)
-    network = GrowingNetwork(host, optimizer, horizon=20, lifecycle=LifecycleConfig(min_contribution=None))
+    lifecycle = LifecycleConfig(training_ticks=3, min_contribution=None)
+    network = GrowingNetwork(host, optimizer, horizon=20, lifecycle=lifecycle)
     batch, before = batch_of("image"), count_parameters(host)
 
     def right(outputs: Tensor, classes: Tensor) -> Tensor:

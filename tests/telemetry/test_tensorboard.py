@@ -33,8 +33,12 @@ RICH = (
 )
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
-NOT_HERE = {"memory/cuda", "tasks/<task>/<objective, accuracy, parameters>", "test/<metric>", "growth/potential"}
-"""Tags that need a GPU, several tasks (tests/cli/test_mixed.py) or a comparison (tests/cli/test_evaluate.py)."""
+NOT_HERE = {
+    *("memory/cuda", "time/graph.captures", "time/graph.replays"),
+    *("tasks/<task>/<objective, accuracy, parameters>", "test/<metric>", "growth/potential"),
+}
+"""Tags that need a GPU (tests/envs/execution/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
+comparison (tests/cli/test_evaluate.py)."""
 
 EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
 

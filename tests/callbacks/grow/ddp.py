@@ -1,6 +1,6 @@
-"""Program of two processes that grow one network together; it writes what each of them ends with.
+"""Program of two processes that grow one network together; it writes a checkpoint, and what each of them ends with.
 
-Run as `python -m tests.callbacks.grow.ddp FOLDER PRECISION ACCUMULATED_BATCHES`.
+Run as `python -m tests.callbacks.grow.ddp FOLDER PRECISION ACCUMULATED_BATCHES EPOCHS [CHECKPOINT]`.
 """
 
 import sys
@@ -27,16 +27,18 @@ class Write(Callback):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    callback = grow(PLAN)
-    train(
-        classifier("lambda"),
+    folder, precision, accumulated, epochs, *checkpoint = sys.argv[1:]
+    callback = grow(PLAN, horizon=8)
+    trained = train(
+        classifier("lambda", dropout=0.0),
         callback,
-        Write(folder),
-        epochs=8,
+        Write(Path(folder)),
+        resume_from=checkpoint[0] if checkpoint else None,
+        epochs=int(epochs),
         devices=2,
         strategy="ddp",
-        precision=sys.argv[2],
-        accumulate_grad_batches=int(sys.argv[3]),
+        precision=precision,
+        accumulate_grad_batches=int(accumulated),
         gradient_clip_val=1.0,
     )
+    trained.save_checkpoint(Path(folder) / "last.ckpt")
