@@ -39,7 +39,6 @@ from benchmarks.rows import appended_rows, read_rows
 from esper_lightning.blueprints import build_seed
 from esper_lightning.callbacks import Grow
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
-from esper_lightning.envs import ActionConfig
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import HEADS, Action, to_action
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, attach_slots, slots_of
@@ -65,10 +64,6 @@ SCHEDULED = {"layer2": 1, "layer3": 2}
 AS_IT_WAS, BUILT_IN = "as it was", "built in"
 
 PLANS = (AS_IT_WAS, "default rule", "schedule", "policy", BUILT_IN)
-
-POLICY_LIFECYCLE = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
-POLICY_ACTIONS = ActionConfig(tempos={"FAST": 2})
-"""Lifecycle and actions of `configs/digits.yaml`."""
 
 
 class BasicBlock(nn.Module):
@@ -177,14 +172,7 @@ def make_grow(plan: str, rng_seed: int, *, schedule: Path, policy: Path) -> Grow
     if plan == "schedule":
         return Grow(SLOTS, decider=str(schedule), rng_seed=rng_seed)
     if plan == "policy":
-        return Grow(
-            SLOTS,
-            decider=str(policy),
-            loss="val_loss",
-            lifecycle=POLICY_LIFECYCLE,
-            actions=POLICY_ACTIONS,
-            rng_seed=rng_seed,
-        )
+        return Grow(SLOTS, decider=str(policy), loss="val_loss", rng_seed=rng_seed)
     return None
 
 

@@ -17,6 +17,7 @@ from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.execution import FusedExecutor
 from esper_lightning.envs.execution.fused import graphs
 from esper_lightning.envs.execution.fused.epoch import FusedEpoch
+from esper_lightning.growth import GrowingNetwork
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import AugmentConfig, Digits
 from esper_lightning.tasks.task import Measures
@@ -108,6 +109,11 @@ def germinate(pool: HostPool, slot: str, blueprints: Sequence[str], stage: Stage
             env.growing.slots[slot].move_to(stage)
 
 
+def replace_seed(growing: GrowingNetwork, slot: str, blueprint: str) -> None:
+    growing.remove_seed(slot)
+    growing.germinate(slot, blueprint)
+
+
 def test_a_graph_serves_all_epochs_of_its_signature() -> None:
     captured, known = (1, BATCHES - 1), (0, BATCHES)
     expected: list[tuple[int, int]] = []
@@ -128,16 +134,14 @@ def test_a_graph_serves_all_epochs_of_its_signature() -> None:
             germinate(pool, "block1", ["norm", "norm"])  # the arena grows
         epoch(captured)
         for pool in pools:
-            pool.envs[1].growing.remove_seed("block1")
-            pool.envs[1].growing.germinate("block1", "norm")
+            replace_seed(pool.envs[1].growing, "block1", "norm")
         epoch(known)
         for pool in pools:
             for stage in (Stage.TRAINING, Stage.BLENDING):
                 pool.envs[0].growing.slots["block1"].move_to(stage)
         epoch(captured)
         for pool in pools:
-            pool.envs[1].growing.remove_seed("block1")
-            pool.envs[1].growing.germinate("block1", "conv_light")
+            replace_seed(pool.envs[1].growing, "block1", "conv_light")
         epoch(captured)
         for pool in pools:
             pool.reset([7, 8])
