@@ -131,13 +131,25 @@ class HostEnv(Subject):
         if self.monitor is not None:
             self.monitor.reset()
 
+    @property
+    def lr_share(self) -> float:
+        """Learning rate of the coming epoch as a share of the configured one, 0 to 1."""
+        return self.lr_factor * self.training.lr_share(self.tick / self.horizon)
+
     def _set_optimizer_options(self) -> None:
-        """Set the optimizer options of this run, in place of those of a loaded state."""
+        """Set the optimizer options of the coming epoch in this run, in place of those of a loaded state."""
+        share = self.lr_share
         for group in self.optimizer.param_groups:
             options = self.training.group_options(group["name"])
-            group.update(options, lr=options["lr"] * self.lr_factor)
+            group.update(options, lr=options["lr"] * share)
         seed_options = self.training.group_options("seed")
-        self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * self.lr_factor}
+        self.growing.seed_options = seed_options | {"lr": seed_options["lr"] * share}
+
+    def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
+        """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
+        events = super().record_epoch(result, hold_stages)
+        self._set_optimizer_options()
+        return events
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:
         """Return the overseer's reasons to veto an action; an empty list allows it."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -26,6 +26,10 @@ PRECISIONS: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 """Data types of matrix products and convolutions by name of the precision."""
+
+LrSchedule = Literal["constant", "cosine"]
+
+LR_SCHEDULES: tuple[str, ...] = get_args(LrSchedule)
 
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
@@ -58,6 +62,10 @@ class HostTraining:
 
     lr: float = 0.001
     """Learning rate of the host. Tiny hosts learn faster with a larger one, as in configs/digits.yaml."""
+
+    lr_schedule: LrSchedule = "constant"
+    """Learning rate over an episode. cosine lowers it after every host epoch along half a period of a cosine, from lr
+    in the first one to nearly 0 in the last (Loshchilov and Hutter 2017, SGDR, eq. 5, without restarts)."""
 
     seed_lr_factor: float = 1.0
     """Ratio of the learning rate of seeds to that of the host."""
@@ -110,6 +118,8 @@ class HostTraining:
     1.8 times with the digits host, whose parts are single tiny layers. None: no compilation."""
 
     def __post_init__(self) -> None:
+        if self.lr_schedule not in LR_SCHEDULES:
+            raise ValueError(f"training.lr_schedule must be {' or '.join(LR_SCHEDULES)}, got {self.lr_schedule!r}")
         for name in ("lr", "seed_lr_factor", "batch_size", "batches", "micro_batches", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -129,6 +139,10 @@ class HostTraining:
     def steps_per_epoch(self, samples: int) -> int:
         """Return the number of minibatches in a host epoch on `samples` training samples."""
         return self.batches or samples // self.batch_size
+
+    def lr_share(self, progress: float) -> float:
+        """Return the learning rate as a share of `lr`, 0 to 1, after a share `progress` of the episode."""
+        return 1.0 if self.lr_schedule == "constant" else (1.0 + math.cos(math.pi * min(1.0, progress))) / 2
 
     def group_options(self, group: str) -> dict[str, float]:
         """Return the optimizer options of a parameter group: that of the host, or of a seed for any other name."""

@@ -11,6 +11,7 @@ from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.growing_network import GrowingNetwork, SeedMeasurements
 from esper_lightning.growth.lifecycle import SeedEvent, count_parameters
+from esper_lightning.growth.schedules import host_groups, nominal_lr
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig, Prices, SeedAccount
@@ -89,6 +90,12 @@ class Subject:
     @property
     def lifecycle(self) -> LifecycleConfig:
         return self.growing.lifecycle
+
+    @property
+    def lr_share(self) -> float:
+        """Learning rate of the coming epoch as a share of its nominal value, at most 1."""
+        group = host_groups(self.growing.optimizer)[0]
+        return min(1.0, float(group["lr"]) / nominal_lr(group))
 
     @property
     def prices(self) -> Prices:

@@ -5,7 +5,7 @@ once groups are added or removed. `follow` shows it the host's groups alone, so 
 without growth, and lets the seeds' groups follow the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
@@ -94,8 +94,7 @@ def follow(scheduler: Scheduler, growing: GrowingNetwork) -> Scheduler:
         host, own = host_groups(optimizer)[0], growing.seed_options.get("lr")
         rate = host["lr"]
         if own is not None:
-            nominal = max(float(host["initial_lr"]), float(host.get("max_lr", 0.0)), *peaks)
-            rate = own * (host["lr"] / nominal)
+            rate = own * (host["lr"] / max(nominal_lr(host), *peaks))
         for group in seeds:
             group["lr"] = rate
             if cycles_momentum:
@@ -103,6 +102,11 @@ def follow(scheduler: Scheduler, growing: GrowingNetwork) -> Scheduler:
 
     growing.optimizer.register_step_pre_hook(set_rates_of_seeds)
     return scheduler
+
+
+def nominal_lr(group: Mapping[str, Any]) -> float:
+    """Return the nominal learning rate of a parameter group: the largest that its schedulers name, else the present."""
+    return max(float(group.get("initial_lr", group["lr"])), float(group.get("max_lr", 0.0)))
 
 
 def host_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ HORIZON_VARIABLE = "horizon"
 OFFERED_SLOTS, OFFERED_BLUEPRINTS = "offer.slots", "offer.blueprints"
 """Variables that limit what an episode offers."""
 
-TRAINING_VARIABLES = ("lr", "seed_lr_factor", "weight_decay")
+TRAINING_VARIABLES = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay")
 """Settings of host training that may be variables: those that may differ between hosts trained together."""
 
 
@@ -94,10 +94,10 @@ class FamilyConfig:
     """Contexts of episodes: the variables that differ between episodes, and their values.
 
     Names of variables are `host.<argument of the host>`, `data.<field of a data variant>` (transform, noise,
-    label_noise, classes, samples), `training.lr` (or seed_lr_factor, weight_decay), `objective.price`, `horizon`: the
-    length of the episode, at most env.horizon, `offer.slots` and `offer.blueprints`: numbers of slots and of blueprints
-    on offer, which the RNG seed of the episode selects, and `fail` or `fail.<blueprint>`: the probability that a slot
-    gives a blueprint's seeds no gradient for the whole episode.
+    label_noise, classes, samples), `training.lr` (or lr_schedule, seed_lr_factor, weight_decay), `objective.price`,
+    `horizon`: the length of the episode, at most env.horizon, `offer.slots` and `offer.blueprints`: numbers of slots
+    and of blueprints on offer, which the RNG seed of the episode selects, and `fail` or `fail.<blueprint>`: the
+    probability that a slot gives a blueprint's seeds no gradient for the whole episode.
     """
 
     train: list[VariableGrid] = field(default_factory=list)
@@ -148,7 +148,7 @@ def _check_variables(where: str, groups: Sequence[VariableGrid]) -> None:
                     _check_settings(where, name, Variant, settings={variable: value})
             elif group == TRAINING:
                 _check_name(where, name, [f"training.{option}" for option in TRAINING_VARIABLES])
-                if not all(map(_is_number, values)):
+                if variable != "lr_schedule" and not all(map(_is_number, values)):
                     raise ValueError(f"{where}: {name} must be a number, got {values}")
                 for value in values:
                     _check_settings(where, name, HostTraining, settings={variable: value})

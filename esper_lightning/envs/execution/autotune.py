@@ -41,7 +41,7 @@ PER_HOST_EXECUTORS = frozenset({"loop", "threads", "streams"})
 FILE_FORMAT = 1
 """Version of the file format; a file of another version is replaced."""
 
-SPEED_NEUTRAL_SETTINGS = ("lr", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
+SPEED_NEUTRAL_SETTINGS = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
 """Fields of `HostTraining` that do not affect speed, or that belong to the candidates."""
 
 COMPARISON_SECONDS = 1.0

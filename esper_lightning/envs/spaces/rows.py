@@ -263,5 +263,6 @@ def row_host_features(env: Subject) -> dict[str, float]:
         name: value for name, value in host_features(env).items() if not name.startswith(STAGE_SHARE_PREFIX)
     }
     values["ticks_left"] = math.log1p(max(0, env.horizon - env.tick)) / LOG_SIZE_SCALE
+    values["lr"] = env.lr_share
     values["host.parameters"] = math.log(env.host_parameters) / (2 * LOG_SIZE_SCALE)
     return values

@@ -184,7 +184,7 @@ class GraphedEpoch(FusedEpoch):
         rates = [optimizer.host_of_group, optimizer.learning_rates, optimizer.weight_decays]
         drawn = [self.batches.indices, *self.batches.augment_params]
         # Rates are in the tensors, so that they may differ between episodes.
-        settings = replace(self.training, lr=1.0, seed_lr_factor=1.0, weight_decay=0.0)
+        settings = replace(self.training, lr=1.0, lr_schedule="constant", seed_lr_factor=1.0, weight_decay=0.0)
         tensors = [*drawn, *groups, *rates, self.frozen_mask]
         return [settings, optimizer.has_weight_decay, *tensors, *self.stack.dependencies()]
 
