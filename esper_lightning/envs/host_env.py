@@ -148,7 +148,8 @@ class HostEnv(Subject):
     def record_epoch(self, result: EpochResult, hold_stages: bool = False) -> list[SeedEvent]:
         """Record the result of an epoch, advance the lifecycle of the seeds and the schedule of the learning rate."""
         events = super().record_epoch(result, hold_stages)
-        self._set_optimizer_options()
+        if self.training.lr_schedule != "constant":
+            self._set_optimizer_options()
         return events
 
     def refusal_reasons(self, action: Sequence[int]) -> list[str]:

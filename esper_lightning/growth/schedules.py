@@ -94,7 +94,7 @@ def follow(scheduler: Scheduler, growing: GrowingNetwork) -> Scheduler:
         host, own = host_groups(optimizer)[0], growing.seed_options.get("lr")
         rate = host["lr"]
         if own is not None:
-            rate = own * (host["lr"] / max(nominal_lr(host), *peaks))
+            rate = own * (host["lr"] / max([nominal_lr(host), *peaks]))
         for group in seeds:
             group["lr"] = rate
             if cycles_momentum:

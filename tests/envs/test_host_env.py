@@ -255,9 +255,31 @@ def test_seeds_learn_at_their_own_rate(make_pool: Callable[..., HostPool]) -> No
     }
 
 
+def test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(1, training=HostTraining(lr=0.02, lr_schedule="cosine", seed_lr_factor=0.5, batches=1))
+    env, alone = pool.envs[0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(alone, T_max=pool.horizon)
+    pool.reset([0])
+    for tick in range(pool.horizon):
+        assert env.lr_share == pytest.approx(alone.param_groups[0]["lr"] / 0.02)
+        pool.step(act(germinate(0) if tick == 2 else WAIT))
+        # The rates of this epoch were those before the step; those of the next one are set by now.
+        alone.step()
+        schedule.step()
+        rates = {group["name"]: group["lr"] for group in env.optimizer.param_groups}
+        (rate,) = schedule.get_last_lr()
+        assert rates["host"] == pytest.approx(rate) and rates.get("seed.block1.pool", rate / 2) == pytest.approx(
+            rate / 2
+        )
+    assert "seed.block1.pool" in rates and rates["host"] == pytest.approx(0.0, abs=1e-9)
+    pool.reset([0])
+    assert env.optimizer.param_groups[0]["lr"] == 0.02
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"lr_schedule": "linear"}, "training.lr_schedule must be constant or cosine, got 'linear'"),
         ({"lr": 0.0}, "training.lr must be positive, got 0.0"),
         ({"seed_lr_factor": -1.0}, "seed_lr_factor must be positive"),
         ({"batch_size": 0}, "batch_size must be positive"),

@@ -144,6 +144,20 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/test_host_env.py::test_a_tick_goes_over_the_data_without_repetition",
     ),
     Defect(
+        "The learning rate of a cosine stays what it is",
+        "esper_lightning/envs/host_env.py",
+        "self.lr_factor * self.training.lr_share(self.tick / self.horizon)",
+        "self.lr_factor",
+        "tests/envs/test_host_env.py::test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode",
+    ),
+    Defect(
+        "The learning rate falls once, at the start of the episode",
+        "esper_lightning/envs/host_env.py",
+        'if self.training.lr_schedule != "constant":',
+        "if False:",
+        "tests/envs/test_host_env.py::test_learning_rates_fall_as_those_of_pytorchs_cosine_over_the_episode",
+    ),
+    Defect(
         "Seeds learn at the learning rate of the host",
         "esper_lightning/envs/host_training.py",
         "self.lr * self.seed_lr_factor",

@@ -345,7 +345,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A seed keeps its own learning rate whatever the schedule says",
         f"{G}/schedules.py",
-        'own * (host["lr"] / nominal)',
+        'own * (host["lr"] / max([nominal_lr(host), *peaks]))',
         "own",
         f"{T}/test_schedules.py::test_a_seed_follows_the_host_at_its_own_rate",
     ),

@@ -59,15 +59,17 @@ def test_a_training_in_which_nothing_grows_is_bit_for_bit_that_without_the_callb
 
 
 class Seen(Callback):
-    """Whether deciders see the network as a new pool does, after each training batch."""
+    """Whether deciders see the network as a new pool does, and the relative learning rate, after each batch."""
 
     def __init__(self, grow: Grow) -> None:
         self.grow = grow
         self.is_current: list[bool] = []
+        self.lr_shares: list[float] = []
 
     def on_train_batch_end(self, *_: object) -> None:
         pool = self.grow.pool
         assert pool is not None
+        self.lr_shares.append(pool.subject.lr_share)
         fresh = SinglePool(pool.subject, pool.growable, pool.config)
         fresh.update()
         seen, expected = ((each.observation.features, *each.masks) for each in (pool, fresh))
@@ -121,6 +123,8 @@ def test_seeds_live_their_lives_and_every_change_is_recorded(run: Run) -> None:
 
 def test_deciders_and_callbacks_see_the_network_as_it_is(run: Run) -> None:
     assert len(run.seen.is_current) == 5 * EPOCHS and all(run.seen.is_current)
+    # Lightning sets the rate of the next epoch before the last batch of an epoch ends.
+    assert run.seen.lr_shares == pytest.approx([0.9 ** (batch // 5) for batch in range(1, 5 * EPOCHS + 1)])
 
 
 def test_a_seed_follows_the_schedule_of_the_learning_rate(run: Run) -> None:

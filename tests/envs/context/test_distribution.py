@@ -37,6 +37,7 @@ FACTS: dict[str, list[Any]] = {
     "host.widths": [[4, 8, 16], [3, 4, 6]],
     "data.transform": ["none", "shuffled"],
     "training.lr": [0.01, 0.03],
+    "training.lr_schedule": ["constant", "cosine"],
     "objective.price": [0.05, 0.5],
 }
 
@@ -79,10 +80,10 @@ def test_every_combination_of_values_is_a_context_drawn_by_the_rng_seed_alone() 
     config = FamilyConfig(train=[FACTS, {"host.kernel": [5]}], held_out=[{"host.kernel": [7], "training.lr": [0.1]}])
     whole, held_out = ContextDistribution(config), ContextDistribution(config, held_out=True)
 
-    assert len(whole.contexts) == 2**5 + 1 and len(held_out.contexts) == 1
+    assert len(whole.contexts) == 2**6 + 1 and len(held_out.contexts) == 1
     drawn = [str(whole.draw(seed)) for seed in range(2000)]
     counts = [drawn.count(str(member)) for member in whole.contexts]
-    assert min(counts) > 30 and max(counts) < 110  # 61 on average
+    assert min(counts) > 10 and max(counts) < 60  # 31 on average
     assert drawn == [str(ContextDistribution(config).draw(seed)) for seed in range(2000)]
     assert dict(held_out.draw(3).variables) == {"host.kernel": 7, "training.lr": 0.1}
 
@@ -100,7 +101,7 @@ def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executo
         kinds.add(str(pool.envs[0].context.context))
         plain = replace(
             config,
-            training=replace(config.training, lr=facts["training.lr"]),
+            training=replace(config.training, lr=facts["training.lr"], lr_schedule=facts["training.lr_schedule"]),
             objective=ObjectiveConfig(price=facts["objective.price"]),
         )
         host = partial(cnn, kernel=facts["host.kernel"], widths=facts["host.widths"])

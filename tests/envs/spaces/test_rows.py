@@ -14,6 +14,7 @@ from esper_lightning.controllers.periodic import Periodic
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.descriptions import name_code, summarise_layers
 from esper_lightning.envs.spaces.observation import ObservationConfig, compute_features, slot_features
 from esper_lightning.hosts import CNN
@@ -62,7 +63,8 @@ def named_rows(
 
 
 def test_rows_hold_what_their_names_say(make_pool: MakePool) -> None:
-    pool = make_pool(2, sight=ROWS, objective=ObjectiveConfig(price=0.1), governor=None)
+    training = HostTraining(batches=1, lr_schedule="cosine")
+    pool = make_pool(2, sight=ROWS, objective=ObjectiveConfig(price=0.1), governor=None, training=training)
     env, kept, tried = pool.envs[0], 1, 2
     pool.step(act(germinate(0, kept), WAIT))
     for _ in range(3):
@@ -74,6 +76,7 @@ def test_rows_hold_what_their_names_say(make_pool: MakePool) -> None:
     assert {name: host[name] for name in ("loss.0", "price", "last_op.FOSSILIZE")} == pytest.approx(
         {"loss.0": measured["loss.0"], "price": 0.1, "last_op.FOSSILIZE": 1.0}
     )
+    assert host["lr"] == pytest.approx(env.optimizer.param_groups[0]["lr"] / training.lr) and 0.0 < host["lr"] < 1.0
     assert not [name for name in host if name.startswith("share.")], "shares depend on the number of slots"
     for k, row in enumerate(slots):
         assert {name: row[name] for name in slot_features(env, k)} == pytest.approx(slot_features(env, k))

@@ -43,15 +43,17 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     rest_is_slow(
         [
             {"optimizer": "adamw", "weight_decay": 0.1},
-            {"weight_decay": 0.1},
+            {"weight_decay": 0.1, "lr_schedule": "cosine"},
             {"optimizer": "sgd", "weight_decay": 0.01},
             {"optimizer": "sgd", "momentum": 0.0},
             {"max_grad_norm": 0.05},
-            {"max_grad_norm": None, "seed_lr_factor": 3.0},
+            {"max_grad_norm": None, "seed_lr_factor": 3.0, "lr_schedule": "cosine"},
             {"micro_batches": 4},
             {"carry_over": False},
         ],
-        lambda changes: changes not in ({"weight_decay": 0.1}, {"optimizer": "sgd", "momentum": 0.0}),
+        lambda changes: (
+            changes not in ({"weight_decay": 0.1, "lr_schedule": "cosine"}, {"optimizer": "sgd", "momentum": 0.0})
+        ),
     ),
     ids=str,
 )
