@@ -18,7 +18,7 @@ from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.envs.subject import Subject
 from esper_lightning.governor.judge import EpochStats, Judgement
 from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.governor.snapshot import clone_parts
+from esper_lightning.governor.snapshot import clone_tensors, pack
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
@@ -277,11 +277,11 @@ class HostEnv(Subject):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
-        state = clone_parts(self._host_state())
+        state = self._host_state()
         monitor = self.monitor.state_dict() if self.monitor is not None else None
         for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
             holder["scaler"] = scaler_numbers(holder["scaler"])
-        return state | {"ended": self.stopped, "monitor": monitor}
+        return pack(state | {"ended": self.stopped, "monitor": monitor})
 
     def _host_state(self) -> dict[str, Any]:
         return self.record_state() | {
@@ -301,7 +301,8 @@ class HostEnv(Subject):
         self.reset(state["rng_seed"])
         if state["monitor"] is not None:
             self._load_host(state["monitor"]["snapshot"])  # a trial: reports an invalid snapshot now
-        self._load_host(state)
+        # A copy: optimizer state loaded from a part of a larger memory would keep all of it alive.
+        self._load_host(clone_tensors({key: value for key, value in state.items() if key != "monitor"}))
         self.stopped = bool(state["ended"])
         if self.monitor is not None:
             if state["monitor"] is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.growth.stages import Stage
 from tests.decisions import WAIT, act, cull, fossilize, germinate
 from tests.tiers import rest_is_slow
@@ -59,6 +60,21 @@ def used_pool(make: Callable[[], HostPool]) -> HostPool:
     for _ in range(4):
         pool.step(wanderer.act(pool))
     return pool
+
+
+def test_a_resumed_host_holds_no_memory_besides_its_own(make_pool: Callable[..., HostPool]) -> None:
+    pool = make_pool(2)
+    pool.reset([1, 2])
+    for rows in SCRIPT[:4]:
+        pool.step(act(*rows))
+    state = loaded(saved(pool))
+    pool.load_state_dict(state)
+
+    assert len({tensor.untyped_storage().data_ptr() for tensor in iter_tensors(state["envs"][0]["growing"])}) < 5
+    for env in pool.envs:
+        moments = [value for state in env.optimizer.state.values() for value in state.values()]
+        own = [*moments, *env.network.parameters(), *env.network.buffers()]
+        assert moments and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in own)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper_lightning.governor.snapshot import Snapshot
+from esper_lightning.governor.snapshot import Snapshot, clone_tensors, pack
 from esper_lightning.growth.nested import iter_tensors
 from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.runs import differences
@@ -110,6 +110,20 @@ def test_a_copy_shares_no_memory_with_the_store(state: Any) -> None:
     assert all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in iter_tensors(copy))
     snapshot.take({"another": torch.full((64,), 7.0)})
     assert same(copy, reference)
+
+
+@given(STATES)
+def test_a_packed_state_is_an_equal_one_with_a_memory_for_each_data_type(state: Any) -> None:
+    packed = pack(state)
+
+    assert same(packed, state)
+    assert not memory(packed) & memory(state)
+    assert len(memory(packed)) == len({tensor.dtype for tensor in iter_tensors(state) if tensor.numel()})
+    images = [
+        [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in iter_tensors(one) if tensor.ndim == 4]
+        for one in (packed, clone_tensors(state))
+    ]
+    assert images[0] == images[1], "memory formats stay"
 
 
 def grown() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -328,9 +328,16 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A host is saved with the memory of all others",
         "esper_lightning/governor/snapshot.py",
-        "tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor",
-        "tensor",
+        "return _convert(state, lambda _: next(in_order))",
+        "return state",
         "tests/envs/execution/fused/test_arena.py::test_what_is_saved_of_a_host_holds_nothing_of_others",
+    ),
+    Defect(
+        "A resumed host keeps the memory of its checkpoint",
+        "esper_lightning/envs/host_env.py",
+        'clone_tensors({key: value for key, value in state.items() if key != "monitor"})',
+        "state",
+        "tests/envs/test_host_env_resume.py::test_a_resumed_host_holds_no_memory_besides_its_own",
     ),
     Defect(
         "The memory format of the CPU holds on a GPU",

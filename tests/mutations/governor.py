@@ -104,7 +104,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A restored host trains on in the memory of its snapshot",
         "esper_lightning/governor/snapshot.py",
-        "_convert(self.view(), Tensor.clone)",
+        "clone_tensors(self.view())",
         "self.view()",
         "tests/envs/test_watched.py::test_to_train_on_after_a_rollback_does_not_touch_the_snapshot",
     ),
