@@ -31,6 +31,8 @@ LrSchedule = Literal["constant", "cosine"]
 
 LR_SCHEDULES: tuple[str, ...] = get_args(LrSchedule)
 
+ConvolutionMethod = Literal["grouped", "products"]
+
 MAX_BATCHES = 100_000
 """Largest number of minibatches in a host epoch; their indices are drawn before the epoch and kept in memory."""
 
@@ -104,6 +106,13 @@ class HostTraining:
     """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
     for hosts of a few channels (measured on digits) and more for wide ones. None: the faster choice with executor auto,
     True with any other."""
+
+    convolutions: ConvolutionMethod | None = None
+    """How executor fused computes a convolution of several hosts. grouped is one grouped convolution. products is one
+    batched matrix product over unfolded patches, which take the memory of the features times the size of the kernel;
+    layers with groups, and with padding by name, stay grouped convolutions. Which is faster depends on device and
+    hosts. None: the faster choice with executor auto, else grouped, except 1×1 kernels of at most 4 hosts or on a
+    GPU, which are products."""
 
     cuda_graphs: bool = False
     """Capture the training step of executor fused as a CUDA graph and replay it for every further minibatch. Saves the

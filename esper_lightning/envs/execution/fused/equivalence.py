@@ -12,6 +12,7 @@ from esper_lightning.blueprints import blueprint_names
 from esper_lightning.envs.execution.fused.flat_params import FlatParameters
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.envs.host_env import HostEnv
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.blend import BlendStyle
@@ -61,19 +62,20 @@ class Trial(NamedTuple):
     tolerance: float
 
 
-def check_stack(env: HostEnv, inputs: Tensor) -> None:
+def check_stack(env: HostEnv, inputs: Tensor, convolutions: ConvolutionMethod | None = None) -> None:
     """Compare a few stacked hosts with the same hosts by themselves, with every kind of seed that can grow on them.
 
     Args:
         env: Environment of the host, which is not changed.
         inputs: Some inputs of the host.
+        convolutions: How the stack computes convolutions; see `HostTraining.convolutions`.
 
     Raises ValueError if the host cannot be stacked: a layer is not supported, or the results differ.
     """
     gpus = [env.device] if env.device.type == "cuda" else []
     try:
         with torch.inference_mode(False), torch.random.fork_rng(gpus):
-            _check_all_seeds(env, inputs)
+            _check_all_seeds(env, inputs, convolutions)
     except HOST_ERRORS as error:
         first, *_ = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
@@ -81,9 +83,9 @@ def check_stack(env: HostEnv, inputs: Tensor) -> None:
         ) from error
 
 
-def _check_all_seeds(env: HostEnv, inputs: Tensor) -> None:
+def _check_all_seeds(env: HostEnv, inputs: Tensor, convolutions: ConvolutionMethod | None) -> None:
     trial = _most_exact_trial(env, inputs)
-    stack = HostStack(trial.hosts[0])
+    stack = HostStack(trial.hosts[0], convolutions)
     for blueprints, style in _seed_cases(env):
         _germinate_seeds(trial, blueprints, style)
         _check_weights(trial.hosts[-1])

@@ -76,8 +76,8 @@ class FusedExecutor(LoopExecutor):
         kind, device = envs[0].architecture, envs[0].device
         if (kind, device) not in self.stacks:
             if not any(kind == checked for checked, _ in self.stacks):
-                check_stack(envs[0], data.inputs)
-            self.stacks[kind, device] = HostStack(envs[0].network)
+                check_stack(envs[0], data.inputs, self.training.convolutions)
+            self.stacks[kind, device] = HostStack(envs[0].network, self.training.convolutions)
         return self.stacks[kind, device]
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 
 MAX_BMM_HOSTS: dict[str, float] = {"cpu": 4, "cuda": math.inf}
-"""Most hosts for which a 1×1 convolution is computed as a batched matrix product, by type of device.
+"""Most hosts for which a 1×1 convolution is a batched matrix product where no method is set, by type of device.
 
 On the CPU it then takes 50 to 150 instead of 100 to 260 µs, forward and backward, on small features of 4 to 16
 channels. On CUDA a batched product is one kernel for any number of hosts, while grouped convolutions have few fast
@@ -73,7 +73,11 @@ class StackedLayer(nn.Module):
 
 
 class StackedConv2d(StackedLayer):
-    """Convolution as one grouped convolution, [B, V·C, H, W] -> [B, V·D, H', W']."""
+    """Convolution of many hosts, [B, V·C, H, W] -> [B, V·D, H', W'].
+
+    It is one grouped convolution, or one batched product of weights and patches, as `StackIndex.convolutions` says.
+    Layers with groups of their own, or whose padding has a name, are always grouped convolutions.
+    """
 
     required_settings: ClassVar[dict[str, object]] = {"padding_mode": "zeros"}
 
@@ -81,19 +85,13 @@ class StackedConv2d(StackedLayer):
         super().__init__(layer, stack_index)
         # Any: torch declares the function for padding of either type, but not for one that is not known.
         self.conv_options: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
-        self.groups = layer.groups
+        self.kernel_size, self.groups = layer.kernel_size, layer.groups
+        self.can_be_product = layer.groups == 1 and not isinstance(layer.padding, str)
         self.pointwise = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        count = self.stack_index.count
-        if self.pointwise and count <= MAX_BMM_HOSTS[x.device.type]:
-            if not CHANNELS_LAST[x.device.type]:
-                return self._pointwise(x, count)
-            pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
-            weight = self.per_entry("weight")
-            assert weight is not None
-            y = _linear(pixels, weight.flatten(2), self.per_entry("bias"))
-            return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        if self._is_product(x.device.type):
+            return self._product(x if self.pointwise else self._patches(x))
         weight = self.concatenated("weight")
         assert weight is not None
         return F.conv2d(
@@ -104,13 +102,38 @@ class StackedConv2d(StackedLayer):
             self.stack_index.count * self.groups,
         )
 
-    def _pointwise(self, x: Tensor, count: int) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W], both contiguous
-        """Compute a 1×1 convolution as a batched product, without a change of the memory format."""
-        pixels = x.unflatten(1, (count, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # [V, C, B·H·W]
+    def _is_product(self, device_type: str) -> bool:
+        """Return whether the convolution of the present entries is a batched product."""
+        count, method = self.stack_index.count, self.stack_index.convolutions
+        if method is None:
+            return self.pointwise and count <= MAX_BMM_HOSTS[device_type]
+        # Patches take memory and time, and save nothing where there is one host.
+        return method == "products" and self.can_be_product and (self.pointwise or count > 1)
+
+    def _patches(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·C·k·k, H', W'] contiguous, kernel size k
+        """Return the patch of every output pixel, as channels, so that the convolution is a 1×1 convolution."""
+        if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # the product rounds to it anyway
+        stride, padding, dilation = self.conv_options
+        # All samples as channels of one, because on CUDA torch launches a kernel for each sample.
+        columns = F.unfold(x.flatten(0, 1)[None], self.kernel_size, dilation, padding, stride)
+        sizes = zip(x.shape[2:], self.kernel_size, stride, padding, dilation, strict=True)
+        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return columns.view(x.shape[0], -1, height, width)
+
+    def _product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W]
+        """Compute a 1×1 convolution of channels or patches as a batched product, in the memory format of the device."""
+        count, pixel_axes = self.stack_index.count, (x.shape[0], *x.shape[2:])
         weight, bias = self.per_entry("weight"), self.per_entry("bias")
         assert weight is not None
-        y = torch.bmm(weight.flatten(2), pixels)  # weight: [V, D, C]
-        y = (y if bias is None else y + bias[:, :, None]).unflatten(2, (x.shape[0], *x.shape[2:]))
+        weight = weight.flatten(2)  # [V, D, C]
+        if CHANNELS_LAST[x.device.type]:
+            pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
+            y = _linear(pixels, weight, bias)
+            return y.transpose(0, 1).reshape(*pixel_axes, -1).permute(0, 3, 1, 2)
+        pixels = x.unflatten(1, (count, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # [V, C, B·H·W]
+        y = torch.bmm(weight, pixels)
+        y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, pixel_axes)
         return y.permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous()
 
 

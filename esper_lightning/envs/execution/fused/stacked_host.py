@@ -14,6 +14,7 @@ from esper_lightning.envs.execution.fused.layers import stack_layers
 from esper_lightning.envs.execution.fused.stacked_slot import StackedSeeds, StackedSlot
 from esper_lightning.envs.execution.fused.stacking import StackIndex, stack_inputs, unstack_outputs
 from esper_lightning.envs.execution.fused.variant_batch import StackEntries
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.growth.attach import attach_from_records, attachment_records, detach_slots
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.lifecycle import slots_of
@@ -26,12 +27,13 @@ class HostStack:
 
     Args:
         host: One of the hosts; its seeds are ignored.
+        convolutions: How hosts and seeds compute convolutions; see `HostTraining.convolutions`.
 
     Raises ValueError if a layer cannot be stacked.
     """
 
-    def __init__(self, host: nn.Module) -> None:
-        self.stack_index = StackIndex()
+    def __init__(self, host: nn.Module, convolutions: ConvolutionMethod | None = None) -> None:
+        self.stack_index = StackIndex(convolutions)
         self.entries = StackEntries()
         self.slots: dict[str, StackedSlot] = {}
         with torch.inference_mode(False):

@@ -23,6 +23,7 @@ from esper_lightning.envs.execution.fused.stacking import (
     unflatten_entries,
 )
 from esper_lightning.envs.execution.fused.variant_batch import StackEntries
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.growth.blend import BlendStyle, add, mix, proximal_gradient
 from esper_lightning.growth.slot import SeedSlot
 
@@ -79,14 +80,15 @@ class StackedSeeds:
     Args:
         seed: A seed of this kind, of which a copy is stacked.
         style: How the seeds' outputs are blended into the hosts' features.
+        convolutions: How they compute convolutions; see `HostTraining.convolutions`.
 
     Attributes:
         row_of_host: Row of the stacked weights for each host index that has such a seed.
     """
 
-    def __init__(self, seed: nn.Module, style: BlendStyle) -> None:
+    def __init__(self, seed: nn.Module, style: BlendStyle, convolutions: ConvolutionMethod | None = None) -> None:
         self.style: BlendStyle = style
-        self.stack_index = StackIndex()
+        self.stack_index = StackIndex(convolutions)
         with torch.inference_mode(False):  # tensors of the seed are used in training too
             self.module = stack_layers(deepcopy(seed), self.stack_index).eval()
 
@@ -178,7 +180,8 @@ class StackedSlot:
     def _seeds_of_kind(self, kind: SeedKind, slots: Mapping[int, SeedSlot]) -> StackedSeeds:
         """Return the stacked seeds of one kind, assigned to these slots by host index."""
         if kind not in self.seeds_by_kind:
-            self.seeds_by_kind[kind] = StackedSeeds(next(iter(slots.values())).seed, kind[1])
+            seed = next(iter(slots.values())).seed
+            self.seeds_by_kind[kind] = StackedSeeds(seed, kind[1], self.stack_index.convolutions)
             self.seed_modules.append(self.seeds_by_kind[kind].module)
         self.seeds_by_kind[kind].assign(slots)
         return self.seeds_by_kind[kind]

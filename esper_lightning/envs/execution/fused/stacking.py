@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from esper_lightning.envs.device_transfer import upload
+from esper_lightning.envs.host_training import ConvolutionMethod
 
 CHANNELS_LAST: dict[str, bool] = {"cpu": True, "cuda": False}
 """Memory format of stacked image features by type of device; True: channels last.
@@ -20,14 +21,18 @@ On CUDA cuDNN has slow kernels for grouped convolutions with channels last
 
 
 class StackIndex:
-    """Rows of the stacked weights that the entries of a stacked feature are computed with.
+    """Rows of the stacked weights that the entries of a stacked feature are computed with, and how.
+
+    Args:
+        convolutions: How stacked layers compute convolutions; see `HostTraining.convolutions`.
 
     Attributes:
         count: Number of entries V in the present features.
         rows: Row of the stacked weights for each entry, [V] int64. None: each row once, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, convolutions: ConvolutionMethod | None = None) -> None:
+        self.convolutions: ConvolutionMethod | None = convolutions
         self.count = 0
         self.rows: Tensor | None = None
 
