@@ -132,7 +132,8 @@ class RawLoop:
 
 
 def choices(case: Case, device: torch.device) -> list[ExecutorChoice]:
-    """Return the executors that run on `device`; for digits with and without oneDNN."""
+    """Return the executors that run on `device`, fused with its default convolutions; for digits with and without
+    oneDNN."""
     return available_choices(device, training_settings(case, "fp32"))
 
 
@@ -148,7 +149,7 @@ def make_pool(
 ) -> HostPool:
     """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
-    settings = replace(settings, cuda_graphs=cuda_graphs)
+    settings = replace(settings, cuda_graphs=cuda_graphs, convolutions=choice.convolutions)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
     device, overseer = data.train.inputs.device, Overseer(GovernorConfig())

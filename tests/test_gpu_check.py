@@ -6,8 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn import functional as F
 
 from benchmarks.gpu import measure
 from benchmarks.gpu.__main__ import NEEDED, make_steps, missing_distributions, run_steps, unpack_wheels
@@ -65,14 +63,6 @@ def test_the_steps_name_configs_and_measurements_that_exist(device: str, tmp_pat
             assert step.command[3] in measure.MEASUREMENTS
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_a_batched_product_is_a_grouped_convolution(kernel: int) -> None:
-    x, weight = torch.randn(2, 3 * 4, 5, 5, dtype=torch.float64), torch.randn(3 * 6, 4, kernel, kernel).double()
-
-    grouped = F.conv2d(x, weight, padding=kernel // 2, groups=3)
-    torch.testing.assert_close(measure.batched_convolution(x, weight, 3), grouped)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "quantities"),
@@ -82,7 +72,7 @@ def test_a_batched_product_is_a_grouped_convolution(kernel: int) -> None:
         ("memory", ("fused", 6), 2),
         ("matrix_rate", (), 3),
         ("convolutions", ([measure.ConvolutionShape(2, 3, 4, 5, 3)],), 2 * 3),
-        ("speed", ("digits", "2", ("fp32",)), 2 + 2 * 2 * 3),
+        ("speed", ("digits", "2", ("fp32",)), 2 + 3 * 2 * 3),
     ],
 )
 def test_a_measurement_runs_on_the_cpu(

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import memory as memory_benchmark
@@ -25,6 +24,9 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.execution.autotune import ExecutorChoice
+from esper_lightning.envs.execution.fused.layers import StackedConv2d
+from esper_lightning.envs.execution.fused.stacking import StackIndex
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.envs.spaces.actions import Op, to_action
 
 MATRIX_SIDE = {"cpu": 256, "cuda": 8192}
@@ -49,9 +51,6 @@ class ConvolutionShape(NamedTuple):
     """Height and width of the features."""
     kernel: int
 
-
-Convolve = Callable[[Tensor, Tensor, int], Tensor]
-"""Function of features, weights and the number of hosts."""
 
 CONVOLUTIONS = [
     ConvolutionShape(hosts, *shape)
@@ -189,52 +188,50 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
         plain = min(min(raw_seconds(raw).values()) for _ in range(ROUNDS))
         print_result(f"{precision}: raw loop", f"{images / plain:.0f}", "images/s")
         print_result(f"{precision}: raw loop", f"{images / plain * raw.flops() / 1e12:.4f}", "TFLOP/s")
-        # "graph" is executor fused with CUDA graphs.
-        for executor in [*executors(), *(["graph"] if DEVICE.type == "cuda" else [])]:
+        choices = {name: ExecutorChoice(name, True) for name in executors()}
+        choices["fused with products"] = ExecutorChoice("fused", True, "products")
+        if DEVICE.type == "cuda":
+            choices["fused with graphs"] = ExecutorChoice("fused", True)
+        for name, choice in choices.items():
             for seeds in ("none", "different"):
-                graphs = executor == "graph"
-                choice = ExecutorChoice("fused" if graphs else executor, True)
+                graphs = name == "fused with graphs"
                 pool = make_pool(CASES[case], data, n, choice, seeds, precision, cuda_graphs=graphs)
                 step(pool)
                 rounds = [step(pool) for _ in range(ROUNDS)]
                 trained, ticked = min(one.train for one in rounds), min(one.tick for one in rounds)
-                label = f"{precision}: {executor}, seeds {seeds}"
+                label = f"{precision}: {name}, seeds {seeds}"
                 print_result(label, f"{n / ticked:.1f}", "environment steps/s")
                 print_result(label, f"{images / trained:.0f}", "images/s")
                 print_result(f"{label}: training over the raw loop's", f"{plain / trained:.2f}")
                 del pool
 
 
-def batched_convolution(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
-    """Convolve the features [B, N·C, H, W] of N hosts with their weights [N·D, C, k, k] by one batched product."""
-    kernel = weight.shape[-1]
-    columns = F.unfold(x, kernel, padding=kernel // 2).unflatten(1, (hosts, -1))  # [B, N, C·k·k, H·W]
-    columns = columns.permute(1, 2, 0, 3).flatten(2)
-    y = torch.bmm(weight.view(hosts, -1, columns.shape[1]), columns)  # [N, D, B·H·W]
-    return y.unflatten(2, (x.shape[0], *x.shape[2:])).permute(2, 0, 1, 3, 4).flatten(1, 2)
+def stacked_convolution(shape: ConvolutionShape, method: ConvolutionMethod, dtype: torch.dtype) -> StackedConv2d:
+    """Return a stacked convolution of all hosts with random weights, computed by `method`."""
+    index = StackIndex(method)
+    index.select_all(shape.hosts)
+    convolution = nn.Conv2d(shape.channels, shape.outputs, shape.kernel, padding=shape.kernel // 2, bias=False)
+    layer, weight_shape = StackedConv2d(convolution, index), (shape.hosts, *convolution.weight.shape)
+    layer.bound = {"weight": torch.randn(weight_shape, device=DEVICE, dtype=dtype, requires_grad=True)}
+    return layer
 
 
 def convolutions(shapes: Sequence[ConvolutionShape] | None = None) -> None:
     """Measure ways to convolve the features of many hosts at once, forward and backward."""
-
-    def grouped(x: Tensor, weight: Tensor, hosts: int) -> Tensor:
-        return F.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=hosts)
-
-    plans = {
-        "groups": (grouped, torch.contiguous_format),
-        "groups, channels last": (grouped, torch.channels_last),
-        "batched product": (batched_convolution, torch.contiguous_format),
+    plans: dict[str, tuple[ConvolutionMethod, torch.memory_format]] = {
+        "grouped": ("grouped", torch.contiguous_format),
+        "grouped, channels last": ("grouped", torch.channels_last),
+        "products": ("products", torch.contiguous_format),
     }
     for shape, dtype in product(CONVOLUTIONS if shapes is None else shapes, (torch.float32, torch.bfloat16)):
         n = shape.hosts
         x = torch.randn(BATCH, n * shape.channels, shape.side, shape.side, device=DEVICE, dtype=dtype)
-        weight = torch.randn(n * shape.outputs, shape.channels, shape.kernel, shape.kernel, device=DEVICE, dtype=dtype)
-        for name, (convolve, memory_format) in plans.items():
+        for name, (method, memory_format) in plans.items():
             inputs = x.clone(memory_format=memory_format).requires_grad_()
-            weights = weight.clone().requires_grad_()
+            layer = stacked_convolution(shape, method, dtype)
 
-            def work(convolve: Convolve = convolve, inputs: Tensor = inputs, weights: Tensor = weights) -> None:
-                convolve(inputs, weights, n).float().square().sum().backward()  # noqa: B023
+            def work(layer: StackedConv2d = layer, inputs: Tensor = inputs) -> None:
+                layer(inputs).float().square().sum().backward()
 
             work()
             fastest = min(seconds(work) for _ in range(ROUNDS))

@@ -30,6 +30,9 @@ TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
 """Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
 slots."""
 
+STACKING_EXECUTORS = frozenset({"fused"})
+"""Executors that compute several hosts by one operation, and so have several methods for convolutions."""
+
 MAX_HOSTS = 10_000
 """Largest number of hosts side by side. Published comparisons have at most 224; a mistaken power of ten is refused."""
 
@@ -130,6 +133,11 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
     if config.training.cuda_graphs and (config.executor != "fused" or device.type != "cuda"):
         raise ValueError(
             f"training.cuda_graphs needs executor fused on a GPU, not {config.executor} on {device}; leave it off"
+        )
+    if config.training.convolutions is not None and config.executor not in (*STACKING_EXECUTORS, "auto"):
+        raise ValueError(
+            f"training.convolutions is for executor fused, not {config.executor}; use env.executor fused, or leave it "
+            f"out"
         )
     required_device = REQUIRED_DEVICE_TYPE.get(config.executor, device.type)
     if device.type != required_device:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_lightning.envs.building import build_envs
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
@@ -139,11 +139,15 @@ class HostPool:
     def _choose_executor(self, growable: Tensor) -> None:
         """Choose the executor that trains and validates the hosts."""
         self.selection: Selection | None = None  # measurements behind the choice of executor `auto`
-        choice = ExecutorChoice(self.config.executor, self.config.training.onednn is not False)
+        training = self.config.training
+        choice = ExecutorChoice(self.config.executor, training.onednn is not False, training.convolutions)
         self.executor_candidates = [choice]
         if self.config.executor == "auto":
             self.executor_candidates = available_choices(
-                self.device, self.config.training, self.config.lifecycle.isolation
+                self.device,
+                training,
+                self.config.lifecycle.isolation,
+                convolutional=any(isinstance(m, nn.Conv2d) for env in self.envs for m in env.network.modules()),
             )
             self.selection = select_executor(
                 self.envs, growable, self.task, data=self.data, available=self.executor_candidates

@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from rich.console import RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
-from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE, TRIAL_EXECUTORS
+from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE, STACKING_EXECUTORS, TRIAL_EXECUTORS
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.envs.execution.fused.arena import leave_arena
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_env import HostEnv
-from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
 from esper_lightning.envs.spaces.actions import STYLES
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage
@@ -41,7 +41,9 @@ PER_HOST_EXECUTORS = frozenset({"loop", "threads", "streams"})
 FILE_FORMAT = 1
 """Version of the file format; a file of another version is replaced."""
 
-SPEED_NEUTRAL_SETTINGS = ("lr", "lr_schedule", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn")
+SPEED_NEUTRAL_SETTINGS = frozenset(
+    {"lr", "lr_schedule", "seed_lr_factor", "weight_decay", "momentum", "carry_over", "onednn", "convolutions"}
+)
 """Fields of `HostTraining` that do not affect speed, or that belong to the candidates."""
 
 COMPARISON_SECONDS = 1.0
@@ -68,33 +70,49 @@ SEED_STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.PROBATIONARY, Stage.FOSSILI
 
 
 class ExecutorChoice(NamedTuple):
-    """Executor and its use of oneDNN."""
+    """Executor and its kernels."""
 
     executor: str
     onednn: bool
+    convolutions: ConvolutionMethod | None = None  # as in `HostTraining`; None for all executors but fused
 
     def __str__(self) -> str:
-        return self.executor if self.onednn else f"{self.executor} without oneDNN"
+        methods = {"grouped": ["with grouped convolutions"], "products": ["with products"], None: []}
+        kernels = [*methods[self.convolutions], *([] if self.onednn else ["without oneDNN"])]
+        return " ".join([self.executor, ", ".join(kernels)]).rstrip()
 
     def gives_same_results(self, other: "ExecutorChoice") -> bool:
         """Return whether both choices give the same results bit for bit, and not only within a tolerance."""
         same_operations = self.executor == other.executor or {self.executor, other.executor} <= PER_HOST_EXECUTORS
-        return same_operations and self.onednn == other.onednn
+        return same_operations and (self.onednn, self.convolutions) == (other.onednn, other.convolutions)
 
     def make(self, task: Task, training: HostTraining) -> LoopExecutor:
         """Create the executor. Raises ValueError if it does not support the training settings."""
-        return EXECUTORS.find(self.executor)(task, replace(training, onednn=self.onednn))
+        settings = replace(training, onednn=self.onednn, convolutions=self.convolutions)
+        return EXECUTORS.find(self.executor)(task, settings)
 
 
 def available_choices(
-    device: torch.device, training: HostTraining, isolation: Isolation = "straight_through"
+    device: torch.device,
+    training: HostTraining,
+    isolation: Isolation = "straight_through",
+    *,
+    convolutional: bool = False,
 ) -> list[ExecutorChoice]:
     """Return the choices that a device, the training settings and the isolation of seeds allow.
 
     The first is the reference.
+
+    Args:
+        device: Device of the hosts.
+        training: Settings of their training.
+        isolation: How seeds are isolated.
+        convolutional: Hosts have convolutions, for whose computation executor fused has several methods.
     """
     device_options = {"cpu": [True, False]}.get(device.type, [True])  # oneDNN only affects the CPU
     onednn_options = device_options if training.onednn is None else [training.onednn]
+    is_open = convolutional and training.convolutions is None
+    methods = [None, *get_args(ConvolutionMethod)] if is_open else [training.convolutions]
     names = [
         name
         for name in EXECUTORS
@@ -103,10 +121,11 @@ def available_choices(
         and (isolation != "trial" or name in TRIAL_EXECUTORS)
     ]
     return [
-        ExecutorChoice(name, on)
+        ExecutorChoice(name, on, method)
         for name in names
         if REQUIRED_DEVICE_TYPE.get(name) in (None, device.type)
         for on in onednn_options
+        for method in (methods if name in STACKING_EXECUTORS else [None])
     ]
 
 

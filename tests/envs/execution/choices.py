@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution import LoopExecutor, ThreadsExecutor
+from esper_lightning.envs.execution import FusedExecutor, LoopExecutor, ThreadsExecutor
 from esper_lightning.envs.execution.autotune import ExecutorChoice
 
 MakePool = Callable[..., HostPool]
@@ -17,14 +17,19 @@ LOOP, PLAIN_LOOP, THREADS, PLAIN_THREADS = (
 
 
 class FixedSpeeds:
-    """Replaces `measure_speed`: returns given speeds and records the calls."""
+    """Replaces `measure_speed`: returns given speeds and records the calls.
+
+    A speed is that of an executor, of `plain_` and an executor without oneDNN, or of a method of convolutions, which
+    stands for executor fused.
+    """
 
     def __init__(self, **speeds: float) -> None:
         self.speeds = speeds
         self.calls: list[str] = []
 
     def __call__(self, executor: LoopExecutor, *_: object) -> float:
-        name = {LoopExecutor: "loop", ThreadsExecutor: "threads"}[type(executor)]
+        types = {LoopExecutor: "loop", ThreadsExecutor: "threads", FusedExecutor: "fused"}
+        name = executor.training.convolutions or types[type(executor)]
         self.calls.append(name if executor.training.onednn else f"plain_{name}")
         return self.speeds.get(self.calls[-1], 1.0)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_lightning.envs.execution import EXECUTORS, autotune
+from esper_lightning.envs.execution import EXECUTORS, FusedExecutor, autotune
 from tests.envs.execution.choices import FixedSpeeds
 
 
@@ -17,6 +17,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in EXECUTORS.keys() - kept_executors:
         monkeypatch.delitem(EXECUTORS, name)
     return tmp_path / "cache" / "esper-lightning" / "executors.json"
+
+
+@pytest.fixture
+def fused_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer executor fused beside loop and threads, without the proof that it computes what they do."""
+    monkeypatch.setitem(EXECUTORS, "fused", FusedExecutor)
+    monkeypatch.setattr("esper_lightning.envs.execution.fused.executor.check_stack", lambda *_: None)
 
 
 @pytest.fixture

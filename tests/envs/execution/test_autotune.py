@@ -2,18 +2,21 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.execution import EXECUTORS, LoopExecutor, ThreadsExecutor, autotune
 from esper_lightning.envs.execution.autotune import ExecutorChoice, available_choices
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.stages import Stage
+from esper_lightning.hosts import MLP
 from esper_lightning.tasks import Split, Task
-from tests.conftest import SMALL
+from tests.conftest import SMALL, small_host
 from tests.envs.execution.choices import (
     CPU,
     LOOP,
@@ -66,6 +69,32 @@ def test_what_runs_elsewhere_is_no_candidate() -> None:
 
     assert on_cpu == [LOOP, PLAIN_LOOP, THREADS, PLAIN_THREADS]
     assert on_cuda == [LOOP]
+
+
+@pytest.mark.usefixtures("fused_too")
+def test_fused_has_a_candidate_for_each_method_of_convolution_where_none_is_set() -> None:
+    def candidates(convolutional: bool = True, **settings: object) -> list[str]:
+        training = HostTraining(onednn=True, **settings)
+        return [str(choice) for choice in available_choices(CPU, training, convolutional=convolutional)][2:]
+
+    assert candidates() == ["fused", "fused with grouped convolutions", "fused with products"]
+    assert candidates(convolutional=False) == ["fused"]
+    assert candidates(convolutions="products") == ["fused with products"]
+    assert str(ExecutorChoice("fused", False, "products")) == "fused with products, without oneDNN"
+
+
+@pytest.mark.usefixtures("fused_too")
+def test_only_hosts_with_convolutions_are_measured_with_each_method(
+    make_pool: MakePool, stopwatch: FixedSpeeds
+) -> None:
+    def measured(host: HostFactory, blueprint: str) -> set[str]:
+        stopwatch.calls.clear()
+        training, actions = replace(SMALL.training, onednn=True), replace(SMALL.actions, blueprints=[blueprint])
+        make_pool(1, host, executor="auto", training=training, actions=actions)
+        return set(stopwatch.calls)
+
+    assert measured(small_host, "norm") == {"loop", "threads", "fused", "grouped", "products"}
+    assert measured(partial(MLP, width=8), "lora") == {"loop", "threads", "fused"}
 
 
 class SlowExecutor(LoopExecutor):

@@ -25,6 +25,7 @@ def test_loop_and_threads_give_equal_results_if_onednn_is_the_same() -> None:
     assert not LOOP.gives_same_results(PLAIN_LOOP)
     assert fused.gives_same_results(fused)
     assert not fused.gives_same_results(LOOP)
+    assert not fused.gives_same_results(ExecutorChoice("fused", True, "products"))
 
 
 def test_a_run_goes_on_with_the_executor_that_it_had() -> None:
@@ -77,6 +78,35 @@ def test_other_pools_of_a_run_are_executed_alike(stopwatch: FixedSpeeds) -> None
 
     assert data.make_pool(3).executor_choice == data.pool.executor_choice == PLAIN_THREADS
     assert not stopwatch.calls
+
+
+@pytest.mark.usefixtures("fused_too")
+def test_a_run_goes_on_with_its_method_of_convolution(stopwatch: FixedSpeeds, cache: Path) -> None:
+    def build() -> HostPoolData:
+        settings = replace(SMALL, executor="auto", training=replace(SMALL.training, onednn=True))
+        data = HostPoolData(Digits(), small_host, settings, n_envs=2)
+        data.build(CPU)
+        return data
+
+    stopwatch.speeds["products"] = 9.0
+    before = build()
+    products = ExecutorChoice("fused", True, "products")
+    assert before.pool.executor_choice == before.make_pool(3).executor_choice == products
+    stopwatch.calls.clear()
+    assert build().pool.executor_choice == products
+    assert not stopwatch.calls, "the choice is remembered"
+
+    cache.unlink()
+    stopwatch.speeds["grouped"] = 10.0
+    after = build().pool
+    assert after.executor_choice == ExecutorChoice("fused", True, "grouped")
+    note = after.load_state_dict(before.pool.state_dict())
+    assert after.executor_choice == products
+    assert after.executor.training.convolutions == "products"
+    assert note.startswith("executor fused with products, as the run so far, not fused with grouped convolutions")
+
+    after.load_state_dict(before.pool.state_dict() | {"executor": ["fused", True]})
+    assert after.executor_choice == ExecutorChoice("fused", True), "a state that names no method has the default"
 
 
 AUTO = ("--data.env.executor=auto", "--data.env.training.onednn=null")

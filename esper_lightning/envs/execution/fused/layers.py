@@ -91,7 +91,7 @@ class StackedConv2d(StackedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._is_product(x.device.type):
-            return self._product(x if self.pointwise else self._patches(x))
+            return self._pixel_product(x) if self.pointwise else self._patch_product(x)
         weight = self.concatenated("weight")
         assert weight is not None
         return F.conv2d(
@@ -110,8 +110,18 @@ class StackedConv2d(StackedLayer):
         # Patches take memory and time, and save nothing where there is one host.
         return method == "products" and self.can_be_product and (self.pointwise or count > 1)
 
-    def _patches(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·C·k·k, H', W'] contiguous, kernel size k
-        """Return the patch of every output pixel, as channels, so that the convolution is a 1×1 convolution."""
+    def _pixel_product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W]
+        """Compute a 1×1 convolution, without a change of the memory format."""
+        if not CHANNELS_LAST[x.device.type]:
+            return self._product(x)
+        count, weight = self.stack_index.count, self.per_entry("weight")
+        assert weight is not None
+        pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
+        y = _linear(pixels, weight.flatten(2), self.per_entry("bias"))
+        return y.transpose(0, 1).reshape(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+
+    def _patch_product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H', W']
+        """Compute a convolution as a 1×1 convolution whose channels are the patch of each output pixel."""
         if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # the product rounds to it anyway
         stride, padding, dilation = self.conv_options
@@ -119,21 +129,17 @@ class StackedConv2d(StackedLayer):
         columns = F.unfold(x.flatten(0, 1)[None], self.kernel_size, dilation, padding, stride)
         sizes = zip(x.shape[2:], self.kernel_size, stride, padding, dilation, strict=True)
         height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return columns.view(x.shape[0], -1, height, width)
+        return self._product(columns.view(x.shape[0], -1, height, width))
 
-    def _product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] -> [B, V·D, H, W]
-        """Compute a 1×1 convolution of channels or patches as a batched product, in the memory format of the device."""
-        count, pixel_axes = self.stack_index.count, (x.shape[0], *x.shape[2:])
+    def _product(self, x: Tensor) -> Tensor:  # [B, V·C, H, W] contiguous -> [B, V·D, H, W]
+        """Compute a 1×1 convolution. The result has the device's memory format."""
+        pixels = x.unflatten(1, (self.stack_index.count, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # [V, C, B·H·W]
         weight, bias = self.per_entry("weight"), self.per_entry("bias")
         assert weight is not None
-        weight = weight.flatten(2)  # [V, D, C]
+        y = torch.bmm(weight.flatten(2), pixels)  # weight: [V, D, C]
+        y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, (x.shape[0], *x.shape[2:]))
         if CHANNELS_LAST[x.device.type]:
-            pixels = x.permute(0, 2, 3, 1).unflatten(3, (count, -1)).flatten(0, 2).transpose(0, 1)  # [V, B·H·W, C]
-            y = _linear(pixels, weight, bias)
-            return y.transpose(0, 1).reshape(*pixel_axes, -1).permute(0, 3, 1, 2)
-        pixels = x.unflatten(1, (count, -1)).permute(1, 2, 0, 3, 4).flatten(2)  # [V, C, B·H·W]
-        y = torch.bmm(weight, pixels)
-        y = (y if bias is None else y + bias[:, :, None].to(y.dtype)).unflatten(2, pixel_axes)
+            return y.permute(2, 3, 4, 0, 1).flatten(3).permute(0, 3, 1, 2)
         return y.permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous()
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from esper_lightning.envs.execution.fused.stacking import (
     stack_inputs,
     unstack_outputs,
 )
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.growth.blend import SampleGate
 from esper_lightning.hosts.transformer import PositionEmbedding, TokenEmbedding
 from tests.growth.grown import CPU, add_noise, generator_of
@@ -56,6 +59,8 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "3x3, no bias": (partial(nn.Conv2d, 4, 6, 3, bias=False), IMAGE),
     "3x3, groups": (partial(nn.Conv2d, 4, 6, 3, groups=2), IMAGE),
     "3x3, strided and dilated": (partial(nn.Conv2d, 4, 6, 3, stride=2, padding=2, dilation=2), IMAGE),
+    "3x1": (partial(nn.Conv2d, 4, 6, (3, 1), stride=(1, 2), padding=(2, 0)), IMAGE),
+    "5x5": (partial(nn.Conv2d, 4, 6, 5, padding=2), IMAGE),
     "same": (partial(nn.Conv2d, 4, 6, 3, padding="same"), IMAGE),
     "1x1": (partial(nn.Conv2d, 4, 6, 1), IMAGE),
     "1x1, no bias": (partial(nn.Conv2d, 4, 6, 1, bias=False), IMAGE),
@@ -82,19 +87,29 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "gate, vector": (partial(Gated, 1), VECTOR),
 }
 
+CONVOLUTIONS = [name for name, (make, _) in LAYERS.items() if type(make()) is nn.Conv2d]
+
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 class StackedAndSeparate:
     """The same layers stacked and separate, each with its own weights, and input features."""
 
-    def __init__(self, make: Make, shape: tuple[int, ...], count: int, entries: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        make: Make,
+        shape: tuple[int, ...],
+        count: int,
+        entries: list[int] | None = None,
+        *,
+        convolutions: ConvolutionMethod | None = None,
+    ) -> None:
         self.layers = [build_on(CPU, make, generator_of(i)).double() for i in range(count)]
         for i, layer in enumerate(self.layers):
             add_noise(layer, seed=i)
             for number, buffer in enumerate(layer.buffers()):
                 buffer.add_(i + number)
-        self.stack_index = StackIndex()
+        self.stack_index = StackIndex(convolutions)
         self.stack = stack_layers(make(), self.stack_index)
         program = StackedModule(self.stack)
         self.weights = FlatParameters([Assignment(program, self.layers, range(count))])
@@ -158,6 +173,63 @@ def test_with_the_memory_format_and_the_products_of_a_gpu_results_are_the_same(
     assert features.is_contiguous()
     assert pair.stack(features).is_contiguous()
     assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", get_args(ConvolutionMethod))
+@pytest.mark.parametrize("layer", CONVOLUTIONS)
+def test_either_method_of_convolution_gives_the_outputs_and_gradients_of_each(
+    layer: str, method: ConvolutionMethod, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory format is that of the type of device."""
+    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST[device_type])
+
+    assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3, convolutions=method))
+
+
+@pytest.mark.parametrize(
+    ("method", "layer", "count", "convolutions"),
+    [
+        (None, "1x1", MAX_BMM_HOSTS["cpu"], 0),
+        (None, "1x1", MAX_BMM_HOSTS["cpu"] + 1, 1),
+        (None, "3x3", 2, 1),
+        ("grouped", "1x1", 2, 1),
+        ("products", "1x1", MAX_BMM_HOSTS["cpu"] + 1, 0),
+        ("products", "3x3", 2, 0),
+        ("products", "3x3", 1, 1),
+        ("products", "3x3, groups", 2, 1),
+        ("products", "same", 2, 1),
+    ],
+)
+def test_the_method_and_the_layer_decide_whether_it_is_a_convolution_or_a_product(
+    method: ConvolutionMethod | None, layer: str, count: int, convolutions: int
+) -> None:
+    pair = StackedAndSeparate(*LAYERS[layer], count, convolutions=method)
+    pair.stack_index.select_all(count)
+    pair.weights.bind(requires_grad=True)
+    with patch("torch.nn.functional.conv2d", wraps=torch.nn.functional.conv2d) as convolve:
+        pair.stacked_outputs()
+
+    assert convolve.call_count == convolutions
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_products_compute_in_half_precision_where_convolutions_do(
+    device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(stacking.CHANNELS_LAST, "cpu", stacking.CHANNELS_LAST[device_type])
+    found = []
+    for method in get_args(ConvolutionMethod):
+        index = StackIndex(method)
+        index.select_all(2)
+        layer = stack_layers(nn.Conv2d(4, 6, 3), index)
+        draw = generator_of(0)
+        layer.bound = {"weight": torch.randn(2, 6, 4, 3, 3, generator=draw), "bias": torch.randn(2, 6, generator=draw)}
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(layer(torch.randn(3, 2 * 4, 5, 5, generator=draw)))
+
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    assert found[1].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("layer", ["linear, vector", "linear, vector, no bias", "layer norm, vector, no bias"])

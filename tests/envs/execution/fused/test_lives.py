@@ -15,6 +15,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution import FusedExecutor
 from esper_lightning.envs.execution.fused import epoch
+from esper_lightning.envs.host_training import ConvolutionMethod
 from esper_lightning.hosts import CNN
 from esper_lightning.tasks import AugmentConfig
 from tests.conftest import FREE
@@ -68,6 +69,20 @@ def test_whoever_runs_convolutions(onednn: bool) -> None:
 
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-4, atol=0.0)
     assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("method", rest_is_slow(["grouped", "products"], {"products"}))
+def test_whichever_way_convolutions_are_computed(method: ConvolutionMethod) -> None:
+    fused = make("fused", "cnn", 3, training=replace(TRAINING, convolutions=method))
+    loop = make("loop", "cnn", 3)
+    for pool in (fused, loop):
+        play(pool, 5)
+
+    assert_equal(fused, loop)
+    (stack,) = fused.executor.stacks.values()
+    seeds = [bank for slot in stack.slots.values() for bank in slot.seeds_by_kind.values()]
+    assert {bank.stack_index.convolutions for bank in (stack, *seeds)} == {method}
+    assert seeds
 
 
 def test_seeds_with_running_statistics_in_hosts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
