@@ -116,6 +116,43 @@ DEFECTS: tuple[Defect, ...] = (
         "tests/envs/execution/fused/test_layers.py::test_outputs_gradients_and_statistics_are_those_of_each",
     ),
     Defect(
+        "Products of many hosts swap the strides of the two axes",
+        "esper_lightning/envs/execution/fused/layers.py",
+        "self.kernel_size, dilation, padding, stride)",
+        "self.kernel_size, dilation, padding, stride[::-1])",
+        "tests/envs/execution/fused/test_layers.py::"
+        "test_either_method_of_convolution_gives_the_outputs_and_gradients_of_each",
+    ),
+    Defect(
+        "The convolutions of stacked seeds are computed by another method than those of their hosts",
+        "esper_lightning/envs/execution/fused/stacked_slot.py",
+        "kind[1], self.stack_index.convolutions)",
+        "kind[1], None)",
+        "tests/envs/execution/fused/test_lives.py::test_whichever_way_convolutions_are_computed",
+    ),
+    Defect(
+        "The stack that is compared with its hosts computes convolutions by another method than that of the run",
+        "esper_lightning/envs/execution/fused/executor.py",
+        "data.inputs, self.training.convolutions)",
+        "data.inputs, None)",
+        "tests/envs/execution/fused/test_refusals.py::test_what_is_proven_is_the_method_of_convolution_that_is_used",
+    ),
+    Defect(
+        "Executor auto measures only one method of convolution",
+        "esper_lightning/envs/execution/autotune.py",
+        "[None, *get_args(ConvolutionMethod)]",
+        "[None]",
+        "tests/envs/execution/test_autotune.py::"
+        "test_fused_has_a_candidate_for_each_method_of_convolution_where_none_is_set",
+    ),
+    Defect(
+        "Further pools of a run compute convolutions by another method than the first",
+        "esper_lightning/datamodules/tasks.py",
+        "convolutions=choice.convolutions",
+        "convolutions=None",
+        "tests/envs/execution/test_autotune_resumed.py::test_a_run_goes_on_with_its_method_of_convolution",
+    ),
+    Defect(
         "A step that a stacked host skips is not counted",
         "esper_lightning/envs/execution/fused/epoch.py",
         "self.skipped_steps += ~self.healthy",

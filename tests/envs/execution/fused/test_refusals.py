@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from esper_lightning.envs import ActionConfig, HostPool
 from esper_lightning.envs.execution.fused.equivalence import check_stack
+from esper_lightning.envs.execution.fused.layers import StackedConv2d
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.attach import attach_from_records
 from esper_lightning.growth.fold import fold
@@ -270,6 +271,22 @@ def test_it_is_refused_in_one_line_with_the_way_out(pool_of: Callable[..., HostP
         pool_of("fused", host)
 
     assert "\n" not in str(error.value)
+
+
+def test_what_is_proven_is_the_method_of_convolution_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = StackedConv2d._patch_product
+    monkeypatch.setattr(StackedConv2d, "_patch_product", lambda layer, x: 2.0 * compute(layer, x))
+    monkeypatch.setitem(HOSTS, "this", partial(HostAround, layout="image", middle=nn.Identity))
+    actions = replace(FAST_CONFIG.actions, blueprints=["norm"])
+
+    with pytest.raises(ValueError, match=r"^executor fused cannot stack this host: .* are off by"):
+        make("fused", "this", 1, actions=actions, training=replace(FAST_CONFIG.training, convolutions="products"))
+
+
+def test_a_method_of_convolution_needs_executor_fused() -> None:
+    match = r"^training\.convolutions is for executor fused, not loop; use env.executor fused, or leave it out$"
+    with pytest.raises(ValueError, match=match):
+        make("loop", "cnn", 1, training=replace(FAST_CONFIG.training, convolutions="grouped"))
 
 
 def test_the_proof_leaves_everything_as_it_was(pool_of: Callable[..., HostPool]) -> None:
