@@ -111,8 +111,9 @@ def available_choices(
     """
     device_options = {"cpu": [True, False]}.get(device.type, [True])  # oneDNN only affects the CPU
     onednn_options = device_options if training.onednn is None else [training.onednn]
-    is_open = convolutional and training.convolutions is None
-    methods = [None, *get_args(ConvolutionMethod)] if is_open else [training.convolutions]
+    methods: list[ConvolutionMethod | None] = [training.convolutions]
+    if convolutional and training.convolutions is None:
+        methods += get_args(ConvolutionMethod)
     names = [
         name
         for name in EXECUTORS
