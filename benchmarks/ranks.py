@@ -15,7 +15,6 @@ with their ratio for each round. Nothing else should run on the machine.
 """
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -34,7 +33,7 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from esper_lightning.module import TamiyoModule
-from esper_lightning.ranks import Moments, Ranks
+from esper_lightning.ranks import Moments, Ranks, pack_state, unpack_state
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -254,10 +253,9 @@ def measure_costs() -> Costs:
 
         rollout = horizon / last("time/ticks_per_second")
         policy, update = (rollout * last(f"time/share.{phase}") for phase in ("policy", "update"))
-        file = io.BytesIO()
         start = time.perf_counter()
-        torch.save(envs, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        content = pack_state(envs)
+        envs = unpack_state(content)
         with (Path(name) / "copy.pt").open("wb") as copy:
             torch.save(envs, copy)
             copy.flush()
@@ -270,8 +268,8 @@ def measure_costs() -> Costs:
         latency=seconds[0],
         byte=per_byte,
         record=reductions[-1][1],
-        host_bytes=len(file.getvalue()) / len(envs),
-        saved_byte=seconds_saved / len(file.getvalue()),
+        host_bytes=len(content) / len(envs),
+        saved_byte=seconds_saved / len(content),
     )
 
 
