@@ -93,9 +93,10 @@ class Subject:
 
     @property
     def lr_share(self) -> float:
-        """Learning rate of the coming epoch as a share of its nominal value, at most 1."""
+        """Learning rate of the coming epoch as a share of its nominal value, at most 1; 0 if both are 0."""
         group = host_groups(self.growing.optimizer)[0]
-        return min(1.0, float(group["lr"]) / nominal_lr(group))
+        nominal = nominal_lr(group)
+        return min(1.0, float(group["lr"]) / nominal) if nominal else 0.0
 
     @property
     def prices(self) -> Prices:
