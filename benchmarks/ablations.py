@@ -30,6 +30,12 @@ SHORT_TRAINING = ("--trainer.max_epochs", "60")
 """A quarter of the family's training, after which the policy is better than fixed schedules. Full trainings of all
 ablations would take most of a day on one core."""
 
+ROWS = ("--data.env.sight.layout", "rows")
+"""Observation in rows, which a policy over sets plays on."""
+
+NO_PARAMETERS = ("*parameters*", "*.flops", "*.size", "*.width", "*rent", "*.gain", "slot.depth")
+"""Features in rows that tell how large a host is; the family's config hides that of its flat observation."""
+
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "one kind of host, as configured": (SINGLE, ()),
     "no memory": (SINGLE, ("--model.policy.memory", "none")),
@@ -40,6 +46,9 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "3 update epochs": (SINGLE, ("--model.ppo.epochs", "3")),
     "12 update epochs": (SINGLE, ("--model.ppo.epochs", "12")),
     "seeds born at random": (SINGLE, ("--data.env.lifecycle.birth", "random")),
+    "policy over sets": (SINGLE, ROWS),
+    "policy over sets, names alone added": (SINGLE, (*ROWS, "--data.env.sight.added", "[names]")),
+    "flat, with the features of sets": (SINGLE, ("--data.env.sight.added", "[descriptions, rents, trials]")),
     "reward sparse": (SINGLE, ("--data.env.reward.mode", "sparse")),
     "reward minimal": (SINGLE, ("--data.env.reward.mode", "minimal")),
     "reward simplified": (SINGLE, ("--data.env.reward.mode", "simplified")),
@@ -57,6 +66,10 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
         (*SHORT_TRAINING, "--data.env.sight.hidden", "['*parameters*', '*.contribution*']"),
     ),
     "family, parameters are seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.hidden", "[]")),
+    "family, policy over sets": (
+        FAMILY,
+        (*SHORT_TRAINING, *ROWS, "--data.env.sight.hidden", f"[{', '.join(map(repr, NO_PARAMETERS))}]"),
+    ),
 }
 """Config and changed options of each ablation, by name."""
 
