@@ -1,9 +1,9 @@
 """Snapshot of a host's last good state, in reused memory so that repeated snapshots allocate nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,38 @@ from torch import Tensor
 ALIGNMENT = 16
 """Alignment of tensors in bytes, so that the memory can be viewed as any dtype."""
 
-
 CPU = torch.device("cpu")
+
+Kind = tuple[torch.device, torch.dtype]
+"""Device and data type of tensors whose numbers share a memory."""
+
+PLACEHOLDER = torch.empty(0)
+
+
+class TensorSpec(NamedTuple):
+    """Description of a tensor in a shared memory."""
+
+    kind: Kind
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class TakenApart(NamedTuple):
+    """Nested state, and the tensors that were in it."""
+
+    template: Any
+    """The state with a placeholder for every tensor."""
+    specs: Sequence[TensorSpec]
+    """Descriptions of the tensors, in the order of the state."""
+    rows: Mapping[Kind, Sequence[Tensor]]
+    """Numbers of each tensor in one row, by kind; views of the tensors where these have no gaps."""
 
 
 class Snapshot:
     """Copy of a nested state of dicts, lists, numbers and tensors.
 
-    Tensors are copied into a single buffer on the CPU, which is reallocated only for a larger state.
+    The tensors of each data type are copied at once, into a single buffer on the CPU, which is reallocated only for a
+    larger state.
 
     Args:
         device: Device of the tensors. For a GPU the buffer is pinned and copies are asynchronous.
@@ -27,41 +51,35 @@ class Snapshot:
     def __init__(self, device: torch.device = CPU) -> None:
         self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._state: Any = None
+        self._template: Any = None
+        self._specs: Sequence[TensorSpec] = ()
+        self._numbers: dict[Kind, Tensor] = {}
         self._copied: torch.Event | None = None
 
     def take(self, state: Any) -> None:
-        """Replace the snapshot by a copy of `state`."""
-        tensors = list(_tensors(state))
-        # Indices of tensors that are copied together: each on the CPU alone, all of one dtype on a GPU by one transfer.
-        groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, tensor.dtype, i if tensor.device.type == "cpu" else -1), []).append(i)
-        sizes = [sum(tensors[i].nbytes for i in group) for group in groups.values()]
+        """Replace the snapshot by a copy of `state`, which must not contain tensors of `view`."""
+        self._template, self._specs, rows = take_apart(state)
+        sizes = [sum(row.nbytes for row in same) for same in rows.values()]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         if starts[-1] > len(self._memory):
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._stream is not None)
-        copies: dict[int, Tensor] = {}
-        for (device, dtype, _), group, start, size in zip(groups, groups.values(), starts, sizes, strict=False):
-            numbers = self._memory[start : start + size].view(dtype)
-            parts = numbers.split([tensors[i].numel() for i in group])
-            for i, part in zip(group, parts, strict=True):
-                copies[i] = part.as_strided(tensors[i].shape, _dense_strides(tensors[i]))
-                if device.type == "cpu":
-                    copies[i].copy_(tensors[i].detach())
-            if device.type != "cpu":
-                numbers.copy_(torch.cat([_in_memory_order(tensors[i].detach()) for i in group]), non_blocking=True)
-        in_order = (copies[i] for i in range(len(tensors)))
-        self._state = _convert(state, lambda _: next(in_order))
+        self._numbers = {}
+        for kind, start, size in zip(rows, starts, sizes, strict=False):
+            device, dtype = kind
+            self._numbers[kind] = numbers = self._memory[start : start + size].view(dtype)
+            if device.type == "cpu":
+                torch.cat(list(rows[kind]), out=numbers)
+            else:
+                numbers.copy_(torch.cat(list(rows[kind])), non_blocking=True)
         # Copies from a GPU are asynchronous; `view` waits for this event.
         self._copied = self._stream().record_event() if self._stream is not None else None
 
     def view(self) -> Any:
         """Return the snapshot; its tensors are views of the buffer, which the next `take` overwrites."""
-        assert self._state is not None, "no snapshot has been taken"
+        assert self._template is not None, "no snapshot has been taken"
         if self._copied is not None:
             self._copied.synchronize()
-        return self._state
+        return put_together(self._template, self._specs, self._numbers)
 
     def copy(self) -> Any:
         """Return a copy of the snapshot in memory of its own."""
@@ -71,6 +89,32 @@ class Snapshot:
     def nbytes(self) -> int:
         """Size of the buffer in bytes."""
         return self._memory.nbytes
+
+
+def take_apart(state: Any) -> TakenApart:
+    """Separate a nested state of dicts, lists, numbers and tensors from its tensors."""
+    specs: list[TensorSpec] = []
+    rows: dict[Kind, list[Tensor]] = {}
+
+    def take_out(tensor: Tensor) -> Tensor:
+        kind, strides = (tensor.device, tensor.dtype), _dense_strides(tensor)
+        specs.append(TensorSpec(kind, tensor.shape, strides))
+        dense = tensor.detach() if tensor.stride() == strides else tensor.detach().contiguous()
+        rows.setdefault(kind, []).append(dense.as_strided((tensor.numel(),), (1,)))
+        return PLACEHOLDER
+
+    return TakenApart(_convert(state, take_out), specs, rows)
+
+
+def put_together(template: Any, specs: Sequence[TensorSpec], numbers: Mapping[Kind, Tensor]) -> Any:
+    """Return the state of `take_apart` with its tensors as views of `numbers`, the joined rows of each kind."""
+    ends = {kind: memory.storage_offset() for kind, memory in numbers.items()}
+    tensors: list[Tensor] = []
+    for kind, shape, strides in specs:
+        tensors.append(numbers[kind].as_strided(shape, strides, ends[kind]))
+        ends[kind] += shape.numel()
+    in_order = iter(tensors)
+    return _convert(template, lambda _: next(in_order))
 
 
 def clone_tensors(state: Any) -> Any:
@@ -83,46 +127,19 @@ def pack(state: Any) -> Any:
 
     torch.save and torch.load spend far more time on a memory than on one of its tensors.
     """
-    tensors = list(_tensors(state))
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
-    parts: dict[int, Tensor] = {}
-    for group in groups.values():
-        numbers = torch.cat([_in_memory_order(tensors[i].detach()) for i in group])
-        for i, part in zip(group, numbers.split([tensors[i].numel() for i in group]), strict=True):
-            parts[i] = part.as_strided(tensors[i].shape, _dense_strides(tensors[i]))
-    in_order = (parts[i] for i in range(len(tensors)))
-    return _convert(state, lambda _: next(in_order))
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
+    template, specs, rows = take_apart(state)
+    return put_together(template, specs, {kind: torch.cat(list(same)) for kind, same in rows.items()})
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `state` with `change` applied to every tensor, in the order of `_tensors`."""
+    """Return a copy of `state` with `change` applied to every tensor, in the order of the state."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, dict):
-        return type(state)((key, _convert(value, change)) for key, value in state.items())
+        return type(state)([(key, _convert(value, change)) for key, value in state.items()])
     if isinstance(state, list | tuple):
-        return type(state)(_convert(value, change) for value in state)
+        return type(state)([_convert(value, change) for value in state])
     return state
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor in one row, in the order of `_dense_strides`; a view if they leave no gaps."""
-    strides = _dense_strides(tensor)
-    dense = tensor if tensor.stride() == strides else tensor.contiguous()
-    return dense.as_strided((tensor.numel(),), (1,))
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

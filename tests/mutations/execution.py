@@ -365,7 +365,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A host is saved with the memory of all others",
         "esper_lightning/governor/snapshot.py",
-        "return _convert(state, lambda _: next(in_order))",
+        "return put_together(template, specs, {kind: torch.cat(list(same)) for kind, same in rows.items()})",
         "return state",
         "tests/envs/execution/fused/test_arena.py::test_what_is_saved_of_a_host_holds_nothing_of_others",
     ),
@@ -393,8 +393,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A snapshot takes one transfer for each tensor on a GPU",
         "esper_lightning/governor/snapshot.py",
-        'i if tensor.device.type == "cpu" else -1',
-        "i",
+        "numbers.copy_(torch.cat(list(rows[kind])), non_blocking=True)",
+        "[part.copy_(row) for part, row in zip(numbers.split([len(row) for row in rows[kind]]), rows[kind])]",
         "tests/governor/test_snapshot.py::test_the_tensors_of_a_gpu_are_copied_by_one_transfer_for_each_data_type",
     ),
     Defect(

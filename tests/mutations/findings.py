@@ -148,9 +148,9 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "F9: every snapshot stays in memory",
         "esper_lightning/governor/snapshot.py",
-        "self._state = _convert(state, lambda _: next(in_order))",
+        "self._template, self._specs, rows = take_apart(state)",
         'self.__dict__.setdefault("_all", []).append(_convert(state, Tensor.clone))\n'
-        "        self._state = _convert(state, lambda _: next(in_order))",
+        "        self._template, self._specs, rows = take_apart(state)",
         "tests/governor/test_snapshot_memory.py::test_a_thousand_snapshots_and_a_hundred_rollbacks_add_no_memory",
     ),
     Defect(

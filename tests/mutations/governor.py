@@ -97,8 +97,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A snapshot shares memory with the live weights",
         "esper_lightning/governor/snapshot.py",
-        "copies[i].copy_(tensors[i].detach())",
-        "copies[i] = tensors[i].detach()",
+        "torch.cat(list(rows[kind]), out=numbers)",
+        "self._numbers[kind] = rows[kind][0] if len(rows[kind]) == 1 else torch.cat(list(rows[kind]))",
         "tests/governor/test_snapshot.py::test_what_is_held_is_what_was_taken_whatever_it_was",
     ),
     Defect(
