@@ -56,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def stages(checkpoint: Path) -> set[str]:
     hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
-    return {slot["stage"] for host in hosts for slot in host["growing"]["manifest"]}
+    return {slot["stage"] for host in hosts for slot in host["template"]["growing"]["manifest"]}
 
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:

@@ -13,12 +13,13 @@ from esper_lightning.envs.device_transfer import variants_to_validate
 from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.loss_scale import scaler_numbers, scaler_state
 from esper_lightning.envs.measurements import EpochResult, Score
+from esper_lightning.envs.packing import pack, unpack
 from esper_lightning.envs.restore import check_host, check_monitor
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.envs.subject import Subject
 from esper_lightning.governor.judge import EpochStats, Judgement
 from esper_lightning.governor.monitor import HostMonitor
-from esper_lightning.governor.snapshot import clone_tensors, pack
+from esper_lightning.governor.snapshot import clone_tensors
 from esper_lightning.growth.counterfactual import SeedVariant
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.growing_network import GrowingNetwork
@@ -275,13 +276,17 @@ class HostEnv(Subject):
             replace(event, after=slot.stage, cause=cause) for event, slot in pairs if event.before is not slot.stage
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the complete state, in types that `torch.load(weights_only=True)` accepts."""
+    def packed_state(self) -> dict[str, Any]:
+        """Return a copy of the complete state, packed: plain data that `torch.load(weights_only=True)` accepts."""
         state = self._host_state()
         monitor = self.monitor.state_dict() if self.monitor is not None else None
         for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
             holder["scaler"] = scaler_numbers(holder["scaler"])
         return pack(state | {"ended": self.stopped, "monitor": monitor})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the complete state."""
+        return unpack(self.packed_state())
 
     def _host_state(self) -> dict[str, Any]:
         return self.record_state() | {

@@ -30,6 +30,7 @@ from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
+from esper_lightning.envs.packing import unpack
 from esper_lightning.envs.reward import host_status, make_step_record, reward_terms, status_after_action
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.actions import HEADS, Action, ActionError, check_is_action, to_action
@@ -474,7 +475,7 @@ class HostPool:
         return torch.tensor([env.fossilized_parameters for env in self.envs])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"executor": list(self.executor_choice), "envs": [env.state_dict() for env in self.envs]}
+        return {"executor": list(self.executor_choice), "envs": [env.packed_state() for env in self.envs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> str | None:
         """Restore a state of `state_dict`, with its executor if the setting of this pool is `auto`.
@@ -493,7 +494,7 @@ class HostPool:
         )
         self.switch_executor(choice)
         for i, saved in enumerate(state["envs"]):
-            self.load_host(i, saved)
+            self.load_host(i, unpack(saved))
         self._update_constants()
         self.episode_starts.zero_()
         self.observation_builder.update()

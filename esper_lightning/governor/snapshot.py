@@ -1,9 +1,11 @@
 """Snapshot of a host's last good state, in reused memory so that repeated snapshots allocate nothing."""
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +21,14 @@ Kind = tuple[torch.device, torch.dtype]
 PLACEHOLDER = torch.empty(0)
 
 
-class TensorSpec(NamedTuple):
-    """Description of a tensor in a shared memory."""
+KindT = TypeVar("KindT")
 
-    kind: Kind
-    shape: torch.Size
+
+class TensorSpec(NamedTuple, Generic[KindT]):
+    """Description of a tensor in a memory that it shares with others of its kind."""
+
+    kind: KindT
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
@@ -32,7 +37,7 @@ class TakenApart(NamedTuple):
 
     template: Any
     """The state with a placeholder for every tensor."""
-    specs: Sequence[TensorSpec]
+    specs: Sequence[TensorSpec[Kind]]
     """Descriptions of the tensors, in the order of the state."""
     rows: Mapping[Kind, Sequence[Tensor]]
     """Numbers of each tensor in one row, by kind; views of the tensors where these have no gaps."""
@@ -52,7 +57,7 @@ class Snapshot:
         self._stream = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._template: Any = None
-        self._specs: Sequence[TensorSpec] = ()
+        self._specs: Sequence[TensorSpec[Kind]] = ()
         self._numbers: dict[Kind, Tensor] = {}
         self._copied: torch.Event | None = None
 
@@ -93,12 +98,12 @@ class Snapshot:
 
 def take_apart(state: Any) -> TakenApart:
     """Separate a nested state of dicts, lists, numbers and tensors from its tensors."""
-    specs: list[TensorSpec] = []
+    specs: list[TensorSpec[Kind]] = []
     rows: dict[Kind, list[Tensor]] = {}
 
     def take_out(tensor: Tensor) -> Tensor:
         kind, strides = (tensor.device, tensor.dtype), _dense_strides(tensor)
-        specs.append(TensorSpec(kind, tensor.shape, strides))
+        specs.append(TensorSpec(kind, tuple(tensor.shape), strides))
         dense = tensor.detach() if tensor.stride() == strides else tensor.detach().contiguous()
         rows.setdefault(kind, []).append(dense.as_strided((tensor.numel(),), (1,)))
         return PLACEHOLDER
@@ -106,13 +111,13 @@ def take_apart(state: Any) -> TakenApart:
     return TakenApart(_convert(state, take_out), specs, rows)
 
 
-def put_together(template: Any, specs: Sequence[TensorSpec], numbers: Mapping[Kind, Tensor]) -> Any:
+def put_together(template: Any, specs: Sequence[TensorSpec[KindT]], numbers: Mapping[KindT, Tensor]) -> Any:
     """Return the state of `take_apart` with its tensors as views of `numbers`, the joined rows of each kind."""
     ends = {kind: memory.storage_offset() for kind, memory in numbers.items()}
     tensors: list[Tensor] = []
     for kind, shape, strides in specs:
         tensors.append(numbers[kind].as_strided(shape, strides, ends[kind]))
-        ends[kind] += shape.numel()
+        ends[kind] += math.prod(shape)
     in_order = iter(tensors)
     return _convert(template, lambda _: next(in_order))
 
@@ -122,23 +127,16 @@ def clone_tensors(state: Any) -> Any:
     return _convert(state, Tensor.clone)
 
 
-def pack(state: Any) -> Any:
-    """Return a copy of a nested state whose tensors are parts of one memory for each data type and device.
-
-    torch.save and torch.load spend far more time on a memory than on one of its tensors.
-    """
-    template, specs, rows = take_apart(state)
-    return put_together(template, specs, {kind: torch.cat(list(same)) for kind, same in rows.items()})
-
-
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of `state` with `change` applied to every tensor, in the order of the state."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, dict):
-        return type(state)([(key, _convert(value, change)) for key, value in state.items()])
+        pairs = [(key, _convert(value, change)) for key, value in state.items()]
+        return OrderedDict(pairs) if isinstance(state, OrderedDict) else dict(pairs)
     if isinstance(state, list | tuple):
-        return type(state)([_convert(value, change) for value in state])
+        values = [_convert(value, change) for value in state]
+        return tuple(values) if isinstance(state, tuple) else values
     return state
 
 

@@ -78,18 +78,18 @@ class RewardConfig:
 
     mode: str = "objective"
     """Name or import path of the reward. objective: the change of the objective in each tick. frugal: the same,
-    minus `seed_cost` for every seed that is fossilized, however small it is. kept: the change of the objective with
-    fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is blended. sparse:
-    the objective at the end only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks. simplified: shaping by stages, a small cost for every op, and at the end 3 times the accuracy plus 2 for every
-    fossilized seed that contributes. shaped: accuracy points attributed to seeds, shaping, rent, warnings, costs of
-    ops. basic: shaping, rent, a bonus for fossilizing a good seed, and at the end 5 times the gain in accuracy.
-    basic_plus: basic, with most of the bonus spread over the rest of the episode. escrow: credit for progress that
-    depends on a seed, taken back unless the seed is fossilized. loss: the fall of the validation loss minus rent, and
-    at the end the share of the loss of guessing that was overcome. See docs/concepts/rewards.md;
-    docs/guides/extending.md shows how to add your own."""
+    minus `seed_cost` for every seed that is germinated. kept: the change of the objective with fossilized seeds only:
+    the same sum, but a seed is rewarded when it is fossilized, not when it is blended. sparse: the objective at the end
+    only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks. simplified: shaping by stages, a small
+    cost for every op, and at the end 3 times the accuracy plus 2 for every fossilized seed that contributes. shaped:
+    accuracy points attributed to seeds, shaping, rent, warnings, costs of ops. basic: shaping, rent, a bonus for
+    fossilizing a good seed, and at the end 5 times the gain in accuracy. basic_plus: basic, with most of the bonus
+    spread over the rest of the episode. escrow: credit for progress that depends on a seed, taken back unless the seed
+    is fossilized. loss: the fall of the validation loss minus rent, and at the end the share of the loss of guessing
+    that was overcome. See docs/concepts/rewards.md; docs/guides/extending.md shows how to add your own."""
 
     seed_cost: float = 0.01
-    """Accuracy (0 to 1) that a fossilized seed must add beyond its rent to be worth it (frugal)."""
+    """Accuracy (0 to 1) that a seed must add beyond its rent to be worth its germination (frugal)."""
 
     shaping: float = 0.3
     """Weight of the shaping by stages (simplified, shaped, basic, basic_plus)."""

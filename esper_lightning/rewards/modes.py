@@ -49,7 +49,7 @@ def fossilized_objective_change(step: HostStep, config: RewardConfig) -> float:
 
 
 def new_seed_cost(step: HostStep, config: RewardConfig) -> float:
-    return -config.seed_cost * sum(slot.newly_fossilized for slot in step.slots)
+    return -config.seed_cost * (step.op == "GERMINATE")
 
 
 def objective_at_end(step: HostStep, config: RewardConfig) -> float:
@@ -271,7 +271,7 @@ REWARDS.update(
         mode: Reward(
             tuple(MODES[mode]),
             partial(compute_mode, mode=mode),
-            depends_on_seeds=mode not in ("objective", "kept", "sparse"),
+            depends_on_seeds=mode not in ("objective", "frugal", "kept", "sparse"),
             needs_host_only=mode == "shaped",
         )
         for mode in MODES

@@ -42,7 +42,7 @@ def set_measurements(
 ) -> None:
     """Overwrite the measurements; `contribution` and `ticks` (in the stage) belong to the seed in `slot`."""
     state = deepcopy(pool.state_dict())
-    env = state["envs"][0]
+    env = state["envs"][0]["template"]
     env["history"]["accuracy"], env["history"]["loss"] = accuracy, loss or STABLE[: len(accuracy)]
     env["tick"] = len(accuracy) - 1
     if "contribution" in seed:

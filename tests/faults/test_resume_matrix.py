@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+from esper_lightning.envs.packing import unpack
 from tests.faults.runs import Callbacks, RunResult, SpoilTwoHosts, check_that_it_grows, grow, result_of, with_callbacks
 from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, load, only_run, points_after
 from tests.tiers import rest_is_slow
@@ -103,7 +104,7 @@ def resume(checkpoint: Path, kind: RunConfig, root: Path, *flags: str) -> Run:
 def seeds_alive(checkpoint: Path) -> bool:
     """Return True if seeds are growing that are neither culled nor fossilized."""
     hosts = load(checkpoint)["HostPoolData"]["pool"]["envs"]
-    stages = {slot["stage"] for host in hosts for slot in host["growing"]["manifest"]}
+    stages = {slot["stage"] for host in hosts for slot in host["template"]["growing"]["manifest"]}
     return bool(stages & {"GERMINATED", "TRAINING", "BLENDING", "PROBATIONARY"})
 
 
@@ -197,5 +198,5 @@ def test_other_ways_to_execute_hosts_go_on_within_rounding(
 
 def hosts(checkpoint: Path) -> list[list[Any]]:
     """Return the state of every host: seeds, weights, losses and objective."""
-    envs = load(checkpoint)["HostPoolData"]["pool"]["envs"]
+    envs = [unpack(env) for env in load(checkpoint)["HostPoolData"]["pool"]["envs"]]
     return [[env["growing"]["manifest"], env["growing"]["network"], env["history"], env["objective"]] for env in envs]

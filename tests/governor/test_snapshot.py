@@ -1,74 +1,20 @@
 """Snapshots compared with an independent reference, deepcopy of torch."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from copy import deepcopy
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esper_lightning.governor.snapshot import Snapshot, clone_tensors, pack
+from esper_lightning.governor.snapshot import Snapshot
 from esper_lightning.growth.nested import iter_tensors
+from tests.governor.states import STATES, memory, same
 from tests.imitated_gpu import GPU, ImitatedGpu
 from tests.runs import differences
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-
-
-@st.composite
-def any_tensor(draw: st.DrawFn) -> Tensor:
-    """Make a tensor of random dtype and shape: contiguous, with gaps, broadcast, or a view of a larger one."""
-    dtype = draw(st.sampled_from([*DTYPES, torch.complex128]))
-    shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    tensor = torch.randint(-9, 9, shape, generator=generator).to(dtype)
-    form = draw(st.sampled_from(["as it is", "channels last", "transposed", "expanded", "strided", "part"]))
-    if form == "channels last" and tensor.ndim == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    if form == "transposed" and tensor.ndim > 1:
-        return tensor.transpose(0, -1)
-    if form == "expanded":
-        return tensor[None].expand(3, *tensor.shape)
-    if form == "strided" and tensor.ndim:
-        return tensor[::2]
-    if form == "part":
-        return torch.stack([tensor, tensor])[1]
-    return tensor
-
-
-PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))
-
-STATES = st.recursive(
-    st.one_of(any_tensor(), PLAIN),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(st.one_of(st.integers(0, 9), st.text(max_size=2)), inner, max_size=3),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
-    ),
-    max_leaves=8,
-).filter(lambda state: state is not None)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two states are equal in types, keys and values, with tensors equal bit for bit."""
-    if isinstance(a, Tensor):
-        equal = isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return equal and torch.equal(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-def memory(state: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in iter_tensors(state) if tensor.numel()}
 
 
 @given(STATES)
@@ -113,20 +59,6 @@ def test_a_copy_shares_no_memory_with_the_store(state: Any) -> None:
     assert all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in iter_tensors(copy))
     snapshot.take({"another": torch.full((64,), 7.0)})
     assert same(copy, reference)
-
-
-@given(STATES)
-def test_a_packed_state_is_an_equal_one_with_a_memory_for_each_data_type(state: Any) -> None:
-    packed = pack(state)
-
-    assert same(packed, state)
-    assert not memory(packed) & memory(state)
-    assert len(memory(packed)) == len({tensor.dtype for tensor in iter_tensors(state) if tensor.numel()})
-    images = [
-        [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in iter_tensors(one) if tensor.ndim == 4]
-        for one in (packed, clone_tensors(state))
-    ]
-    assert images[0] == images[1], "memory formats stay"
 
 
 def grown() -> tuple[nn.Module, torch.optim.Optimizer]:

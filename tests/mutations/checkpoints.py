@@ -4,6 +4,27 @@ from tests.mutations.defect import Defect
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
+        "Elements of a host's tensor may share a number",
+        "esper_lightning/envs/packing.py",
+        "    if not _is_dense(shape, strides):",
+        "    if max(strides, default=0) > math.prod(shape):",
+        "tests/envs/test_packing.py::test_a_damaged_state_is_refused_in_a_line",
+    ),
+    Defect(
+        "A host's tensors may be larger than their numbers",
+        "esper_lightning/envs/packing.py",
+        "if ends != [one.numel() for one in numbers]:",
+        "if len(ends) != len(numbers):",
+        "tests/envs/test_packing.py::test_a_damaged_state_is_refused_in_a_line",
+    ),
+    Defect(
+        "A packed host loses the order of its axes in memory",
+        "esper_lightning/envs/packing.py",
+        "[kinds.index(kind), list(shape), list(strides)]",
+        "[kinds.index(kind), list(shape), list(torch.empty(shape).stride())]",
+        "tests/envs/test_packing.py::test_axes_keep_their_order_in_memory",
+    ),
+    Defect(
         "A checkpoint is copied onto the one before, which a crash then spoils",
         "esper_lightning/serialization/replace.py",
         "draft.replace(path)",

@@ -364,9 +364,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "A host is saved with the memory of all others",
-        "esper_lightning/governor/snapshot.py",
-        "return put_together(template, specs, {kind: torch.cat(list(same)) for kind, same in rows.items()})",
-        "return state",
+        "esper_lightning/envs/packing.py",
+        "    template, specs, rows = take_apart(state)",
+        "    return state\n    template, specs, rows = take_apart(state)",
         "tests/envs/execution/fused/test_arena.py::test_what_is_saved_of_a_host_holds_nothing_of_others",
     ),
     Defect(

@@ -85,11 +85,11 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}::test_a_term_may_be_a_tensor_of_one_number_and_is_nan_where_the_host_is",
     ),
     Defect(
-        "Reward frugal charges a seed in every step after its fossilization",
+        "Reward frugal charges every action",
         "esper_lightning/rewards/modes.py",
-        "-config.seed_cost * sum(slot.newly_fossilized for",
-        "-config.seed_cost * sum(slot.after_action.stage is Stage.FOSSILIZED for",
-        "tests/rewards/test_modes.py::test_frugal_charges_every_seed_in_the_step_that_fossilizes_it",
+        '-config.seed_cost * (step.op == "GERMINATE")',
+        '-config.seed_cost * (step.op != "WAIT")',
+        "tests/rewards/test_modes.py::test_frugal_charges_every_germination",
     ),
     Defect(
         "Actions of a controller of the user are first looked at after the training",
