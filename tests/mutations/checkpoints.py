@@ -4,6 +4,13 @@ from tests.mutations.defect import Defect
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
+        "A checkpoint holds the hosts of an earlier one",
+        "esper_lightning/datamodules/hosts.py",
+        "        self._saved = None\n        return batch",
+        "        return batch",
+        "tests/test_resume.py::test_the_checkpoints_to_resume_from_are_worth_the_test",
+    ),
+    Defect(
         "Elements of a host's tensor may share a number",
         "esper_lightning/envs/packing.py",
         "    if not _is_dense(shape, strides):",
