@@ -5,7 +5,8 @@ has a hundred of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,18 +14,23 @@ from torch import Tensor
 
 from esper_lightning.governor.snapshot import TensorSpec, put_together, take_apart
 from esper_lightning.growth.nested import iter_tensors
-from esper_lightning.serialization.checks import check_count, check_keys
+from esper_lightning.serialization.checks import check_keys
 
-PACKED_KEYS = ("template", "tensors", "numbers")
+PACKED_KEYS = ("template", "layout", "numbers")
 
 
 def pack(state: Any) -> dict[str, Any]:
-    """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors."""
+    """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
+
+    The key `template` has the state with an empty tensor in place of each tensor, `numbers` the numbers of all tensors
+    of each data type, and `layout` for each tensor the index of its data type, its number of axes, shape and strides.
+    """
     template, specs, rows = take_apart(state)
     kinds = list(rows)
+    layout = [[kinds.index(kind), len(shape), *shape, *strides] for kind, shape, strides in specs]
     return {
         "template": template,
-        "tensors": [[kinds.index(kind), list(shape), list(strides)] for kind, shape, strides in specs],
+        "layout": torch.tensor(list(chain.from_iterable(layout)), dtype=torch.int64),
         "numbers": [torch.cat(list(rows[kind])) for kind in kinds],
     }
 
@@ -37,38 +43,34 @@ def unpack(packed: Any) -> Any:
     if isinstance(packed, Mapping) and PACKED_KEYS[0] not in packed:
         return packed
     check_keys("a host", packed, PACKED_KEYS)
-    numbers, described = packed["numbers"], packed["tensors"]
+    numbers, layout = packed["numbers"], packed["layout"]
     if not isinstance(numbers, list) or not all(isinstance(one, Tensor) and one.is_contiguous() for one in numbers):
         raise ValueError("a host's numbers are no list of tensors")
-    if not isinstance(described, list):
-        raise ValueError("a host's tensors are not described")
-    specs, ends = [], [0] * len(numbers)
-    for description in described:
-        spec = _check_description(description, len(numbers))
+    if not isinstance(layout, Tensor) or layout.dtype != torch.int64 or layout.ndim != 1:
+        raise ValueError("the layout of a host's tensors is no row of whole numbers")
+    specs, ends = list(_read_layout(layout.tolist(), len(numbers))), [0] * len(numbers)
+    for spec in specs:
         ends[spec.kind] += math.prod(spec.shape)
-        specs.append(spec)
     if ends != [one.numel() for one in numbers]:
         raise ValueError("a host's tensors are not as large as their numbers")
     if (found := sum(1 for _ in iter_tensors(packed["template"]))) != len(specs):
-        raise ValueError(f"a host's state has {found} tensors, {len(specs)} are described")
+        raise ValueError(f"a host's state has {found} tensors, its layout {len(specs)}")
     return put_together(packed["template"], specs, dict(enumerate(numbers)))
 
 
-def _check_description(description: Any, kinds: int) -> TensorSpec[int]:
-    """Return the description of a tensor. Raises ValueError unless its numbers lie side by side."""
-    if not isinstance(description, list) or len(description) != 3:
-        raise ValueError("a host's tensor is not described by kind, shape and strides")
-    kind, shape, strides = description
-    if not isinstance(shape, list) or not isinstance(strides, list) or len(shape) != len(strides):
-        raise ValueError("a host's tensor has no shape with as many strides")
-    for number in (*shape, *strides):
-        check_count("a size or stride of a host's tensor", number)
-    if kinds == 0:
-        raise ValueError("a host's tensor has no numbers")
-    check_count("the kind of a host's tensor", kind, kinds - 1)
-    if not _is_dense(shape, strides):
-        raise ValueError(f"a host's tensor of shape {shape} has strides {strides}, which leave gaps or overlap")
-    return TensorSpec(kind, tuple(shape), tuple(strides))
+def _read_layout(layout: list[int], kinds: int) -> Iterator[TensorSpec[int]]:
+    """Yield the descriptions of tensors. Raises ValueError unless the numbers of each lie side by side."""
+    at = 0
+    while at < len(layout):
+        axes = layout[at + 1] if at + 1 < len(layout) else -1
+        end = at + 2 + 2 * axes
+        if axes < 0 or end > len(layout) or not 0 <= layout[at] < kinds or min(layout[at:end]) < 0:
+            raise ValueError(f"the layout of a host's tensors is damaged at number {at}")
+        shape, strides = layout[at + 2 : at + 2 + axes], layout[at + 2 + axes : end]
+        if not _is_dense(shape, strides):
+            raise ValueError(f"a host's tensor of shape {shape} has strides {strides}, which leave gaps or overlap")
+        yield TensorSpec(layout[at], tuple(shape), tuple(strides))
+        at = end
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

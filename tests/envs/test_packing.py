@@ -50,18 +50,20 @@ WHOLE = {"weights": torch.arange(6.0).view(2, 3), "counts": [torch.tensor(3), 7]
     ("part", "value"),
     [
         ("template", {"weights": torch.empty(0)}),
-        ("tensors", None),
-        ("tensors", [[0, [2, 3], [3, 1]], [1, [], []]]),
-        ("tensors", [[0, [3, 3], [3, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2, 3], [0, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2, 3], [4, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2, 3], [3]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2, 3.0], [3, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [-2, -3], [3, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2**32, 2**32, 6], [6 * 2**32, 6, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[2, [2, 3], [3, 1]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [[0, [2, 3]], [1, [], []], [0, [0, 5], [5, 1]]]),
-        ("tensors", [None, [1, [], []], [0, [0, 5], [5, 1]]]),
+        ("layout", None),
+        ("layout", torch.tensor([0.0])),
+        ("layout", torch.tensor([[0, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1]])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, 0])),
+        ("layout", torch.tensor([0, 2, 3, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 2, 2, 3, 0, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 2, 2, 3, 4, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 2, -2, -3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1, 0])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, -1, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 3, 2**32, 2**32, 6, 6 * 2**32, 6, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([2, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([-1, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
         ("numbers", {}),
         ("numbers", []),
         ("numbers", [torch.arange(6.0), 3]),
@@ -72,13 +74,13 @@ WHOLE = {"weights": torch.arange(6.0).view(2, 3), "counts": [torch.tensor(3), 7]
 def test_a_damaged_state_is_refused_in_a_line(part: str, value: Any) -> None:
     packed = pack(WHOLE)
     assert same(unpack(packed), WHOLE)
-    with pytest.raises(ValueError, match=r"^a host's|^the kind|^a size") as refused:
+    with pytest.raises(ValueError, match=r"^a host's|^the layout of a host's") as refused:
         unpack(packed | {part: value})
     assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_state_without_a_part_is_refused() -> None:
-    for part in ("tensors", "numbers"):
+    for part in ("layout", "numbers"):
         packed = pack(WHOLE)
         del packed[part]
         with pytest.raises(ValueError, match=f"a host lacks {part}"):

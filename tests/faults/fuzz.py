@@ -346,7 +346,7 @@ PLACES: tuple[tuple[Any, ...], ...] = (
     ("HostPoolData",),
     ("HostPoolData", "pool", "envs"),
     ("HostPoolData", "pool", "envs", 0),
-    ("HostPoolData", "pool", "envs", 0, "tensors"),
+    ("HostPoolData", "pool", "envs", 0, "layout"),
     ("HostPoolData", "pool", "envs", 0, "template", "growing"),
     ("HostPoolData", "pool", "envs", 0, "template", "growing", "manifest"),
     ("HostPoolData", "pool", "envs", 0, "template", "growing", "optimizer"),

@@ -13,8 +13,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Elements of a host's tensor may share a number",
         "esper_lightning/envs/packing.py",
-        "    if not _is_dense(shape, strides):",
-        "    if max(strides, default=0) > math.prod(shape):",
+        "if not _is_dense(shape, strides):",
+        "if max(strides, default=0) > math.prod(shape):",
         "tests/envs/test_packing.py::test_a_damaged_state_is_refused_in_a_line",
     ),
     Defect(
@@ -27,8 +27,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A packed host loses the order of its axes in memory",
         "esper_lightning/envs/packing.py",
-        "[kinds.index(kind), list(shape), list(strides)]",
-        "[kinds.index(kind), list(shape), list(torch.empty(shape).stride())]",
+        "[kinds.index(kind), len(shape), *shape, *strides]",
+        "[kinds.index(kind), len(shape), *shape, *torch.empty(shape).stride()]",
         "tests/envs/test_packing.py::test_axes_keep_their_order_in_memory",
     ),
     Defect(
