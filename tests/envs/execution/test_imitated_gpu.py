@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from esper_lightning.callbacks import Evaluation, Governor, RolloutState, Telemetry
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Overseer
+from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
@@ -27,8 +28,10 @@ from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer
 from esper_lightning.trainer import EsperTrainer
 from tests.conftest import SMALL, small_host
+from tests.decisions import WAIT, germinate
 from tests.envs.execution.fused import hosts
 from tests.imitated_gpu import GPU, ImitatedGpu
+from tests.runs import differences
 from tests.tiers import rest_is_slow
 
 N_HOSTS = 2
@@ -90,6 +93,31 @@ def test_a_tick_waits_for_the_gpu_twice_and_nothing_is_on_the_wrong_device(execu
         pool.test_accuracy()
         pool.test_metrics()
         assert gpu.faults == {}
+
+
+def play_in_processes(executor: str, world: int) -> list[dict[str, Any]]:
+    """Return the states of four hosts on the imitated GPU after three ticks, an equal part of them in each process."""
+    actions = [(germinate(0, 2), germinate(1, 1), WAIT, germinate(0, 0)), (WAIT, WAIT, germinate(1, 2), WAIT)]
+    states = []
+    for rank in range(world):
+        data = HostPoolData(
+            Digits(validation=50, test=50), small_host, replace(SMALL, executor=executor), n_envs=len(actions[0])
+        )
+        data.build(GPU, rank=rank, world=world)
+        data.pool.reset([100 + host for host in data.ranks.own])
+        for rows in (*actions, [WAIT] * len(actions[0])):
+            data.pool.step(to_action([rows[host] for host in data.ranks.own], GPU))
+        states += [env.state_dict() for env in data.pool.envs]
+    return states
+
+
+@pytest.mark.parametrize("executor", rest_is_slow(["streams", "loop"], {"streams"}))
+def test_hosts_do_not_depend_on_the_number_of_processes(executor: str) -> None:
+    with ImitatedGpu() as gpu:
+        alone, together = (play_in_processes(executor, world) for world in (1, 2))
+        assert gpu.faults == {}
+    assert differences(together, alone) == []
+    assert differences(alone[:1], alone[1:2]) != [], "each host has a life of its own"
 
 
 class ImitatedAccelerator(CPUAccelerator):
