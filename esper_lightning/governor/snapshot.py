@@ -19,7 +19,7 @@ Kind = tuple[torch.device, torch.dtype]
 """Device and data type of tensors whose numbers share a memory."""
 
 PLACEHOLDER = torch.empty(0)
-
+"""Tensor in a state that has been taken apart, in place of each of its tensors."""
 
 KindT = TypeVar("KindT")
 
