@@ -33,7 +33,7 @@ ablations would take most of a day on one core."""
 ROWS = ("--data.env.sight.layout", "rows")
 """Observation in rows, which a policy over sets plays on."""
 
-NO_PARAMETERS = ("*parameters*", "*.flops", "*.size", "*.width", "*rent", "*.gain", "slot.depth")
+SIZES = ("*parameters*", "*.flops", "*.size", "*.width", "*.widest", "*.narrowest", "*rent", "*.gain", "slot.depth")
 """Features in rows that tell how large a host is; the family's config hides that of its flat observation."""
 
 ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
@@ -68,7 +68,7 @@ ABLATIONS: dict[str, tuple[str, Sequence[str]]] = {
     "family, parameters are seen": (FAMILY, (*SHORT_TRAINING, "--data.env.sight.hidden", "[]")),
     "family, policy over sets": (
         FAMILY,
-        (*SHORT_TRAINING, *ROWS, "--data.env.sight.hidden", f"[{', '.join(map(repr, NO_PARAMETERS))}]"),
+        (*SHORT_TRAINING, *ROWS, "--data.env.sight.hidden", f"[{', '.join(map(repr, SIZES))}]"),
     ),
 }
 """Config and changed options of each ablation, by name."""

@@ -20,10 +20,6 @@ from esper_lightning.serialization.safe_load import read_tensors
 BYTES_PER_TENSOR, BYTES_PER_VALUE, MARGIN_BYTES = 512, 24, 2**20
 """Upper bounds of a checkpoint's overhead in bytes. Measured: 266 per tensor, 9 per number in a list."""
 
-AMPLE_BYTES = 10 * 2**30
-"""Free space in bytes from which the size of a checkpoint is not estimated, which takes as long as writing it. A write
-that fails all the same ends in a line, too."""
-
 
 class DiskError(OSError):
     """Error for a file that cannot be written to disk, with the path and the reason."""
@@ -85,10 +81,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def check_space(checkpoint: Any, target: Path) -> None:
-    """Raise DiskError unless there is room for the checkpoint beside the existing one, or ample space."""
+    """Raise DiskError unless there is room for the checkpoint beside the existing one."""
     disk = shutil.disk_usage(target.parent)
-    if disk.free >= AMPLE_BYTES:
-        return
     needed = size_on_disk(checkpoint)
     if disk.total > 0 and disk.free < needed:  # some file systems report a size of 0
         raise DiskError(target, f"{format_megabytes(needed)} are needed, {format_megabytes(disk.free)} are free")

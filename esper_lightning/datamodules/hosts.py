@@ -145,7 +145,6 @@ class HostPoolData(LightningDataModule):
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
         self.saved_to: Path | None = None  # path of the checkpoint that is being saved, if the trainer tells it
-        self._saved: dict[str, Any] | None = None  # hosts of the last checkpoint, unless they have trained since
 
     def keep_blueprints(self, identity: Mapping[str, Any]) -> None:
         """Offer the blueprints of a saved run where the settings name none, so that later ones change nothing.
@@ -312,23 +311,8 @@ class HostPoolData(LightningDataModule):
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
 
-    def on_before_batch_transfer(self, batch: int, dataloader_idx: int) -> int:
-        """Lightning's hook before every tick: what was saved of the hosts is outdated from here on."""
-        self._saved = None
-        return batch
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank.
-
-        Checkpoints that the trainer saves one after the other without a tick, as `best` and `latest`, share it.
-        """
-        if self.saved_to is None:
-            return self._collect_state()
-        saved = self._saved or self._collect_state()
-        self._saved = None if shards.SHARDS_KEY in saved["pool"] else saved
-        return saved
-
-    def _collect_state(self) -> dict[str, Any]:
+        """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
         state, ranks = self.pool.state_dict(), self.ranks
         if ranks.world == 1:
             return {"pool": state}

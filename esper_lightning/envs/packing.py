@@ -1,4 +1,4 @@
-"""Packed states of hosts: a template, and one memory for the tensors of each data type.
+"""Packed states of hosts: a template, and one memory for the tensors of each data type on each device.
 
 Saving, loading and sending a state takes a fixed time for each of its tensors, and a host of a few hundred parameters
 has a hundred of them.
@@ -18,12 +18,16 @@ from esper_lightning.serialization.checks import check_keys
 
 PACKED_KEYS = ("template", "layout", "numbers")
 
+MAX_AXES = 64
+"""Largest number of axes of a tensor that torch's operations accept."""
+
 
 def pack(state: Any) -> dict[str, Any]:
     """Return a copy of a nested state of dicts, lists, numbers and tensors as plain data with few tensors.
 
-    The key `template` has the state with an empty tensor in place of each tensor, `numbers` the numbers of all tensors
-    of each data type, and `layout` for each tensor the index of its data type, its number of axes, shape and strides.
+    The key `template` has the state with an empty tensor in place of each tensor, `numbers` the elements of all tensors
+    of a kind (a data type on a device), and `layout` for each tensor the index of its kind, its number of axes, its
+    shape and its strides.
     """
     template, specs, rows = take_apart(state)
     kinds = list(rows)
@@ -64,7 +68,8 @@ def _read_layout(layout: list[int], kinds: int) -> Iterator[TensorSpec[int]]:
     while at < len(layout):
         axes = layout[at + 1] if at + 1 < len(layout) else -1
         end = at + 2 + 2 * axes
-        if axes < 0 or end > len(layout) or not 0 <= layout[at] < kinds or min(layout[at:end]) < 0:
+        damaged = not 0 <= axes <= MAX_AXES or end > len(layout) or not 0 <= layout[at] < kinds
+        if damaged or min(layout[at:end]) < 0:
             raise ValueError(f"the layout of a host's tensors is damaged at number {at}")
         shape, strides = layout[at + 2 : at + 2 + axes], layout[at + 2 + axes : end]
         if not _is_dense(shape, strides):
@@ -76,7 +81,7 @@ def _read_layout(layout: list[int], kinds: int) -> Iterator[TensorSpec[int]]:
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return True if the elements of a tensor with these strides fill a memory without gaps, in any order of axes."""
     if 0 in shape:
-        return True
+        return math.prod(size for size in shape if size) < 2**63
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:

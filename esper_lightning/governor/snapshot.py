@@ -102,10 +102,10 @@ def take_apart(state: Any) -> TakenApart:
     rows: dict[Kind, list[Tensor]] = {}
 
     def take_out(tensor: Tensor) -> Tensor:
-        kind, strides = (tensor.device, tensor.dtype), _dense_strides(tensor)
-        specs.append(TensorSpec(kind, tuple(tensor.shape), strides))
-        dense = tensor.detach() if tensor.stride() == strides else tensor.detach().contiguous()
-        rows.setdefault(kind, []).append(dense.as_strided((tensor.numel(),), (1,)))
+        values = tensor.detach() if _is_dense(tensor) else tensor.detach().clone()
+        kind = values.device, values.dtype
+        specs.append(TensorSpec(kind, tuple(values.shape), values.stride()))
+        rows.setdefault(kind, []).append(values.as_strided((values.numel(),), (1,)))
         return PLACEHOLDER
 
     return TakenApart(_convert(state, take_out), specs, rows)
@@ -140,8 +140,9 @@ def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return state
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides if they leave no gaps (as in channels_last), else contiguous ones."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the elements of a tensor fill a memory without gaps, in any order of axes, as in channels_last."""
     if tensor.is_contiguous():
-        return tensor.stride()
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+        return True
+    alike = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return alike.stride() == tensor.stride()

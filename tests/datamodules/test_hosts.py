@@ -71,20 +71,6 @@ def test_another_pool_of_the_same_kind_leaves_the_first_alone() -> None:
     assert differences(data.state_dict(), before) == []
 
 
-def test_checkpoints_of_the_same_tick_share_the_state_of_the_hosts() -> None:
-    data = hosts()
-    data.build(CPU)
-    assert data.state_dict() is not data.state_dict(), "no trainer saves"
-    data.saved_to = Path("best.ckpt")
-    of_best = data.state_dict()
-    assert data.state_dict() is of_best
-
-    data.on_before_batch_transfer(0, 0)
-    data.pool.step(WaitOnly().act(data.pool))
-
-    assert differences(data.state_dict(), of_best) != []
-
-
 def test_settings_that_do_not_fit_the_task_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_size is 5000, more than the task's 897"):
         hosts(batch_size=5000).build(CPU)

@@ -36,6 +36,8 @@ def test_axes_keep_their_order_in_memory() -> None:
     unpacked = unpack(pack(state))
     assert same(unpacked, state)
     assert [one.stride() for one in iter_tensors(unpacked)] == [one.stride() for one in iter_tensors(state)]
+    with_gaps = {"turned": torch.arange(24.0).view(4, 6)[:, ::2].T, "image": image[:, :, :, 1:3]}
+    assert same(unpack(pack(with_gaps)), with_gaps)
 
 
 def test_states_of_older_checkpoints_are_not_packed() -> None:
@@ -63,6 +65,8 @@ WHOLE = {"weights": torch.arange(6.0).view(2, 3), "counts": [torch.tensor(3), 7]
         ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, -1, 0, 2, 0, 5, 5, 1])),
         ("layout", torch.tensor([0, 3, 2**32, 2**32, 6, 6 * 2**32, 6, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
         ("layout", torch.tensor([2, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, 0, 0, 4, 0, 2**40, 2**40, 5, 1, 1, 1, 1])),
+        ("layout", torch.tensor([0, 2, 2, 3, 3, 1, 1, 0, 0, 10_000, *[2**62] * 9_999, 0, *[1] * 10_000])),
         ("layout", torch.tensor([-1, 2, 2, 3, 3, 1, 1, 0, 0, 2, 0, 5, 5, 1])),
         ("numbers", {}),
         ("numbers", []),

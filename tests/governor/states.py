@@ -19,7 +19,12 @@ def any_tensor(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tensor = torch.randint(-9, 9, shape, generator=generator).to(dtype)
-    form = draw(st.sampled_from(["as it is", "channels last", "transposed", "expanded", "strided", "part"]))
+    forms = st.sampled_from(["as it is", "channels last", "transposed", "expanded", "strided", "part"])
+    return in_form(in_form(tensor, draw(forms)), draw(forms))
+
+
+def in_form(tensor: Tensor, form: str) -> Tensor:
+    """Return the tensor, or a view or a copy of it with another layout in memory."""
     if form == "channels last" and tensor.ndim == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     if form == "transposed" and tensor.ndim > 1:

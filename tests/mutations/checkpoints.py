@@ -4,11 +4,18 @@ from tests.mutations.defect import Defect
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
-        "A checkpoint holds the hosts of an earlier one",
-        "esper_lightning/datamodules/hosts.py",
-        "        self._saved = None\n        return batch",
-        "        return batch",
-        "tests/test_resume.py::test_the_checkpoints_to_resume_from_are_worth_the_test",
+        "A tensor with gaps and turned axes is saved in another order than it is described",
+        "esper_lightning/governor/snapshot.py",
+        "TensorSpec(kind, tuple(values.shape), values.stride())",
+        "TensorSpec(kind, tuple(values.shape), tensor.stride())",
+        "tests/envs/test_packing.py::test_axes_keep_their_order_in_memory",
+    ),
+    Defect(
+        "A host's tensor may have any number of axes",
+        "esper_lightning/envs/packing.py",
+        "not 0 <= axes <= MAX_AXES",
+        "axes < 0",
+        "tests/envs/test_packing.py::test_a_damaged_state_is_refused_in_a_line",
     ),
     Defect(
         "Elements of a host's tensor may share a number",
