@@ -9,7 +9,7 @@ from esper_lightning.plugins import PartError, Registry, check_part_name, check_
 from esper_lightning.rewards.tick import HostStep
 
 ModeName = Literal[
-    "objective", "frugal", "kept", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
+    "objective", "kept", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
 ]  # fmt: skip
 """Names of the rewards of this package."""
 
@@ -77,19 +77,16 @@ class RewardConfig:
     """Settings of a controller's reward. Evaluation always uses the objective, whatever the reward."""
 
     mode: str = "objective"
-    """Name or import path of the reward. objective: the change of the objective in each tick. frugal: the same,
-    minus `seed_cost` for every seed that is germinated. kept: the change of the objective with fossilized seeds only:
-    the same sum, but a seed is rewarded when it is fossilized, not when it is blended. sparse: the objective at the end
-    only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks. simplified: shaping by stages, a small
-    cost for every op, and at the end 3 times the accuracy plus 2 for every fossilized seed that contributes. shaped:
-    accuracy points attributed to seeds, shaping, rent, warnings, costs of ops. basic: shaping, rent, a bonus for
-    fossilizing a good seed, and at the end 5 times the gain in accuracy. basic_plus: basic, with most of the bonus
-    spread over the rest of the episode. escrow: credit for progress that depends on a seed, taken back unless the seed
-    is fossilized. loss: the fall of the validation loss minus rent, and at the end the share of the loss of guessing
-    that was overcome. See docs/concepts/rewards.md; docs/guides/extending.md shows how to add your own."""
-
-    seed_cost: float = 0.01
-    """Accuracy (0 to 1) that a seed must add beyond its rent to be worth its germination (frugal)."""
+    """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
+    objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
+    blended. sparse: the objective at the end only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks.
+    simplified: shaping by stages, a small cost for every op, and at the end 3 times the accuracy plus 2 for every
+    fossilized seed that contributes. shaped: accuracy points attributed to seeds, shaping, rent, warnings, costs of
+    ops. basic: shaping, rent, a bonus for fossilizing a good seed, and at the end 5 times the gain in accuracy.
+    basic_plus: basic, with most of the bonus spread over the rest of the episode. escrow: credit for progress that
+    depends on a seed, taken back unless the seed is fossilized. loss: the fall of the validation loss minus rent, and
+    at the end the share of the loss of guessing that was overcome. See docs/concepts/rewards.md;
+    docs/guides/extending.md shows how to add your own."""
 
     shaping: float = 0.3
     """Weight of the shaping by stages (simplified, shaped, basic, basic_plus)."""
@@ -127,7 +124,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         REWARDS.find(self.mode)  # raises ValueError if there is none
-        for name in ("seed_cost", "shaping", "rent", "rent_cap", "fossilize_bonus"):
+        for name in ("shaping", "rent", "rent_cap", "fossilize_bonus"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"reward.{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("budget", "loss_deviation"):

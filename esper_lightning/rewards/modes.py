@@ -1,9 +1,9 @@
 """Reward modes: each is a named sum of terms, and each term is a function of one environment step of one host.
 
-Scale: `objective`, `frugal`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are
-in accuracy points of 100. In `simplified`, `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times
-the setting `shaping`, and accuracies are 0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's
-penalty is the same in every mode.
+Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
+points of 100. In `simplified`, `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times the setting
+`shaping`, and accuracies are 0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's penalty is
+the same in every mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +46,6 @@ def objective_change(step: HostStep, config: RewardConfig) -> float:
 
 def fossilized_objective_change(step: HostStep, config: RewardConfig) -> float:
     return step.fossilized_objective - step.fossilized_objective_before
-
-
-def new_seed_cost(step: HostStep, config: RewardConfig) -> float:
-    return -config.seed_cost * (step.op == "GERMINATE")
 
 
 def objective_at_end(step: HostStep, config: RewardConfig) -> float:
@@ -213,7 +209,6 @@ ACCURACY_GAIN = Term(accuracy_gain_at_end)
 
 MODES: Mapping[ModeName, Mapping[str, Term]] = {
     "objective": {"objective": Term(objective_change)},
-    "frugal": {"objective": Term(objective_change), "seeds": Term(new_seed_cost)},
     "kept": {"kept": Term(fossilized_objective_change)},
     "sparse": {"end": OBJECTIVE_AT_END},
     "minimal": {"end": OBJECTIVE_AT_END, "early_cull": Term(early_cull_cost)},
@@ -271,7 +266,7 @@ REWARDS.update(
         mode: Reward(
             tuple(MODES[mode]),
             partial(compute_mode, mode=mode),
-            depends_on_seeds=mode not in ("objective", "frugal", "kept", "sparse"),
+            depends_on_seeds=mode not in ("objective", "kept", "sparse"),
             needs_host_only=mode == "shaped",
         )
         for mode in MODES

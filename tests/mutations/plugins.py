@@ -85,13 +85,6 @@ DEFECTS: tuple[Defect, ...] = (
         f"{T}::test_a_term_may_be_a_tensor_of_one_number_and_is_nan_where_the_host_is",
     ),
     Defect(
-        "Reward frugal charges every action",
-        "esper_lightning/rewards/modes.py",
-        '-config.seed_cost * (step.op == "GERMINATE")',
-        '-config.seed_cost * (step.op != "WAIT")',
-        "tests/rewards/test_modes.py::test_frugal_charges_every_germination",
-    ),
-    Defect(
         "Actions of a controller of the user are first looked at after the training",
         "esper_lightning/cli/main.py",
         "        comparison.check_controllers(self.datamodule)\n",

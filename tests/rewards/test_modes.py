@@ -122,13 +122,6 @@ def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mo
     assert paid == {name: expected.get(name, 0.0) for name in MODES[mode]}
 
 
-def test_frugal_charges_every_germination() -> None:
-    assert reward(host_step(op="GERMINATE", objective=0.6), "frugal") == pytest.approx(0.1 - 0.01)
-    assert reward(host_step(op="FOSSILIZE", objective=0.6), "frugal") == pytest.approx(0.1)
-    dear = RewardConfig(mode="frugal", seed_cost=0.25)
-    assert compute_terms(host_step(op="GERMINATE"), dear) == {"objective": 0.0, "seeds": -0.25}
-
-
 def test_sparse_gives_the_objective_at_the_end_of_the_episode() -> None:
     assert reward(host_step(objective=0.7), "sparse") == 0.0
     assert reward(host_step(objective=0.7, at_horizon=True), "sparse") == 0.7

@@ -60,7 +60,6 @@ def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
     shaping, bonus = config.shaping * 8.0 * slots, config.fossilize_bonus * slots
     bounds: dict[ModeName, dict[str, float]] = {
         "objective": {"objective": 2.0},
-        "frugal": {"objective": 2.0, "seeds": config.seed_cost},
         "kept": {"kept": 2.0},
         "sparse": {"end": 1.0},
         "minimal": {"end": 1.0, "early_cull": 0.1},
