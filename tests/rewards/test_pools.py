@@ -260,7 +260,7 @@ def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_o
     pool.reset([1])
     pool.step(act(germinate(0, 2)))
     state = reloaded_state(pool)
-    (host,) = state["envs"]
+    host = state["envs"][0]["template"]
     for bad in ([[0.0, 0, 0.0]], [[0.0, 0]] * 3, [[0.0, 99, 0.0]] * 3, [[0.0, 0, float("nan")]] * 3, "abc"):
         host["accounts"] = bad
         with pytest.raises(ValueError, match=r"account|ticks that were left"):
