@@ -5,14 +5,14 @@ has a hundred of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from esper_lightning.governor.snapshot import TensorSpec, put_together, take_apart
+from esper_lightning.governor.snapshot import TensorSpec, is_dense, put_together, take_apart
 from esper_lightning.growth.nested import iter_tensors
 from esper_lightning.serialization.checks import check_keys
 
@@ -72,19 +72,7 @@ def _read_layout(layout: list[int], kinds: int) -> Iterator[TensorSpec[int]]:
         if damaged or min(layout[at:end]) < 0:
             raise ValueError(f"the layout of a host's tensors is damaged at number {at}")
         shape, strides = layout[at + 2 : at + 2 + axes], layout[at + 2 + axes : end]
-        if not _is_dense(shape, strides):
+        if not (math.prod(size for size in shape if size) < 2**63 if 0 in shape else is_dense(shape, strides)):
             raise ValueError(f"a host's tensor of shape {shape} has strides {strides}, which leave gaps or overlap")
         yield TensorSpec(layout[at], tuple(shape), tuple(strides))
         at = end
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return True if the elements of a tensor with these strides fill a memory without gaps, in any order of axes."""
-    if 0 in shape:
-        return math.prod(size for size in shape if size) < 2**63
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -102,7 +102,9 @@ def take_apart(state: Any) -> TakenApart:
     rows: dict[Kind, list[Tensor]] = {}
 
     def take_out(tensor: Tensor) -> Tensor:
-        values = tensor.detach() if _is_dense(tensor) else tensor.detach().clone()
+        values = tensor.detach()
+        if not (values.is_contiguous() or is_dense(values.shape, values.stride())):
+            values = values.clone()
         kind = values.device, values.dtype
         specs.append(TensorSpec(kind, tuple(values.shape), values.stride()))
         rows.setdefault(kind, []).append(values.as_strided((values.numel(),), (1,)))
@@ -140,9 +142,11 @@ def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return state
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements of a tensor fill a memory without gaps, in any order of axes, as in channels_last."""
-    if tensor.is_contiguous():
-        return True
-    alike = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-    return alike.stride() == tensor.stride()
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if the elements of a tensor, which has some, fill a memory without gaps, in any order of axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
