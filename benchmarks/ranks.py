@@ -1,7 +1,7 @@
 """Several processes of one run: equality with one process, speed, and what the parts of a tick cost.
 
     python -m benchmarks.ranks equality [--ranks 2 4] [--executors loop threads fused]
-    python -m benchmarks.ranks speed [--config configs/digits.yaml] [--hosts 96] [--rounds 5]
+    python -m benchmarks.ranks speed [--config configs/digits.yaml] [--executor fused] [--hosts 96] [--rounds 5]
     python -m benchmarks.ranks costs
 
 `equality` trains the same four hosts in one process and in several ones, and compares the first gradient, the policy
@@ -9,7 +9,8 @@ after twelve steps, and all hosts. The row `plain DDP` is a run without this pro
 means, statistics and exploration of its own.
 
 `speed` trains in one process on one core and in two processes on two, in turn, and prints environment steps per second
-with their ratio for each round. Nothing else should run on the machine.
+with their ratio for each round, and where the time of a rollout goes on the first process. Nothing else should run on
+the machine.
 
 `costs` measures the constants of the cost model in docs/development/scale.md, and prints its predictions.
 """
@@ -32,6 +33,8 @@ import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch import Tensor
 
+from esper_lightning.checkpointing.atomic_io import check_space
+from esper_lightning.envs.packing import pack, unpack
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ranks import Moments, Ranks, pack_state, unpack_state
 
@@ -43,6 +46,9 @@ SMALL = (
 """Four hosts, two updates of three passes of two minibatches."""
 
 PORT = 29473
+SHARE = "time/share."
+"""Start of the tags with the share of each phase in the time of a rollout."""
+
 SAVES = 5
 """Checkpoints of which the median time is taken."""
 
@@ -149,28 +155,56 @@ def compare_equality(worlds: Sequence[int], executors: Sequence[str]) -> None:
                 print(f"| {executor} | {label} | {gradient:.1e} | {policy:.1e} | {hosts} |", flush=True)
 
 
-def compare_speed(config: str, hosts: int, rounds: int) -> None:
-    """Print environment steps per second of one process on one core and of two on two, and their ratios."""
-    ratios = []
+class Speed(NamedTuple):
+    """Speed of a run, medians over its rollouts but the first."""
+
+    steps: float
+    """Environment steps per second."""
+    phases: dict[str, float]
+    """Seconds of a rollout by phase, on the first process."""
+
+
+def compare_speed(config: str, executor: str, hosts: int, rounds: int) -> None:
+    """Print environment steps per second of one process on one core and of two on two, with their phases."""
+    measured = []
     for number in range(rounds):
-        speeds = [steps_per_second(config, hosts, len(cores), cores) for cores in ([0], [0, 1])]
-        ratios.append(speeds[1] / speeds[0])
-        print(f"round {number + 1}: {speeds[0]:.0f} and {speeds[1]:.0f} steps/s, ratio {ratios[-1]:.2f}", flush=True)
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})")
+        one, two = (measure_speed(config, executor, hosts, len(cores), cores) for cores in ([0], [0, 1]))
+        measured.append((one, two))
+        ratio = two.steps / one.steps
+        print(f"round {number + 1}: {one.steps:.0f} and {two.steps:.0f} steps/s, ratio {ratio:.2f}", flush=True)
+    ratios = [two.steps / one.steps for one, two in measured]
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})\n")
+    print("| phase | one process | two | ratio |\n|---|--:|--:|--:|")
+    for phase in measured[0][0].phases:
+        alone, together = (statistics.median(pair[i].phases[phase] for pair in measured) for i in range(2))
+        print(f"| {phase} | {alone:.2f} s | {together:.2f} s | {alone / together:.2f} |")
 
 
-def steps_per_second(config: str, hosts: int, ranks: int, cores: Sequence[int]) -> float:
-    """Return environment steps per second, median over the rollouts but the first."""
-    flags = ("--config", config, f"--data.n_envs={hosts}", "--trainer.max_epochs=4")
-    flags += ("--evaluation.hosts=0", "--telemetry.figures_every=0")
+def measure_speed(config: str, executor: str, hosts: int, ranks: int, cores: Sequence[int]) -> Speed:
+    """Train four rollouts and return their speed."""
+    flags = ("--config", config, f"--data.env.executor={executor}", f"--data.n_envs={hosts}", "--trainer.max_epochs=4")
+    # `best` saves after each of the first rollouts, which is seldom the case later.
+    flags += ("--evaluation.hosts=0", "--telemetry.figures_every=0", "--best.every_n_epochs=1000")
     with tempfile.TemporaryDirectory() as name:
         run = fit(Path(name), ranks, *flags, cores=cores)
         # Imported here, because it takes seconds that no other command needs.
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-        points = [point.value for point in events.Scalars("time/env_steps_per_second")]
-    return statistics.median(points[1:])
+        horizon = int(json.loads((run / "events.jsonl").read_text().splitlines()[0])["horizon"])
+
+    def values(tag: str) -> list[float]:
+        return [point.value for point in events.Scalars(tag)[1:]]
+
+    steps = values("time/env_steps_per_second")
+    phases = {
+        tag.removeprefix(SHARE): statistics.median(
+            share * horizon * hosts / speed for share, speed in zip(values(tag), steps, strict=True)
+        )
+        for tag in events.Tags()["scalars"]
+        if tag.startswith(SHARE)
+    }
+    return Speed(statistics.median(steps), phases)
 
 
 class Costs(NamedTuple):
@@ -190,8 +224,10 @@ class Costs(NamedTuple):
     """Seconds of one gather of a small record to rank 0, for each rank."""
     host_bytes: float
     """Bytes of one host in a checkpoint."""
+    host_state: float
+    """Seconds of copying the state of one host, on its own process."""
     saved_byte: float
-    """Seconds per byte of a checkpoint: gathered, joined and written."""
+    """Seconds per byte of a checkpoint: gathered, joined, sized and written."""
 
 
 class Prediction(NamedTuple):
@@ -232,7 +268,7 @@ def predict(
         reductions=(minibatches * (gradient + 2 * rounds * costs.latency) + 2 * horizon * rounds * costs.latency)
         * (ranks > 1),
         telemetry=horizon * 2 * ranks * costs.record * (ranks > 1),
-        checkpoint=hosts * costs.host_bytes * costs.saved_byte,
+        checkpoint=own * costs.host_state + hosts * costs.host_bytes * costs.saved_byte,
     )
 
 
@@ -256,11 +292,16 @@ def measure_costs() -> Costs:
 
         rollout = horizon / last("time/ticks_per_second")
         policy, update = (rollout * last(f"time/share.{phase}") for phase in ("policy", "update"))
-        durations = []
+        copies, durations = [], []
         for _ in range(SAVES):
+            states = [unpack(env) for env in envs]
+            start = time.perf_counter()
+            envs = [pack(state) for state in states]
+            copies.append(time.perf_counter() - start)
             start = time.perf_counter()
             content = pack_state(envs)
             envs = unpack_state(content)
+            check_space(envs, path)
             with (Path(name) / "copy.pt").open("wb") as copy:
                 torch.save(envs, copy)
                 copy.flush()
@@ -274,6 +315,7 @@ def measure_costs() -> Costs:
         byte=per_byte,
         record=reductions[-1][1],
         host_bytes=len(content) / len(envs),
+        host_state=statistics.median(copies) / len(envs),
         saved_byte=statistics.median(durations) / len(content),
     )
 
@@ -340,6 +382,7 @@ def main() -> None:
     equality.add_argument("--executors", nargs="+", default=["loop", "threads", "fused"])
     speed = commands.add_parser("speed")
     speed.add_argument("--config", default="configs/digits.yaml")
+    speed.add_argument("--executor", default="fused")
     speed.add_argument("--hosts", type=int, default=96, help="of all processes")
     speed.add_argument("--rounds", type=int, default=5)
     commands.add_parser("costs")
@@ -347,7 +390,7 @@ def main() -> None:
     if given.command == "equality":
         compare_equality(given.ranks, given.executors)
     elif given.command == "speed":
-        compare_speed(given.config, given.hosts, given.rounds)
+        compare_speed(given.config, given.executor, given.hosts, given.rounds)
     else:
         show_costs()
 

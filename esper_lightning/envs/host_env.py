@@ -279,7 +279,7 @@ class HostEnv(Subject):
     def packed_state(self) -> dict[str, Any]:
         """Return a copy of the complete state, packed: plain data that `torch.load(weights_only=True)` accepts."""
         state = self._host_state()
-        monitor = self.monitor.state_dict() if self.monitor is not None else None
+        monitor = self.monitor.state_view() if self.monitor is not None else None  # `pack` copies it
         for holder in (state, monitor["snapshot"]) if monitor is not None else (state,):
             holder["scaler"] = scaler_numbers(holder["scaler"])
         return pack(state | {"ended": self.stopped, "monitor": monitor})

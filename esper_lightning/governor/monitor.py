@@ -90,13 +90,20 @@ class HostMonitor:
         self.healthy_ticks = 0
 
     def state_dict(self) -> dict[str, Any]:
+        return self._state(self.snapshot.copy())
+
+    def state_view(self) -> dict[str, Any]:
+        """Return what `state_dict` returns, without a copy: its tensors are views of the snapshot."""
+        return self._state(self.snapshot.view())
+
+    def _state(self, snapshot: Any) -> dict[str, Any]:
         losses, *counts = self.governor_state
         return {
             "losses": list(losses),
             "counts": counts,
             "healthy_ticks": self.healthy_ticks,
             "alphas": list(self.alphas),
-            "snapshot": self.snapshot.copy(),
+            "snapshot": snapshot,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
