@@ -298,19 +298,23 @@ def measure(
                 continue
             blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
             pool = make_pool(setting, data.env, blueprints, governor)
-            rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=setting.hosts)
             for (controller, seed), make in due.items():
-                begin = time.process_time()
-                outcome = play_episode(pool, controller, make(pool), rng_seeds=rng_seeds)
-                columns = zip(outcome.objective, outcome.accuracy, outcome.fossils, strict=True)
-                append(
-                    Row(
-                        title, controller, seed, host, float(f"{objective:.6g}"), float(f"{accuracy:.6g}"), int(fossils)
-                    )
-                    for host, (objective, accuracy, fossils) in enumerate(columns)
-                )
-                seconds = time.process_time() - begin
-                print(f"{title}, {controller} {seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
+                append(play(pool, title, controller, seed, make(pool)))
+
+
+def play(pool: HostPool, setting: str, name: str, training_seed: str, controller: Controller) -> list[Row]:
+    """Play a controller on fresh hosts, the same for all controllers of a setting, and return a row for each."""
+    begin = time.process_time()
+    rng_seeds = episode_rng_seeds(0, EVALUATION, 0, n_envs=pool.n_envs)
+    outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds)
+    seconds = time.process_time() - begin
+    print(f"{setting}, {name} {training_seed}: {outcome.objective.mean():.3f}, {seconds:.0f} s", flush=True)
+    return [
+        Row(setting, name, training_seed, host, float(f"{objective:.6g}"), float(f"{accuracy:.6g}"), int(fossils))
+        for host, (objective, accuracy, fossils) in enumerate(
+            zip(outcome.objective, outcome.accuracy, outcome.fossils, strict=True)
+        )
+    ]
 
 
 Objectives = dict[str, dict[str, np.ndarray]]

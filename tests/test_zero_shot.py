@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import zero_shot
+from benchmarks import zero_shot, zero_shot_ablations
 from benchmarks.rows import read_rows
 from benchmarks.zero_shot import GENERAL, RULE, SCHEDULE, WAITING, Row, Setting
+from benchmarks.zero_shot_ablations import AS_CONFIGURED
 from esper_lightning.blueprints import blueprint_names
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction
 from esper_lightning.envs import HostPool
@@ -130,3 +131,30 @@ def test_policies_rules_and_schedules_are_measured_once_on_the_same_hosts(
     waiting = [row for row in rows if row.controller == WAITING]
     assert all(row.fossils == 0 and row.objective == row.accuracy for row in waiting)
     assert np.ptp([row.accuracy for row in waiting]) > 0.0
+
+
+@pytest.mark.slow
+def test_without_exchange_the_weights_between_host_and_slots_stay_zero(tmp_path: Path) -> None:
+    callback = "[benchmarks.zero_shot_ablations.NoExchange]"
+    trained = fit(tmp_path, "--data.env.sight.layout=rows", f"--trainer.callbacks={callback}")
+
+    heads = trained.model.policy.heads
+    assert not heads.of_core.weight.any()
+    assert heads.of_slot.bias.any()
+
+
+def test_ablations_are_compared_host_by_host_with_runs_of_the_same_seed() -> None:
+    rows = [
+        Row(setting, controller, seed, host, host / 10 + bonus, 0.0, 0)
+        for setting, lost in (("Digits", 0.1), ("seven blocks", 0.3))
+        for host in range(4)
+        for controller, seed, bonus in (
+            (AS_CONFIGURED, "0", 0.4),
+            (AS_CONFIGURED, "1", 0.9),
+            ("no memory", "0", 0.4 - lost),
+        )
+    ]
+
+    *_, last = zero_shot_ablations.table(rows)
+
+    assert last == "| no memory | 1 | .450 | −.100 [−.100, −.100] | .250 | −.300 [−.300, −.300] |"
