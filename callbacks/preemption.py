@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from esper_lightning.console import printable
 from esper_lightning.module import TamiyoModule
-from esper_lightning.process import STOP_SIGNALS, Output, replace_handlers
+from esper_lightning.process import EXIT_OUTPUT_FAILED, STOP_SIGNALS, Output, replace_handlers
 from esper_lightning.trainer import EsperTrainer, resume_command
 
 SHOW_CURSOR = b"\x1b[?25h"
@@ -75,6 +75,8 @@ class Preemption(Checkpoint):
             return
         if failure is not None and code == failure.exit_code:
             reason, stream = failure.reason, sys.stderr
+        elif code == EXIT_OUTPUT_FAILED:  # that of another process
+            reason, stream = "an output that cannot be written", sys.stdout
         else:
             reason, stream = signal.Signals(code - 128).name, sys.stdout
         if isinstance(trainer, EsperTrainer):

@@ -29,7 +29,8 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule, attached_data
-from esper_lightning.serialization.replace import replace_and_keep
+from esper_lightning.ranks import local_world
+from esper_lightning.serialization.replace import replace_and_keep, replace_durably
 
 PACKAGE_NAME = "esper-lightning"
 
@@ -58,6 +59,7 @@ class RunRecord(Callback):
 
     settings: Mapping[str, str] = MappingProxyType({})
     training_started = False
+    _folder: Path | None = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         data = attached_data(trainer)
@@ -77,7 +79,15 @@ class RunRecord(Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # Lightning wants it to be read on every rank
         if trainer.is_global_zero:
             self._write(trainer, data, folder)
+            self._folder = folder
         self.training_started = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note that the run has ended normally, so that torchrun's job does not go on from it."""
+        if self._folder is not None and job_name() is not None:
+            path = self._folder / RUN_FILE
+            record = json.loads(path.read_text()) | {"finished": True}
+            replace_durably(path, lambda file: file.write((json.dumps(record, indent=1) + "\n").encode()))
 
     def _write(self, trainer: Trainer, data: HostPoolData, folder: Path) -> None:
         record = provenance(
@@ -129,10 +139,14 @@ class ConfigRecord(RunRecord, SaveConfigCallback):
 def job_name() -> str | None:
     """Return a name of the job of torchrun to which this process belongs, the same after restarts; None: no such job.
 
-    A job without a name of its own is named by the process that starts and watches its processes.
+    A job on one machine without a name of its own is named by the process that starts and watches its processes. On
+    several machines these processes differ, and the job has no name.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"{platform.node()}:{os.getppid()}" if name == "none" else name
+    if name != "none":
+        return name
+    is_on_one_machine = int(os.environ.get("WORLD_SIZE", "1")) == local_world()
+    return f"{platform.node()}:{os.getppid()}" if is_on_one_machine else None
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:

@@ -146,10 +146,11 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    for number, (job, has_checkpoint) in enumerate([("mine", True), ("mine", False), ("other", True), (None, True)]):
+    runs = [("mine", True, {}), ("mine", False, {}), ("other", True, {}), (None, True, {})]
+    for number, (job, has_checkpoint, rest) in enumerate([*runs, ("mine", True, {"finished": True})]):
         run = tmp_path / f"version_{number}"
         (run / "checkpoints").mkdir(parents=True)
-        (run / "run.json").write_text(json.dumps({"job": job}))
+        (run / "run.json").write_text(json.dumps({"job": job} | rest))
         if has_checkpoint:
             (run / "checkpoints" / "latest.ckpt").touch()
 
@@ -167,7 +168,19 @@ def test_torchrun_may_start_processes_again_only_if_each_start_has_a_store_of_it
     with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check_torchrun()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun sets it with the variable
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     check_torchrun()
+
+
+def test_processes_that_start_again_on_several_machines_need_a_job_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "False"), ("RUN_ID", "none")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="--rdzv-id NAME"):
+        check_torchrun()
 
 
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
@@ -225,8 +238,7 @@ def test_a_run_goes_on_with_any_number_of_processes(
     assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
     fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
     assert {path.name[-10:] for path in files.rglob("*.pt")} == (set() if max_bytes else {"of-0004.pt"})
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # as torchrun does: the run is found without its path
-    fit_in_ranks(1, tmp_path, *HOSTS)
+    fit_in_ranks(1, tmp_path, *HOSTS)  # the run is found by the name of the job
 
     assert not files.exists()
     resumed = load(latest)

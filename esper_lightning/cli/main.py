@@ -239,9 +239,11 @@ class EsperCLI(LightningCLI):
             check_rng_seed("seed_everything", config.seed_everything)
             if config.get("weights_only") is False:
                 raise ValueError("weights_only cannot be switched off: a checkpoint must not be able to run code")
-            if self.config.subcommand == "fit" and restarts() > 0:
+            if self.config.subcommand == "fit" and job_name() is not None:
                 interrupted = find_interrupted(root_folder(config.trainer.default_root_dir))
-                config.ckpt_path = interrupted or config.ckpt_path
+                if interrupted is not None:
+                    print_status(f"going on from {interrupted}, which this job of torchrun began")
+                    config.ckpt_path = interrupted
             self.saved_identity: dict[str, Any] | None = None
             if config.get("ckpt_path") is not None:
                 status_prefix = "evaluating" if self.config.subcommand == "evaluate" else "going on from"
@@ -496,30 +498,37 @@ def find_checkpoint(checkpoint_name: str, root: Path, status_prefix: str) -> str
 
 
 def check_torchrun() -> None:
-    """Raise ValueError if torchrun may start the processes again, and they could then wait for each other for ever.
+    """Raise ValueError if torchrun may start the processes again, and they could not go on together.
 
     They meet in a store that outlives them, where a process that was started again may read the address of one that has
     died (https://github.com/pytorch/pytorch/issues/135712). With the variable, each start has a store of its own.
+    Processes on several machines find the run that they began by the name of the job.
     """
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and shares_store:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
             "torchrun --max-restarts: processes that are started again may wait for addresses of those before; set the "
             "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines, before torchrun"
         )
-
-
-def restarts() -> int:
-    """Return how many times torchrun has started the processes of this job again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if job_name() is None:
+        raise ValueError(
+            "torchrun --max-restarts on several machines: processes that are started again find their run by the name "
+            "of the job; give torchrun --rdzv-id NAME, another one for each run"
+        )
 
 
 def find_interrupted(root: Path) -> str | None:
-    """Return the newest latest.ckpt below `root` of a run that this job of torchrun began; None if there is none."""
+    """Return the newest latest.ckpt below `root` of a run that this job of torchrun began; None if there is none.
+
+    Runs that have ended normally do not count. The processes of a job must all find the same run. So nothing that
+    differs between machines decides, such as torchrun's number of restarts, which every machine counts for itself.
+    """
     found = []
     for checkpoint in root.rglob(f"{CHECKPOINTS_FOLDER}/latest.ckpt"):
         record = run_folder(checkpoint) / RUN_FILE
-        if record.is_file() and json.loads(record.read_text()).get("job") == job_name():
+        content = json.loads(record.read_text()) if record.is_file() else {}
+        if content.get("job") == job_name() and not content.get("finished"):
             found.append(checkpoint)
     return str(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
 

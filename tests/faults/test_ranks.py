@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from esper_lightning.errors import EXIT_LOST_RANK
+from esper_lightning.process import EXIT_OUTPUT_FAILED
 from tests.ranks import DieOnce, StopAt, fit_in_ranks, start_ranks
 from tests.runs import HORIZON, ROOT, TINY, differences, fit, load, only_run, with_callback
 
@@ -105,6 +106,18 @@ def test_processes_that_the_program_has_started_end_together_with_one_line(victi
     ]
     assert len(lines) == 1, lines
     load(latest)
+
+
+def test_an_output_that_cannot_be_written_stops_both_processes_with_a_checkpoint_and_one_line(tmp_path: Path) -> None:
+    flags = (*TINY, "--data.n_envs=2", "--trainer.max_epochs=1000", "--trainer.devices=2")
+    command = [sys.executable, "-m", "esper_lightning", "fit", *flags, "--trainer.default_root_dir", str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
+
+    assert ended.returncode == EXIT_OUTPUT_FAILED
+    assert "Traceback" not in ended.stderr
+    assert len(re.findall("an output that cannot be written", ended.stderr)) == 1
+    load(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
 
 
 def torchrun(ranks: int, *args: str) -> int:

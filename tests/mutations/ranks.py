@@ -10,9 +10,23 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Processes that torchrun starts again may meet at the addresses of those before",
         "esper_lightning/cli/main.py",
-        'int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and shares_store',
-        'int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 9 and shares_store',
+        'if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":',
+        'if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "Yes":',
         "tests/test_ranks.py::test_torchrun_may_start_processes_again_only_if_each_start_has_a_store_of_its_own",
+    ),
+    Defect(
+        "A job of torchrun goes on from a run that has ended normally",
+        "esper_lightning/cli/main.py",
+        'content.get("job") == job_name() and not content.get("finished")',
+        'content.get("job") == job_name()',
+        "tests/test_ranks.py::test_a_job_that_is_started_again_finds_the_run_that_it_began",
+    ),
+    Defect(
+        "Processes on several machines each look for a run of their own",
+        "esper_lightning/provenance.py",
+        "if is_on_one_machine else None",
+        "if True else None",
+        "tests/test_ranks.py::test_processes_that_start_again_on_several_machines_need_a_job_with_a_name",
     ),
     Defect(
         "DDP divides the gradient by the number of ranks, and nothing makes up for it",
