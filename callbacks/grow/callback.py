@@ -403,7 +403,7 @@ class Grow(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_validation_of_fit(trainer):
             return
-        metrics = growth_metrics(self._pool, self._contributions)
+        metrics = growth_metrics(self._pool, self._contributions, self._potentials)
         pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -17,7 +17,9 @@ from esper_lightning.telemetry.observer import seed_changes
 EVENTS_FILE, LOG_LEVEL = "events.jsonl", "normal"
 
 
-def growth_metrics(pool: SinglePool, contributions: Mapping[str, float]) -> dict[str, float]:
+def growth_metrics(
+    pool: SinglePool, contributions: Mapping[str, float], potentials: Mapping[str, float]
+) -> dict[str, float]:
     """Return the metrics of a network for loggers, by name."""
     slots = pool.subject.slots
     metrics: dict[str, float] = {
@@ -27,6 +29,7 @@ def growth_metrics(pool: SinglePool, contributions: Mapping[str, float]) -> dict
     }
     metrics |= {f"growth/alpha.{slot.name}": slot.alpha_now for slot in slots if slot.blended}
     metrics |= {f"growth/contribution.{name}": points for name, points in contributions.items()}
+    metrics |= {f"growth/potential.{name}": points for name, points in potentials.items()}
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -5,9 +5,9 @@ G0, the question whether a blueprint can grow in a slot at all, is answered by t
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from esper_lightning.blueprints import Birth
+from esper_lightning.blueprints import Birth, suggest_name
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gradient_stats import GradientStats
 
@@ -72,6 +72,9 @@ class LifecycleConfig:
     """Ticks for which a slot stays closed after a cull."""
 
     def __post_init__(self) -> None:
+        for name, known in (("isolation", get_args(Isolation)), ("birth", get_args(Birth))):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"lifecycle.{name} {given!r} is not known; {suggest_name(given, known)}")
         for name in ("training_ticks", "embargo_ticks", "min_cull_age", "probation_ticks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"lifecycle.{name} must not be negative, got {getattr(self, name)}")

@@ -40,7 +40,8 @@ def backward_with_trials(network: nn.Module, slots: Sequence[SeedSlot], loss_of:
     features = _Features()
     with features.recording(network, slots):
         loss = loss_of(network)
-    loss.backward()
+    if loss.requires_grad:  # otherwise the host is frozen, and the seeds take no part in its loss
+        loss.backward()
     for slot in slots:
         if slot in features.calls_before:  # the forward pass has reached the slot
             _accumulate_trial_gradients(network, slot, loss_of, features=features)

@@ -52,7 +52,8 @@ def vetoes(step: "StepResult", tick: int) -> list[Event]:
 
 
 def seed_changes(events: "Sequence[HostEvent]", tick: int) -> list[Event]:
-    """Return one event for each seed change: a new stage, or a new target of its alpha (its blending weight)."""
+    """Return one event for each seed change: a new stage, a new target of its alpha (its blending weight), or that the
+    seed is stuck."""
     return [
         SeedChanged(
             tick=tick,

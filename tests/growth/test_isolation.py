@@ -226,6 +226,25 @@ def test_micro_batches_of_a_trial_add_up() -> None:
     torch.testing.assert_close([p.grad for p in network.parameters()], whole)
 
 
+def test_seeds_learn_by_trial_behind_a_frozen_host() -> None:
+    network = small_cnn(["block1"])
+    for parameter in network.parameters():
+        parameter.requires_grad_(False)
+    grow(slot_named(network, "block1"), Stage.TRAINING)
+    seed = slot_named(network, "block1").seed
+    growing = growing_of(network, "trial")
+
+    growing.backward(lambda host: loss_on(host, small_batch()))
+
+    assert any(parameter.grad.any() for parameter in seed.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("setting", ["isolation", "birth"])
+def test_an_unknown_way_to_learn_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"lifecycle.{setting} 'proximall' is not known"):
+        LifecycleConfig(**{setting: "proximall"})
+
+
 def test_a_trial_that_breaks_off_leaves_the_network_as_it_was() -> None:
     network = small_cnn(["block1"])
     grow(slot_named(network, "block1"), Stage.TRAINING)

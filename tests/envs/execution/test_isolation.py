@@ -22,6 +22,7 @@ from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.recorded import weights_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
+from esper_lightning.telemetry.metrics import potential_metrics
 from tests.decisions import WAIT, act, germinate
 from tests.envs.execution.episodes import episode, same
 from tests.envs.execution.fake_cuda import FakeCuda
@@ -146,6 +147,8 @@ def test_potentials_are_those_of_the_seeds_switched_on_one_by_one(make_pool: Mak
             accuracy = (network(inputs).argmax(1) == targets).float().mean().item()
         expected = 100.0 * (accuracy - env.history.accuracy[-1])
         assert env.records[k].potential == pytest.approx(expected, abs=1e-4)
+    plotted = (env.records[1].potential + env.records[2].potential) / 2
+    assert potential_metrics(pool.envs) == {"growth/potential": pytest.approx(plotted)}
     names = [name for name in pool.feature_names if "potential" in name]
     assert names == [f"{slot.name}.{name}" for slot in env.slots for name in ("potential.known", "potential")]
     shown = compute_features(env)
