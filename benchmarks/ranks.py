@@ -368,10 +368,16 @@ def show_costs() -> None:
         print(f"{name}: {value:.3g}")
     print("| hosts | ranks | ticks | update | reductions | telemetry | checkpoint | share of ticks |")
     print("|---|---|---|---|---|---|---|---|")
-    for hosts, ranks in ((48, 1), (48, 2), (512, 8), (4096, 64), (10_048, 64)):
-        seconds = predict(costs, hosts, ranks)
+    fast = costs._replace(
+        host_tick=costs.host_tick / 10, policy_row=costs.policy_row / 10, update_row=costs.update_row / 10
+    )
+    sizes = ((48, 1), (48, 2), (512, 8), (4096, 64), (9984, 64))
+    rows = [(f"{hosts:,}", costs, hosts, ranks) for hosts, ranks in sizes]
+    rows += [(f"{hosts:,}, ten times as fast", fast, hosts, ranks) for hosts, ranks in ((512, 8), (9984, 64))]
+    for label, seconds_of, hosts, ranks in rows:
+        seconds = predict(seconds_of, hosts, ranks)
         cells = " | ".join(f"{part:.2g} s" for part in seconds)
-        print(f"| {hosts} | {ranks} | {cells} | {seconds.efficiency:.2f} |")
+        print(f"| {label} | {ranks} | {cells} | {seconds.efficiency:.2f} |")
 
 
 def main() -> None:

@@ -28,6 +28,9 @@ EXPORTS = {
 """Module of each public name, below this package."""
 
 
+__all__ = [*EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # the stub lists them
+
+
 def __getattr__(name: str) -> Any:
     if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

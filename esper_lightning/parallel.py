@@ -4,6 +4,7 @@ Whatever has a method `map(function, items)` can do such work: `InTurn` and `Pro
 `concurrent.futures` and joblib's loky, pools of `multiprocessing` and of Ray.
 """
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -44,6 +45,29 @@ class Mapper(Protocol):
     def map(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterable[Any]:
         """Return the results in the order of the items."""
         ...
+
+
+def make_executor(path: str, jobs: int) -> Mapper:
+    """Return `path(jobs)`, an executor of another library, such as `ray.util.multiprocessing.Pool`.
+
+    Args:
+        path: Dotted path of a class or function whose first argument is the number of workers.
+        jobs: Number of workers.
+
+    Raises ValueError if there is no such name, or if what it makes has no method `map`.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"executor {path!r} cannot be imported: {error}; give a dotted path, as ray.util.multiprocessing.Pool"
+        ) from error
+    check_jobs(jobs)
+    executor: Any = make(jobs) if callable(make) else make
+    if not callable(getattr(executor, "map", None)):
+        raise ValueError(f"executor {path!r} has no method map; give one such as ray.util.multiprocessing.Pool")
+    return executor
 
 
 class InTurn:

@@ -1,5 +1,6 @@
 """Several processes learn what one process learns from the same environments."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -222,6 +223,32 @@ def test_several_processes_train_the_policy_and_the_hosts_of_one(
     assert differences(together["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(together, alone) < 1e-5
     assert {path.name for path in only_run(tmp_path).folder.iterdir()} >= {"config.yaml", "events.jsonl", "run.json"}
+
+
+def told(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return what a run has told but for times: its events, sorted, and the rows of its closing comparison."""
+    folder = only_run(root).folder
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (table,) = folder.rglob("evaluation.csv")
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for event in events:
+        event.pop("seconds", None)
+        for name in event.get("metrics", {}):  # sums over processes round differently
+            event["metrics"][name] = round(event["metrics"][name], 4) if name.startswith(("loss", "kl")) else None
+    return sorted(map(json.dumps, events)), [
+        {name: text for name, text in row.items() if "seconds" not in name} for row in rows
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path) -> None:
+    flags = (*HOSTS, "--evaluation.hosts=2", "--evaluation.against=[climbing]", "--data.env.executor=loop")
+    fit_in_ranks(1, tmp_path / "alone", *flags)
+    fit_in_ranks(2, tmp_path / "together", *flags)
+
+    assert told(tmp_path / "together") == told(tmp_path / "alone")
 
 
 @pytest.mark.slow

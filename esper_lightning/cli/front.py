@@ -43,7 +43,8 @@ COMMANDS = {
 
 USAGES = {
     **{command: f"{PROGRAM} {command} {USAGE}" for command in SETTINGS_COMMANDS},
-    "sweep": f"{PROGRAM} sweep --config FILE_OR_NAME [--seeds N] [--set SETTING=VALUES …] [--jobs N] [--out FOLDER]",
+    "sweep": f"{PROGRAM} sweep --config FILE_OR_NAME [--seeds N] [--set SETTING=VALUES …] [--jobs N] "
+    "[--executor PATH] [--out FOLDER]",
     "export": f"{PROGRAM} export FOLDER_OR_FILE --to FORMAT [--out FILE] [--trust PACKAGES] [--network PATH …]",
     "configs": f"{PROGRAM} configs",
     "init": f"{PROGRAM} init NAME",

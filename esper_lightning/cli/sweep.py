@@ -22,7 +22,7 @@ from esper_lightning.cli.yaml_limits import check_limits
 from esper_lightning.console import exit_with_error, print_status, wide_console
 from esper_lightning.errors import one_line_errors, one_line_system_errors
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.parallel import Processes, check_jobs
+from esper_lightning.parallel import Mapper, Processes, check_jobs, make_executor
 from esper_lightning.process import exits_on_signals
 from esper_lightning.serialization.replace import make_folder, replace_file
 
@@ -44,6 +44,9 @@ EVALUATION = "evaluation"
 
 SET_HELP = """Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other.
 Commas within brackets separate nothing."""
+
+EXECUTOR_HELP = """Dotted path of a class or function that makes another executor from the number of jobs, such as
+ray.util.multiprocessing.Pool. Left out: processes on this machine."""
 
 MAX_RUNS = 10_000
 """Largest number of trainings in a sweep."""
@@ -201,10 +204,10 @@ def printed_table(rows: Sequence[Mapping[str, str]], varied: Sequence[str]) -> T
     return table
 
 
-def sweep(fit: Fit, runs: Sequence[SweepRun], *, jobs: int, folder: Path) -> list[SweepResult]:
+def sweep(fit: Fit, runs: Sequence[SweepRun], *, executor: Mapper, folder: Path) -> list[SweepResult]:
     """Train all runs, write their table, and return the results in the order of the runs."""
     results: list[SweepResult] = []
-    for result in Processes(jobs, report_death).map(partial(train_once, fit), runs):
+    for result in executor.map(partial(train_once, fit), runs):
         results.append(result)
         what = ", ".join([*(f"{name}={value}" for name, value in result.run.settings), f"seed {result.run.rng_seed}"])
         objectives = [np.mean(by_column["objective"]) for by_column in result.values.values()]
@@ -229,6 +232,7 @@ def sweep_parser() -> Parser:
     parser.add_argument("--seeds", type=PositiveInt, default=3, help="Number of RNG seeds: 0, 1 and so on.")
     parser.add_argument("--set", nargs="+", type=str, default=[], help=SET_HELP)
     parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs side by side, each on a core.")
+    parser.add_argument("--executor", type=str, help=EXECUTOR_HELP)
     parser.add_argument("--out", type=str, default="runs/sweep", help="Folder of the sweep, which must be empty.")
     return parser
 
@@ -245,6 +249,9 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
     with one_line_errors():
         varied = dict(map(varied_setting, given.set))
         check_jobs(given.jobs)
+        executor: Mapper = Processes(given.jobs, report_death)
+        if given.executor is not None:
+            executor = make_executor(given.executor, given.jobs)
         n_runs = given.seeds * math.prod(map(len, varied.values()))
         if n_runs > MAX_RUNS:
             raise ValueError(f"the sweep has {n_runs} runs, more than {MAX_RUNS}; give fewer RNG seeds or values")
@@ -255,7 +262,7 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
     print_status(f"{len(runs)} runs, {min(given.jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     with one_line_system_errors("start again, with another folder by --out"):
         with exits_on_signals(lambda: f"in a sweep; runs that have ended are in {folder / RUNS_FILE}"):
-            results = sweep(fit, runs, jobs=given.jobs, folder=folder)
+            results = sweep(fit, runs, executor=executor, folder=folder)
         rows = table_rows(results)
         write_rows(folder / TABLE_FILE, rows)
     wide_console().print(printed_table(rows, list(varied)))

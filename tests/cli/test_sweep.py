@@ -16,6 +16,7 @@ from esper_lightning.cli.sweep import (
     SweepResult,
     SweepRun,
     plan,
+    report_death,
     run_rows,
     run_sweep,
     split_values,
@@ -25,6 +26,7 @@ from esper_lightning.cli.sweep import (
     write_rows,
 )
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.parallel import Processes
 from tests.runs import CONFIGS
 
 SHORT = """
@@ -89,6 +91,8 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
         (["--config", "smoke", "--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
         (["--config", "smoke", "--set", f"lr={'[' * 3000}"], "its values are no YAML"),
         (["--config", "smoke", "--jobs", "0"], "jobs"),
+        (["--config", "smoke", "--executor", "no_library.Pool"], "executor 'no_library.Pool' cannot be imported"),
+        (["--config", "smoke", "--executor", "math.pi"], "executor 'math.pi' has no method map"),
         (["--config", "smoke", "--jobs", "5000"], "jobs must lie in 1 … 1024, got 5000"),
         (["--config", "smoke", "--seeds", "1000000000", "--set", "lr=1,2"], "the sweep has 2000000000 runs"),
         (["--config", "smoke", "--seed", "3"], "did you mean '--seeds'?"),
@@ -124,9 +128,10 @@ def test_a_sweep_has_the_same_numbers_in_any_order_and_survives_the_death_of_a_w
         (tmp_path / name).mkdir()
     forward, backward = (plan(configs, varied, [0, 2], tmp_path / name) for name in ("forward", "backward"))
 
-    one = sweep(run_command_line, forward, jobs=1, folder=tmp_path / "forward")
-    two = sweep(run_command_line, backward[::-1], jobs=2, folder=tmp_path / "backward")
-    dying = sweep(die_or_train, plan(configs, {}, [0, 1], tmp_path / "dying"), jobs=1, folder=tmp_path / "dying")
+    one = sweep(run_command_line, forward, executor=Processes(1, report_death), folder=tmp_path / "forward")
+    two = sweep(run_command_line, backward[::-1], executor=Processes(2, report_death), folder=tmp_path / "backward")
+    runs = plan(configs, {}, [0, 1], tmp_path / "dying")
+    dying = sweep(die_or_train, runs, executor=Processes(1, report_death), folder=tmp_path / "dying")
 
     assert [result.problem for result in (*one, *two)] == [""] * 8
     assert [result.values for result in one] == [result.values for result in two[::-1]]
