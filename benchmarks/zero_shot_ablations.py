@@ -56,7 +56,7 @@ AS_CONFIGURED = "as configured"
 
 ABLATIONS: dict[str, Sequence[str]] = {
     AS_CONFIGURED: (),
-    "no exchange among slots": ("--trainer.callbacks", "[benchmarks.zero_shot_ablations.NoExchange]"),
+    "no exchange among slots": ("--trainer.callbacks", f"[benchmarks.zero_shot_ablations.{NoExchange.__name__}]"),
     "no memory": ("--model.policy.memory", "none"),
     "names instead of descriptions": ("--data.env.sight.added", "[names, rents, trials]"),
     "one task of seven": ("--data.also", "null", "--data.n_envs", "92"),

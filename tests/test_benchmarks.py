@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks import grow, zero_shot
-from benchmarks.isolation import letters, stuck, worth
+from benchmarks.isolation import letters, policies, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from benchmarks.rows import read_rows
 from esper_lightning.envs import HostPool
@@ -337,7 +337,9 @@ def test_an_observation_gives_away_what_it_shows_and_not_what_is_without_effect(
     assert "--each 3 is too few for 5 folds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters)])
+@pytest.mark.parametrize(
+    ("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters), ("policies", policies)]
+)
 def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
     page = (ROOT / "docs" / "results" / "isolation.md").read_text()
     tables = "\n".join(module.table(read_rows(RESULTS / FILES[name], module.Row))).split("\n\n")
