@@ -61,15 +61,20 @@ def test_on_hosts_of_another_task_the_policy_is_compared_with_rules(
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
+    [  # each reads a checkpoint and builds hosts, which takes seconds
         (("--transfer=false",), "cannot be evaluated"),
         (("--transfer=true", '--stand_ins={"conv_light": "mlpp"}'), "did you mean 'mlp'?"),
-        (("--transfer=false", '--stand_ins={"conv_light": "mlp"}'), "set --transfer true"),
-        (("--transfer=true", "--data.env.actions.tempos={SLOW: 3}"), "with its tempo head"),
+        pytest.param(
+            ("--transfer=false", '--stand_ins={"conv_light": "mlp"}'), "set --transfer true", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--transfer=true", "--data.env.actions.tempos={SLOW: 3}"), "with its tempo head", marks=pytest.mark.slow
+        ),
         (("--transfer=true", "--data.env.actions.blueprints=[mlp]"), "name stand_ins among mlp"),
-        (
+        pytest.param(
             ("--transfer=true", "--data.host.init_args={width: 16, layers: 4}"),
             "these hosts have 4 slots, the policy has 3",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

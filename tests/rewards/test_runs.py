@@ -15,7 +15,7 @@ ALL = get_args(ModeName)
 PAGE = (ROOT / "docs" / "concepts" / "rewards.md").read_text()
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow", "loss"}))
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow"}))
 def test_a_run_in_every_mode_is_plotted_term_by_term(mode: ModeName, tmp_path: Path) -> None:
     fit(tmp_path, "--data.env.reward.mode", mode)
     points = only_run(tmp_path).scalars()

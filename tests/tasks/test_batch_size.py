@@ -54,7 +54,7 @@ def test_the_configured_batch_size_runs(make_pool: MakePool, minibatch_sizes: li
 
 
 @pytest.mark.parametrize(
-    ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("fused", 128)})
+    ("executor", "size"), rest_is_slow([("loop", 60), ("fused", 60), ("fused", 128)], {("fused", 60)})
 )
 def test_the_configured_batch_size_runs_on_cifar10(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatch_sizes: list[int], executor: str, size: int
