@@ -249,14 +249,14 @@ def run_sweep(args: Sequence[str], fit: Fit) -> None:
     with one_line_errors():
         varied = dict(map(varied_setting, given.set))
         check_jobs(given.jobs)
-        executor: Mapper = Processes(given.jobs, report_death)
-        if given.executor is not None:
-            executor = make_executor(given.executor, given.jobs)
         n_runs = given.seeds * math.prod(map(len, varied.values()))
         if n_runs > MAX_RUNS:
             raise ValueError(f"the sweep has {n_runs} runs, more than {MAX_RUNS}; give fewer RNG seeds or values")
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"folder {given.out!r} is not empty; name another one by --out")
+        executor: Mapper = Processes(given.jobs, report_death)
+        if given.executor is not None:
+            executor = make_executor(given.executor, given.jobs)
         make_folder(folder)
     runs = plan(given.config, varied, range(given.seeds), folder)
     print_status(f"{len(runs)} runs, {min(given.jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
