@@ -2,6 +2,7 @@
 
 from collections import Counter
 from operator import attrgetter
+from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
@@ -11,6 +12,9 @@ from esper_lightning.envs import Overseer
 from esper_lightning.envs.step_result import HostVerdict
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
+
+LOGGING_METHODS = ("log", "log_dict")
+"""Attributes that Lightning gives to every callback; they lead to the trainer."""
 
 
 class Governor(Overseer, Callback):
@@ -33,6 +37,10 @@ class Governor(Overseer, Callback):
         super().__init__(rules)
         self.enabled = enabled
         self.lines = lines
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with which hosts are watched in other processes, where there is no trainer to log to."""
+        return {name: value for name, value in vars(self).items() if name not in LOGGING_METHODS}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to watch the hosts of the trainer's data module. Raises ValueError if it has no hosts."""

@@ -28,6 +28,7 @@ from esper_lightning.evaluation.run import announce_replacement, publish
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.parallel import Mapper
 from esper_lightning.ppo.losses import PPOConfig
 from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.tamiyo.policy import PolicyConfig
@@ -139,6 +140,7 @@ def evaluate(
     controls: bool = False,
     governor: GovernorConfig | None = GovernorConfig(),
     folder: str | Path | None = None,
+    executor: Mapper | None = None,
 ) -> ComparisonResult:
     """Compare a policy with other controllers on fresh hosts and test data, and print the tables.
 
@@ -151,6 +153,8 @@ def evaluate(
         controls: Train the final networks from the start, too, as static controls.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
+        executor: Has a method `map(function, items)`, which plays the controllers side by side, such as `Processes(2)`.
+            It does not change the result. None: one after the other in this process.
 
     Raises ValueError if a controller is unknown, or if the checkpoint is damaged or of other hosts.
     """
@@ -178,7 +182,7 @@ def evaluate(
         announce_replacement(Path(folder))
     data.oversee(None if governor is None else Overseer(governor))
     try:
-        result = comparison.run(data, policies, {})
+        result = comparison.run(data, policies, {}, executor=executor)
     finally:
         data.oversee(None)
     if folder is None:

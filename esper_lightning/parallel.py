@@ -1,7 +1,7 @@
 """Independent work in several processes: the same results, in the same order, whatever the number of processes.
 
-Whatever has a method `map(function, items)` can do such work: `InTurn` and `Processes` here, executors of
-`concurrent.futures` and joblib's loky, pools of `multiprocessing` and of Ray.
+Whatever has a method `map(function, items)` can do such work: `Processes` here, executors of `concurrent.futures` and
+joblib's loky, pools of `multiprocessing` and of Ray.
 """
 
 import importlib
@@ -68,13 +68,6 @@ def make_executor(path: str, jobs: int) -> Mapper:
     if not callable(getattr(executor, "map", None)):
         raise ValueError(f"executor {path!r} has no method map; give one such as ray.util.multiprocessing.Pool")
     return executor
-
-
-class InTurn:
-    """Applies a function to one item after the other, in this process."""
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        return map(function, items)
 
 
 class WorkerDied(RuntimeError):
@@ -155,13 +148,17 @@ class _Worker:
         self._process: ProcessPoolExecutor | None = None
 
     def run(self, function: Callable[[Item], Result], item: Item) -> Result:
+        try:
+            pickled_work = pickle.dumps((function, item))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(f"{item!r:.200} cannot be sent to another process: {error}; give one job") from error
         for _ in range(ATTEMPTS):
             if self._process is None:
                 self._process = ProcessPoolExecutor(
                     1, multiprocessing.get_context("spawn"), _begin_worker, (imported_modules(),)
                 )
             try:
-                return pickle.loads(self._process.submit(_call, pickle.dumps((function, item))).result())
+                return pickle.loads(self._process.submit(_call, pickled_work).result())
             except BrokenProcessPool:
                 self.close()
         raise WorkerDied(f"the worker process died {ATTEMPTS} times, killed or out of memory, with {item!r:.200}")

@@ -2,10 +2,14 @@
 
 import json
 import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -15,9 +19,12 @@ import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
 from esper_lightning.__main__ import main
 from esper_lightning.api import TrainedRun
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import ActionConfig
+from esper_lightning.evaluation.comparison import ComparisonResult
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
+from esper_lightning.parallel import Mapper, Processes
 from esper_lightning.tasks import Digits
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
@@ -110,6 +117,46 @@ def test_a_run_and_its_checkpoint_are_compared_alike(
         assert ours.values("objective").tolist() == theirs.values("objective").tolist()
     assert "test accuracy" in capsys.readouterr().out
     assert (tmp_path / "tables" / "evaluation.csv").is_file()
+
+
+@pytest.fixture(scope="module")
+def one_after_the_other(run: TrainedRun) -> ComparisonResult:
+    return evaluate(run, hosts=4, controls=True)
+
+
+class FileHolder(WaitOnly):
+    """Controller with an open file, which no other process can be given."""
+
+    def __init__(self) -> None:
+        self.file = sys.__stdout__
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ThreadPoolExecutor, pytest.param(Processes, marks=pytest.mark.slow)],
+    ids=["threads", "processes"],
+)
+def test_an_executor_changes_no_number_of_a_comparison(
+    run: TrainedRun, one_after_the_other: ComparisonResult, make: Callable[[int], Mapper]
+) -> None:
+    found = evaluate(run, hosts=4, controls=True, executor=make(2))
+
+    expected = one_after_the_other
+    assert [entry.name for entry in found.entries] == [entry.name for entry in expected.entries]
+    assert {"sampled", "replayed", "yoked", "random", "static tamiyo, equal FLOPs"} < {
+        row.name for row in found.entries
+    }
+    for ours, theirs in zip(found.entries, expected.entries, strict=True):
+        for column in ("objective", "loss", "parameters", "flops", "ticks"):
+            assert np.array_equal(ours.values(column), theirs.values(column)), (ours.name, column)
+    assert found.schedules == expected.schedules and found.notes == expected.notes
+
+
+@pytest.mark.slow
+def test_a_controller_that_no_other_process_can_be_given_is_refused_in_one_line() -> None:
+    own = f"{__name__}.FileHolder"
+    with pytest.raises(ValueError, match=r"cannot be sent to another process: cannot pickle .* object; give one job"):
+        evaluate(None, hosts(), against=[own], hosts=2, executor=Processes(1))
 
 
 def test_what_does_not_fit_together_is_a_value_error(run: TrainedRun) -> None:

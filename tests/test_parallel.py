@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from esper_lightning import plugins
-from esper_lightning.parallel import InTurn, Processes, WorkerDied
+from esper_lightning.parallel import Processes, WorkerDied
 
 
 def square(number: int) -> int:
@@ -54,7 +54,7 @@ def add_one(values: Any) -> Any:
 
 def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
     expected = [0, 1, 4, 9, 16]
-    assert list(InTurn().map(square, range(5))) == expected
+    assert list(Processes(1).map(square, range(5))) == expected
     assert list(Processes(2).map(square, range(5))) == expected
     assert list(Processes(2).map(square, reversed(range(5)))) == expected[::-1]
     with pytest.raises(ValueError, match="jobs must lie in 1 … 1024, got 0"):

@@ -10,10 +10,8 @@ import numpy as np
 
 from esper_lightning.controllers.fixed_schedule import (
     FixedSchedule,
-    RecordingController,
     SchedulePerPrice,
     most_common_schedule,
-    parameter_prices,
     yoke_schedules,
 )
 from esper_lightning.controllers.heuristic import HeuristicConfig
@@ -34,19 +32,23 @@ from esper_lightning.evaluation.baselines import (
     read_schedules,
 )
 from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
-from esper_lightning.evaluation.networks import GrownHost, best_hosts
-from esper_lightning.evaluation.play import Outcome, play_episode, try_controller
+from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
+from esper_lightning.evaluation.episodes import Played, play, play_policy, play_static
+from esper_lightning.evaluation.networks import GrownHost
+from esper_lightning.evaluation.play import Outcome, try_controller
 from esper_lightning.evaluation.search.search import (
     BestSchedules,
     SearchConfig,
     check_budget,
     read_best_schedules,
-    search,
-    search_per_price,
+    search_best_schedules,
 )
-from esper_lightning.evaluation.static_host import StaticController, affordable_ticks
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
+from esper_lightning.evaluation.work import run_all
+from esper_lightning.parallel import Mapper, Processes, check_jobs
+
+Episodes = Callable[[], list[Played]]
+"""Plays one episode, or several that follow from each other."""
 
 TAMIYO, SAMPLED = "tamiyo", "sampled"
 """Names of the compared policy, taking its most likely action and drawing actions as in training."""
@@ -126,19 +128,6 @@ class ComparisonResult(NamedTuple):
         return mean_interval(lead), effect_size(lead)
 
 
-class LearnedEntries(NamedTuple):
-    """Results of the trained policies and of the controls derived from them; all are empty without a policy."""
-
-    entries: dict[str, Entry]
-    """Rows by name: the policy and the controls in `DERIVED`. A row that was not played has no outcomes."""
-    schedules: dict[str, Schedule]
-    """Most frequent schedule of each policy, by file name without suffix."""
-    notes: list[str]
-    credits: list[SeedCredit]
-    networks: list[GrownHost]
-    """Best hosts of the first policy."""
-
-
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
@@ -158,6 +147,8 @@ class Comparison:
         controls: Play static controls: the final networks of the policy and of the best baseline compared, complete
             from the first tick, with as many host epochs and with as much training compute.
         held_out: Draw hosts from the held-out contexts of the family, which training never uses.
+        jobs: Processes that play the controllers, and search schedules, side by side; each has its own copy of the
+            data. The number does not change the result.
     """
 
     def __init__(
@@ -175,11 +166,13 @@ class Comparison:
         against: list[str] | None = None,
         controls: bool = True,
         held_out: bool = False,
+        jobs: int = 1,
     ) -> None:
         if hosts < 0 or hosts == 1:
             raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
         check_host_count("evaluation.hosts", hosts, least=0)
         check_rng_seed("evaluation.seed", seed)
+        check_jobs(jobs)
         if credit.hosts > hosts:
             raise ValueError(f"evaluation.credit.hosts is {credit.hosts}, more than the {hosts} that are evaluated")
         self.hosts = hosts
@@ -190,6 +183,7 @@ class Comparison:
         self.against = against
         self.controls = controls
         self.held_out = held_out
+        self.jobs = jobs
         self.rule_configs = {"heuristic": heuristic, "climbing": climbing, "periodic": periodic}
         self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
         if schedule is not None and "schedule" in (schedules or {}):
@@ -283,6 +277,7 @@ class Comparison:
         *,
         task: str | None = None,
         save_networks: int = 0,
+        executor: Mapper | None = None,
     ) -> ComparisonResult:
         """Run the comparison on hosts of one task. It creates its own pools.
 
@@ -292,134 +287,158 @@ class Comparison:
             rivals: Further trained policies, by the names of their rows.
             task: Name of the task, where there are several. None: the first.
             save_networks: Number of hosts to keep: the best of the first policy, or without one of the reference.
+            executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
+                this process, or as many as `jobs` says.
         """
+        if executor is None and self.jobs > 1:
+            executor = Processes(self.jobs)
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(self.hosts, held_out=self.held_out)
         rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)
-        learned = self._play_policies(pool, rng_seeds, policies, make_pool=make_pool, save_networks=save_networks)
         reference = TAMIYO if policies else (self.against or [UNGROWN_HOST])[0]
-        networks = learned.networks
-        rival_entries = [
-            self._play_rival(pool, rng_seeds, name, rival=rival, make_pool=make_pool) for name, rival in rivals.items()
+
+        def episodes(name: str, controllers: Sequence[Controller]) -> list[Episodes]:
+            saved = save_networks if name == reference else 0
+            play_here = partial(play, pool, name, rng_seeds=rng_seeds, save_networks=saved)
+            return [partial(play_here, controller) for controller in controllers]
+
+        rules = {name: [controller] for name, controller in self.make_controllers().items() if self.includes(name)}
+        played = run_all(
+            {
+                TAMIYO: self._policy_episodes(
+                    pool, policies, rng_seeds, make_pool=make_pool, save_networks=save_networks
+                ),
+                **self._rival_episodes(pool, rivals, rng_seeds, make_pool=make_pool),
+                **{name: episodes(name, controllers) for name, controllers in rules.items()},
+            },
+            executor,
+        )
+        of_policies = [of_policy for (of_policy,) in played[TAMIYO]]
+        common, notes = self._describe_schedules(policies, of_policies)
+        best = self._find_best_schedules(make_pool, [*self.schedules.values(), *common.values()], executor)
+        derived: dict[str, list[Controller]] = {
+            SAMPLED: [policy.sampled(self.seed) for policy in policies],
+            BEST_FIXED: [] if best.fixed is None else [FixedSchedule(best.fixed)],
+            BEST_PER_PRICE: [SchedulePerPrice(best.per_price)] if best.per_price else [],
+            REPLAYED: [FixedSchedule(schedule) for schedule in common.values()],
+            YOKED: [
+                FixedSchedule(yoke_schedules(of_policy.schedules, of_policy.outcome.contexts, of_policy.prices))
+                for of_policy in of_policies
+            ],
+        }
+        twinned = [TAMIYO, *best_hand_written(played, [name for name in self.hand_written if name in rules])]
+        twinned = twinned if self.controls else []
+        played |= run_all(
+            {
+                **{name: episodes(name, made) for name, made in derived.items() if self.includes(name)},
+                **{
+                    TWIN_PREFIX + name: [
+                        partial(play_static, pool, TWIN_PREFIX + name, grown.outcome, rng_seeds=rng_seeds)
+                        for (grown,) in played[name]
+                    ]
+                    for name in twinned
+                },
+            },
+            executor,
+        )
+        training_seeds = [policy.training_seed for policy in policies]
+        seeds_of = dict.fromkeys((TAMIYO, *DERIVED, TWIN_PREFIX + TAMIYO), training_seeds)
+        seeds_of |= {name: [rival.training_seed] for name, rival in rivals.items()}
+        names = [TAMIYO, SAMPLED, *rivals, *rules, BEST_FIXED, BEST_PER_PRICE, REPLAYED, YOKED]
+        entries = [
+            Entry(row[0].outcome.controller, [one.outcome for one in row], seeds_of.get(name, [None]))
+            for name in [*names, *(TWIN_PREFIX + name for name in twinned)]
+            for row in zip(*played.get(name, ()), strict=True)
         ]
-        controllers = {name: controller for name, controller in self.make_controllers().items() if self.includes(name)}
-        best = self._find_best_schedules(make_pool, [*self.schedules.values(), *learned.schedules.values()])
-        if best.fixed is not None and self.includes(BEST_FIXED):
-            controllers[BEST_FIXED] = FixedSchedule(best.fixed)
-        if best.per_price and self.includes(BEST_PER_PRICE):
-            controllers[BEST_PER_PRICE] = SchedulePerPrice(best.per_price)
-        rules: dict[str, Entry] = {}
-        for name, controller in controllers.items():
-            outcome = play_episode(pool, name, controller, rng_seeds=rng_seeds)
-            rules[name] = Entry(name, [outcome], [None])
-            if name == reference:
-                networks = best_hosts(pool, outcome, save_networks)
-        policy, sampled, replayed, yoked = learned.entries.values()
-        twinned = [policy, *best_hand_written(rules, self.hand_written)] if self.controls else []
-        twins = [twin for entry in twinned for twin in play_static_twins(pool, rng_seeds, entry)]
-        entries = [policy, sampled, *rival_entries, *rules.values(), replayed, yoked, *twins]
+        saved = [one.networks for of_name in played.values() for row in of_name for one in row if one.networks]
         return ComparisonResult(
             list(policies),
             dict(rivals),
             rng_seeds,
-            sorted((entry for entry in entries if entry.outcomes), key=lambda entry: entry.name != reference),
-            learned.schedules | best.by_file(),
-            learned.notes,
-            learned.credits,
-            networks,
+            sorted(entries, key=lambda entry: entry.name != reference),
+            common | best.by_file(),
+            notes,
+            [seed_credit for of_policy in of_policies for seed_credit in of_policy.credits],
+            saved[0] if saved else [],
         )
 
-    def _find_best_schedules(self, make_pool: Callable[..., HostPool], known: Sequence[Schedule]) -> BestSchedules:
+    def _policy_episodes(
+        self,
+        pool: HostPool,
+        policies: Sequence[TrainedPolicy],
+        rng_seeds: Sequence[int],
+        *,
+        make_pool: Callable[..., HostPool],
+        save_networks: int,
+    ) -> list[Episodes]:
+        """Return the episodes of the policies; networks are saved and credit is measured in the first."""
+        played = [partial(play_policy, pool, TAMIYO, policy, rng_seeds=rng_seeds) for policy in policies]
+        fork_pool = None
+        if policies and self.credit.hosts:
+            fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
+        credited = {"save_networks": save_networks, "credit": self.credit, "fork_pool": fork_pool}
+        return [partial(episode, **credited) if number == 0 else episode for number, episode in enumerate(played)]
+
+    def _rival_episodes(
+        self,
+        pool: HostPool,
+        rivals: Mapping[str, TrainedPolicy],
+        rng_seeds: Sequence[int],
+        *,
+        make_pool: Callable[..., HostPool],
+    ) -> dict[str, list[Episodes]]:
+        """Return the episodes of the rivals on the same hosts, which each of them observes as in its training."""
+        episodes = {}
+        for name, rival in rivals.items():
+            own = pool
+            if rival.sight != pool.config.sight:
+                own = make_pool(self.hosts, held_out=self.held_out, sight=rival.sight)
+            episodes[name] = [partial(play, own, name, rival.greedy(), rng_seeds=rng_seeds)]
+        return episodes
+
+    def _describe_schedules(
+        self, policies: Sequence[TrainedPolicy], episodes: Sequence[Played]
+    ) -> tuple[dict[str, Schedule], list[str]]:
+        """Return the most frequent schedule of each policy, by file name without suffix, and notes for the reader."""
+        common_schedules, notes = {}, []
+        for number, (policy, played) in enumerate(zip(policies, episodes, strict=True)):
+            common, frequency = most_common_schedule(played.schedules)
+            name, suffix = "schedule", ""
+            if len(policies) > 1:
+                name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
+            common_schedules[name] = common
+            notes.append(
+                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; "
+                f"different schedules: {len(set(played.schedules))}"
+            )
+        contexts = episodes[0].outcome.contexts if episodes else []
+        n_singletons = sum(number == 1 for number in Counter(contexts).values())
+        if n_singletons and self.includes(YOKED):
+            notes.append(
+                f"{n_singletons} of {self.hosts} hosts were the only ones of their kind: "
+                "yoked plays their own schedules"
+            )
+        return common_schedules, notes
+
+    def _find_best_schedules(
+        self, make_pool: Callable[..., HostPool], known: Sequence[Schedule], executor: Mapper | None
+    ) -> BestSchedules:
         """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
         if self.search is None:
             return BestSchedules(None, {})
         if self.found_schedules is not None:
             return self.found_schedules
-        known = list(dict.fromkeys(known))
-        fixed = search(make_pool(SEARCH_ENVS), self.search, known).schedule if self.includes(BEST_FIXED) else None
-        wanted = self.search.per_price and self.includes(BEST_PER_PRICE)
-        return BestSchedules(fixed, search_per_price(make_pool(SEARCH_ENVS), self.search, known) if wanted else {})
-
-    def _play_policies(
-        self,
-        pool: HostPool,
-        rng_seeds: Sequence[int],
-        policies: Sequence[TrainedPolicy],
-        *,
-        make_pool: Callable[..., HostPool],
-        save_networks: int,
-    ) -> LearnedEntries:
-        """Play the policies, and the sampled, replayed and yoked controls derived from them."""
-        training_seeds = [policy.training_seed for policy in policies]
-        entries = {name: Entry(name, [], training_seeds) for name in (TAMIYO, *DERIVED)}
-        learned = LearnedEntries(entries, {}, [], [], [])
-        for number, policy in enumerate(policies):
-            recording = RecordingController(policy.greedy())
-            outcome = play_episode(pool, TAMIYO, recording, rng_seeds=rng_seeds)
-            if number == 0:
-                learned.networks.extend(best_hosts(pool, outcome, save_networks))
-            if number == 0 and self.credit.hosts:
-                fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
-                learned.credits.extend(measure_credit(pool, fork_pool, self.credit))
-            schedules = recording.schedules
-            common, frequency = most_common_schedule(schedules)
-            name, suffix = "schedule", ""
-            if len(policies) > 1:
-                name, suffix = f"schedule{number}", f" of training seed {policy.training_seed}"
-            learned.schedules[name] = common
-            learned.notes.append(
-                f"{frequency} of {self.hosts} hosts{suffix} grew by the same schedule: {name}.json; "
-                f"different schedules: {len(set(schedules))}"
-            )
-            entries[TAMIYO].outcomes.append(outcome)
-            others = {
-                SAMPLED: policy.sampled(self.seed),
-                REPLAYED: FixedSchedule(common),
-                YOKED: FixedSchedule(yoke_schedules(schedules, outcome.contexts, parameter_prices(pool))),
-            }
-            for other, controller in others.items():
-                if self.includes(other):
-                    entries[other].outcomes.append(play_episode(pool, other, controller, rng_seeds=rng_seeds))
-        contexts = entries[TAMIYO].outcomes[0].contexts if policies else []
-        n_singletons = sum(number == 1 for number in Counter(contexts).values())
-        if n_singletons and self.includes(YOKED):
-            learned.notes.append(
-                f"{n_singletons} of {self.hosts} hosts were the only ones of their kind: "
-                "yoked plays their own schedules"
-            )
-        return learned
-
-    def _play_rival(
-        self,
-        pool: HostPool,
-        rng_seeds: Sequence[int],
-        name: str,
-        *,
-        rival: TrainedPolicy,
-        make_pool: Callable[..., HostPool],
-    ) -> Entry:
-        """Play a rival on the same hosts, which it observes as in its training."""
-        if rival.sight != pool.config.sight:
-            pool = make_pool(self.hosts, held_out=self.held_out, sight=rival.sight)
-        return Entry(name, [play_episode(pool, name, rival.greedy(), rng_seeds=rng_seeds)], [rival.training_seed])
-
-
-def best_hand_written(rules: Mapping[str, Entry], names: Sequence[str]) -> list[Entry]:
-    """Return the controller among `names` with the best mean objective, or no controller if none was played."""
-    played = [rules[name] for name in names if name in rules]
-    return sorted(played, key=lambda entry: -entry.values("objective").mean())[:1]
-
-
-def play_static_twins(pool: HostPool, rng_seeds: Sequence[int], entry: Entry) -> list[Entry]:
-    """Play the static twins of a row's final hosts: with as many host epochs, and with as much training compute."""
-    static, equal_flops = (
-        Entry(f"{TWIN_PREFIX}{entry.name}{suffix}", [], entry.training_seeds) for suffix in ("", ", equal FLOPs")
-    )
-    for outcome in entry.outcomes:
-        controller = StaticController(outcome.topologies)
-        static.outcomes.append(play_episode(pool, static.name, controller, rng_seeds=rng_seeds))
-        ticks = affordable_ticks(static.outcomes[-1], outcome.flops)
-        equal_flops.outcomes.append(
-            play_episode(pool, equal_flops.name, controller, rng_seeds=rng_seeds, tick_limits=ticks)
+        return search_best_schedules(
+            make_pool(SEARCH_ENVS),
+            self.search,
+            list(dict.fromkeys(known)),
+            fixed=self.includes(BEST_FIXED),
+            per_price=self.search.per_price and self.includes(BEST_PER_PRICE),
+            executor=executor,
         )
-    return [static, equal_flops]
+
+
+def best_hand_written(played: Mapping[str, Sequence[Sequence[Played]]], names: Sequence[str]) -> list[str]:
+    """Return the name among `names` of the controller with the best mean objective, or none if none was played."""
+    means = {name: np.mean([one.outcome.objective for row in played[name] for one in row]) for name in names}
+    return sorted(means, key=lambda name: -means[name])[:1]

@@ -97,6 +97,13 @@ DEFECTS: tuple[Defect, ...] = (
         RIVALS,
     ),
     Defect(
+        "Episodes that are played side by side by threads share their hosts",
+        "esper_lightning/evaluation/work.py",
+        "work = deepcopy(work)",
+        "pass",
+        "tests/test_api.py::test_an_executor_changes_no_number_of_a_comparison[threads]",
+    ),
+    Defect(
         "A rival's actions are masked although none were in its training",
         "esper_lightning/evaluation/checkpoints.py",
         "model.observation_norm, sight=sight)",

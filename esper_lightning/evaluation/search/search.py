@@ -12,8 +12,6 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.schedule import Schedule, read_schedule
 from esper_lightning.envs import HostPool
@@ -23,7 +21,8 @@ from esper_lightning.evaluation.play import paired_difference, play_episode
 from esper_lightning.evaluation.search.plans import Plan, PlanSampler
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
 from esper_lightning.evaluation.statistics import Interval, mean_interval
-from esper_lightning.parallel import InTurn, Mapper, Processes, check_jobs
+from esper_lightning.evaluation.work import run_all
+from esper_lightning.parallel import Mapper
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""
@@ -72,9 +71,6 @@ class SearchConfig:
     elites: int = 6
     """Best candidates of a race that enter the next one, together with their crossovers."""
 
-    jobs: int = 1
-    """Processes that search the schedules for single prices side by side. The number does not change the result."""
-
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
             raise ValueError(f"search.steps must lie in 1 … {MAX_STEPS}, got {self.steps}")
@@ -86,7 +82,6 @@ class SearchConfig:
         for name, least in (("one_in", 2), ("decisive", 1), ("elites", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name} must be at least {least}, got {getattr(self, name)}")
-        check_jobs(self.jobs)
 
 
 class BestSchedules(NamedTuple):
@@ -270,33 +265,38 @@ def check_steps(min_steps: int, config: SearchConfig, n_envs: int, *, searches: 
         )
 
 
-def search_per_price(
-    pool: HostPool, config: SearchConfig, known: Sequence[Schedule] = (), executor: Mapper | None = None
-) -> dict[float, Schedule]:
-    """Return the best fixed schedule for each price, with `config.steps` divided among the searches.
+def search_best_schedules(
+    pool: HostPool,
+    config: SearchConfig,
+    known: Sequence[Schedule] = (),
+    *,
+    fixed: bool = True,
+    per_price: bool = True,
+    executor: Mapper | None = None,
+) -> BestSchedules:
+    """Return the best schedule for all hosts, and the best one for each price.
 
     Args:
         pool: The hosts; their state is overwritten.
-        config: Budget and parameters.
+        config: Budget and parameters. The searches for single prices share a second budget of as many steps.
         known: Schedules that enter the last race of each search.
-        executor: Has a method `map(function, items)`, which runs one search per price. None: processes, if
-            `config.jobs` is larger than 1.
+        fixed: Search the schedule for all hosts.
+        per_price: Search one for each price.
+        executor: Has a method `map(function, items)`, which runs the searches. None: one after the other.
 
-    Raises ValueError if all contexts have the same price.
+    Raises ValueError if all contexts have the same price, and one for each is to be searched.
     """
-    prices, contexts = prices_of(pool), pool.env_factory.context_distribution.contexts
-    share = replace(config, steps=config.steps // len(prices))
+    contexts = pool.env_factory.context_distribution.contexts
+    prices = prices_of(pool) if per_price else []
+    share = replace(config, steps=config.steps // max(1, len(prices)))
     matching = [[context for context in contexts if price_of(context, pool) == price] for price in prices]
-    if executor is None:
-        executor = InTurn() if config.jobs == 1 else Processes(config.jobs)
-    search_contexts = partial(_search_contexts, torch.get_num_threads(), pool, share, tuple(known))
-    schedules = executor.map(search_contexts, matching)
-    return dict(zip(prices, schedules, strict=True))
-
-
-def _search_contexts(
-    threads: int, pool: HostPool, config: SearchConfig, known: tuple[Schedule, ...], contexts: Sequence[Context]
-) -> Schedule:
-    """Return the best schedule for hosts of some contexts, found with as many threads per operator as elsewhere."""
-    torch.set_num_threads(threads)
-    return search(pool, config, known, contexts=contexts).schedule
+    found = run_all(
+        {
+            BEST_FILE: [partial(search, pool, config, known)] if fixed else [],
+            BEST_PRICE_PREFIX: [partial(search, pool, share, known, contexts=own) for own in matching],
+        },
+        executor,
+    )
+    best = [result.schedule for result in found[BEST_FILE]]
+    schedules = [result.schedule for result in found[BEST_PRICE_PREFIX]]
+    return BestSchedules(best[0] if best else None, dict(zip(prices, schedules, strict=True)))

@@ -24,10 +24,11 @@ from esper_lightning.evaluation.search.search import (
     check_budget,
     prices_of,
     search,
-    search_per_price,
+    search_best_schedules,
 )
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
 from esper_lightning.evaluation.statistics import mean_interval
+from esper_lightning.parallel import Processes
 from esper_lightning.rewards import ObjectiveConfig
 from tests.tiers import rest_is_slow
 
@@ -227,7 +228,7 @@ def test_for_each_price_another_schedule_is_found_with_its_share_of_the_steps(
     monkeypatch.setattr(
         race_module, "play_cells", lambda pool, cells: met.extend(seed for _, seed in cells) or real(pool, cells)
     )
-    found = search_per_price(varied, SearchConfig(steps=36 * EPISODE, decisive=4))
+    found = search_best_schedules(varied, SearchConfig(steps=36 * EPISODE, decisive=4), fixed=False).per_price
 
     family = varied.env_factory.context_distribution
     assert list(found) == [0.0, 0.1, 5.0]
@@ -241,12 +242,14 @@ def test_for_each_price_another_schedule_is_found_with_its_share_of_the_steps(
 def test_processes_find_the_schedules_that_one_process_finds(varied: HostPool) -> None:
     config = SearchConfig(steps=12 * EPISODE, decisive=2)
 
-    assert search_per_price(varied, replace(config, jobs=2)) == search_per_price(varied, config)
+    found = search_best_schedules(varied, config)
+    assert found.fixed is not None and len(found.per_price) == 3
+    assert search_best_schedules(varied, config, executor=Processes(2)) == found
 
 
 def test_where_all_hosts_have_one_price_there_is_nothing_to_search_by(pool: HostPool) -> None:
     with pytest.raises(ValueError, match=r"search\.per_price: all hosts have one price; name several in"):
-        search_per_price(pool, SearchConfig(steps=36 * EPISODE))
+        search_best_schedules(pool, SearchConfig(steps=36 * EPISODE))
 
 
 def test_a_context_without_a_price_has_that_of_the_settings(make_pool: MakePool) -> None:
@@ -254,7 +257,8 @@ def test_a_context_without_a_price_has_that_of_the_settings(make_pool: MakePool)
     mixed = make_pool(2, family=family, objective=ObjectiveConfig(price=0.25))
 
     assert prices_of(mixed) == [0.25, 1.0]
-    assert list(search_per_price(mixed, SearchConfig(steps=2 * 2 * 6))) == [0.25, 1.0]
+    found = search_best_schedules(mixed, SearchConfig(steps=2 * 2 * 6), fixed=False)
+    assert found.fixed is None and list(found.per_price) == [0.25, 1.0]
 
 
 def test_prices_of_every_host_alone_cannot_be_searched_by(make_pool: MakePool) -> None:
