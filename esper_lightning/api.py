@@ -220,8 +220,9 @@ class _Classifier(LightningModule):
         return self.loss(self.network(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        correct = (self.network(batch[0]).argmax(1) == batch[1]).float().mean()
-        self.log("val_acc", correct, batch_size=len(batch[1]), on_epoch=True)
+        outputs = self.network(batch[0])
+        self.log("val_acc", (outputs.argmax(1) == batch[1]).float().mean(), batch_size=len(batch[1]), on_epoch=True)
+        self.log("val_loss", self.loss(outputs, batch[1]), batch_size=len(batch[1]), on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
         self.accuracy.append(float(self.trainer.callback_metrics["val_acc"]))
@@ -283,7 +284,8 @@ def grow(
         validation: Minibatches on which seeds are judged, of the same form.
         slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
         epochs: Epochs of training; after each, the controller chooses one action.
-        controller: Name of a rule, import path, schedule (`x.json`), checkpoint of a policy (`x.ckpt`), or an object.
+        controller: `tamiyo`, the policy that comes with the package; the name of a rule; an import path; a schedule
+            (`x.json`); a policy of your own (`x.ckpt` or `x.safetensors`); or an object.
         blueprints: Kinds of seeds, by name or import path. None: all of this package that fit.
         lr: Learning rate.
         loss: Function of outputs and targets.
@@ -300,7 +302,9 @@ def grow(
     seed_everything(rng_seed, verbose=False)
     network.train()  # Lightning keeps the mode that it finds, and in evaluation mode no seed would learn
     module = _Classifier(network, loss, lr)
-    growing = Grow(slots, network="network", blueprints=blueprints, decider=controller, rng_seed=rng_seed)
+    growing = Grow(
+        slots, network="network", blueprints=blueprints, decider=controller, loss="val_loss", rng_seed=rng_seed
+    )
     trainer = Trainer(
         accelerator=accelerator,
         devices=1,

@@ -56,7 +56,7 @@ from esper_lightning.growth.nested import ExampleInput, call_network, iter_tenso
 from esper_lightning.growth.schedules import follow
 from esper_lightning.rewards import ObjectiveConfig
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4

@@ -66,4 +66,7 @@ def resume_decider(decider: Decider, name: str, pool: SinglePool, *, saved: dict
     if saved["state"] is None:
         raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
     load_state_dict: Any = getattr(decider, "load_state_dict")  # noqa: B009 not every decider has it
-    load_state_dict(pool, saved["state"])
+    try:
+        load_state_dict(pool, saved["state"])
+    except ValueError as error:
+        raise ValueError(f"Grow: {name} cannot continue the run of {saved['name']}: {error}") from error

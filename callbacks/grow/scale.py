@@ -29,7 +29,12 @@ class Scale(NamedTuple):
     mode: Literal["max", "min"]
 
     def points(self, better: float, worse: float) -> float:
-        """Return by how much one metric is better than another: in points of 100, or for a loss in percent."""
+        """Return by how much one metric is better than another: in points of 100, or for a loss in percent.
+
+        A metric that is not finite is worse than any other by 100.
+        """
+        if not (math.isfinite(better) and math.isfinite(worse)):
+            return POINTS_PER_UNIT * (math.isfinite(better) - math.isfinite(worse))
         if self.mode == "max":
             return POINTS_PER_UNIT * (better - worse)
         return POINTS_PER_UNIT * (worse - better) / max(abs(worse), MIN_ACCURACY)

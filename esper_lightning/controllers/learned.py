@@ -1,10 +1,11 @@
 """Interface of all controllers, and the controllers that act by a learned policy: most likely action, or sampled."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
 from esper_lightning.envs.spaces.observation import Observation
@@ -104,12 +105,26 @@ class LearnedController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recurrent state, for an episode that is continued later."""
-        return {"state": tuple(self.state)}
+        return {"state": tuple(self.state), "policy": digest(self.policy)}
 
     def load_state_dict(self, pool: ObservedHosts, state: Mapping[str, Any]) -> None:
-        """Continue an episode from a state of `state_dict`, in place of `reset`."""
+        """Continue an episode from a state of `state_dict`, in place of `reset`.
+
+        Raises ValueError if it is the state of a policy with other weights.
+        """
+        if state["policy"] != digest(self.policy):
+            raise ValueError("the policy has other weights than the one that began; give the same, or begin anew")
         self.reset(pool)
         self.state = type(self.state)(*state["state"])
+
+
+def digest(module: nn.Module) -> str:
+    """Return the SHA-256 of a module's weights and buffers."""
+    content = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        content.update(name.encode())
+        content.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 class SampledController(LearnedController):

@@ -1,6 +1,7 @@
 """FLOPs of a host's forward pass: those of the host are counted in a run, those of its seeds computed by formulas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,25 @@ def measure_flops(host: nn.Module, inputs: Tensor) -> HostFlops:
     return count_flops(host, lambda: host(inputs))
 
 
+@contextmanager
+def plain_operators() -> Iterator[None]:
+    """Compute attention, transformer layers and recurrent layers as matrix products.
+
+    FlopCounterMode does not count the fused operators that take their place in evaluation mode.
+    """
+    mha, mkldnn = torch.backends.mha, torch.backends.mkldnn
+    before = mha.get_fastpath_enabled(), mkldnn.enabled
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        mha.set_fastpath_enabled(False)
+        # mkldnn.flags would also set the precision, with a warning.
+        mkldnn.enabled = False  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            mha.set_fastpath_enabled(before[0])
+            mkldnn.enabled = before[1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @torch.no_grad()
 def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     """Count the FLOPs of `run`, a forward pass of a host with empty slots on one sample; sets the host to evaluation
@@ -59,8 +79,7 @@ def count_flops(host: nn.Module, run: Callable[[], Any]) -> HostFlops:
     for slot in slots:
         slot.override = record
     try:
-        # Attention as plain matrix products: some PyTorch versions do not count the fused CPU kernel.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with plain_operators(), FlopCounterMode(display=False) as counter:
             run()
     finally:
         for slot in slots:

@@ -56,6 +56,27 @@ def test_what_a_grown_host_computes_is_known_without_running_it(layout: str, sty
         assert grown > compute.host or blueprint == "norm"
 
 
+def transformer(width: int, hidden: int) -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 4, hidden, batch_first=True), 2)
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        # Per layer: queries, keys and values; scores and their sums; output; two layers of the perceptron.
+        (transformer(16, 24), 2 * (2 * 10 * 16 * 48 + 4 * 10 * 10 * 16 + 2 * 10 * 16 * 16 + 4 * 10 * 16 * 24)),
+        (nn.LSTM(16, 8, batch_first=True), 2 * 10 * 4 * 8 * (16 + 8)),
+        (nn.GRU(16, 8, batch_first=True), 2 * 10 * 3 * 8 * (16 + 8)),
+    ],
+    ids=["transformer", "lstm", "gru"],
+)
+def test_layers_that_torch_fuses_in_evaluation_mode_are_counted(network: nn.Module, expected: int) -> None:
+    before = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+
+    assert measure_flops(network, torch.randn(1, 10, 16)).host == expected
+    assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled) == before == (True, True)
+
+
 def test_compute_rent_is_the_price_of_each_growth_by_a_factor_of_e() -> None:
     flops = torch.tensor([1000, 2718, 2000])
     charged = compute_rent(flops, 1000, torch.tensor([0.1, 0.1, 0.0]))

@@ -1,14 +1,22 @@
 """What decides: rules by name, a schedule from a file, a trained policy, and objects of a user."""
 
+import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth.stages import Stage
+from tests.callbacks.grow.modules import Classifier
 from tests.callbacks.grow.trainings import classifier, grow, train
 from tests.decisions import cull
 from tests.runs import fit, only_run
@@ -55,6 +63,43 @@ def test_the_policy_of_the_package_decides_by_the_rules_of_its_training() -> Non
 
     assert callback.lifecycle.training_ticks == 0 and not callback.lifecycle.auto_cull
     assert callback.pool is not None and len(callback.pool.subject.history.accuracy) == 3
+
+
+def test_a_run_of_a_policy_goes_on_with_that_policy_alone(tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    with safe_open(POLICIES / NAMED_POLICIES["tamiyo"], framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no dictionary
+        metadata = file.metadata()
+    changed = next(name for name in weights if name.startswith("policy.heads"))
+    save_file(weights | {changed: weights[changed] + 1.0}, other, metadata=metadata)
+    settings: dict[str, Any] = {"batches": 1, "loss": "val_loss", "lifecycle": None, "horizon": 4}
+    begun = train(classifier(), grow(decider="tamiyo", **settings), epochs=1)
+    begun.save_checkpoint(tmp_path / "begun.ckpt")
+
+    resume = partial(train, resume_from=tmp_path / "begun.ckpt", epochs=2)
+    resume(classifier(), grow(decider="tamiyo", **settings))
+    with pytest.raises(ValueError, match=r"other\.safetensors cannot continue the run of tamiyo: .* other weights"):
+        resume(classifier(), grow(decider=str(other), **settings))
+
+
+def test_a_policy_goes_on_after_a_validation_without_a_number() -> None:
+    class Broken(Classifier):
+        """Classifier whose loss is not a number in one validation, with seeds in the network and without."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if self.trainer.current_epoch == 2:
+                self.log("val_loss", math.nan)
+
+    L.seed_everything(0, verbose=False)
+    callback = grow(decider="tamiyo", monitor="val_loss", mode="min", batches=1, lifecycle=None)
+    train(Broken(), callback, epochs=5)
+
+    assert callback.pool is not None
+    assert any(math.isnan(loss) for loss in callback.pool.subject.history.loss)
+    state = callback.decider.state_dict()["controller"]["state"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(part.isfinite().all() for part in state)
+    assert callback.pool.observation.features.isfinite().all()
 
 
 @pytest.mark.slow
