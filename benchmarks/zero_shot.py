@@ -11,8 +11,8 @@ baselines: on the training hosts of the config, play every rule, and search the 
 result: play policies, one checkpoint for each RNG seed of training; waiting; the rule that was best on the training
     hosts; and the schedule of the most similar task of training, its slots paired in order. Each of the held-out
     settings has 24 fresh hosts and test data; networks of torchvision have fewer.
-table: Markdown tables of the objectives and of the policies' leads. The leads over all settings weigh each setting
-    alike; hosts and settings are resampled together.
+table: Markdown tables of the objectives, of the policies' leads, and of the policies one by one. The leads over all
+    settings weigh each setting alike; hosts and settings are resampled together.
 publish: write the policy of a checkpoint, with the tables, to the file that comes with the package as `tamiyo`.
 
 Results are rows of a CSV file. Rows that it has got are not measured again.
@@ -37,8 +37,7 @@ from benchmarks.rows import appended_rows, read_rows
 from benchmarks.tables import number, shown
 from benchmarks.tune import read_data
 from esper_lightning import load_controller
-from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, write_policy
-from esper_lightning.checkpointing.validate import open_checkpoint
+from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, read_policy, write_policy
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
@@ -66,8 +65,11 @@ RULES_FILE = "rules.csv"
 
 GENERAL, WAITING, RULE, SCHEDULE = "general", "waiting", "best rule", "best schedule"
 
-SEARCHED_CONTEXTS = 24
-"""Contexts of a task for which a schedule is searched, and hosts on which a rule is played."""
+RULE_HOSTS = 24
+"""Hosts of a task on which a rule is played."""
+
+SEARCHED_CONTEXTS = 8
+"""Contexts of a task for which a schedule is searched, all with episodes of the same length."""
 
 RULES: dict[str, Callable[[], Controller]] = {
     "heuristic": Heuristic,
@@ -204,15 +206,17 @@ def find_baselines(config: Path, folder: Path, steps: int) -> None:
     known = {(score.task, score.rule) for score in read_rows(folder / RULES_FILE, Score)}
     with appended_rows(folder / RULES_FILE, Score) as append:
         for task in data.pools:
-            pool = data.make_pool(SEARCHED_CONTEXTS, task=task)
-            rng_seeds = [2 * seed for seed in range(SEARCHED_CONTEXTS)]  # even, as those of training
+            pool = data.make_pool(RULE_HOSTS, task=task)
+            rng_seeds = [2 * seed for seed in range(RULE_HOSTS)]  # even, as those of training
             for name, make in RULES.items():
                 if (task, name) not in known:
                     append([Score(task, name, statistics.mean(final_objectives(pool, make(), rng_seeds)))])
             if not (file := folder / f"{task}.json").exists():
-                contexts = pool.env_factory.context_distribution.contexts
-                chosen = random.Random(0).sample(contexts, min(SEARCHED_CONTEXTS, len(contexts)))
-                found = search(pool, SearchConfig(steps=steps), contexts=chosen)
+                contexts, horizon = pool.env_factory.context_distribution.contexts, searched_horizon(pool.config)
+                alike = [context for context in contexts if (context.horizon or pool.config.horizon) == horizon]
+                chosen = random.Random(0).sample(alike, min(SEARCHED_CONTEXTS, len(alike)))
+                waiting = Schedule(tuple(pool.space.slot), ())
+                found = search(pool, SearchConfig(steps=steps), [waiting], contexts=chosen)
                 write_schedule(found.schedule, file)
                 print(f"{task}: {shown(found.estimate)}, {found.steps} host epochs\n{found.schedule}", flush=True)
     print(f"best rule: {best_rule(folder)}")
@@ -228,10 +232,15 @@ def best_rule(folder: Path) -> str:
     return max(scores, key=lambda rule: statistics.mean(scores[rule]))
 
 
-def fit_schedule(schedule: Schedule, pool: HostPool) -> Schedule:
-    """Return the schedule for hosts with other slots, which are paired in order.
+def searched_horizon(config: EnvConfig) -> int:
+    """Return the length of the episodes for which the schedule of a task is searched: the median of its contexts."""
+    return statistics.median_low(context.horizon or config.horizon for context in config.family.contexts())
 
-    Seeds that cannot grow there are left out.
+
+def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
+    """Return the schedule for hosts with other slots, which are paired in order, and episodes of another length.
+
+    Its ticks are stretched from `horizon` to the horizon of the pool. Seeds that cannot grow there are left out.
     """
     space, growable = pool.space, pool.masks_on_cpu.blueprint.any(0)
     slots = dict(zip(schedule.slots, space.slot, strict=False))
@@ -239,10 +248,10 @@ def fit_schedule(schedule: Schedule, pool: HostPool) -> Schedule:
         (slot, name) for k, slot in enumerate(space.slot) for b, name in enumerate(space.blueprint) if growable[k, b]
     }
     entries = tuple(
-        entry._replace(slot=slots[entry.slot])
+        entry._replace(slot=slots[entry.slot], tick=entry.tick * pool.horizon // horizon)
         for entry in schedule.entries
         if entry.slot in slots
-        and entry.tick < pool.horizon
+        and entry.tick < horizon
         and (entry.blueprint is None or (slots[entry.slot], entry.blueprint) in grows)
     )
     return Schedule(tuple(space.slot), entries)
@@ -281,16 +290,18 @@ def measure(
     data, governor = read_data(config)
     rule = best_rule(folder)
     done = {(row.setting, row.controller, row.training_seed) for row in read_rows(csv, Row)}
-    seeds = {path: str(training_seed(open_checkpoint(path))) for path in policies}
+    seeds = {path: str(training_seed(read_policy(path))) for path in policies}
     if len(set(seeds.values())) < len(seeds):
         raise ValueError(f"two of the policies are of one RNG seed of training: {', '.join(seeds.values())}")
     with appended_rows(csv, Row) as append:
         for title, setting in settings.items():
             schedule = read_schedule(folder / f"{setting.like}.json")
+            horizon = searched_horizon(data.task_configs[setting.like].env_config(data.env))
+            fit = partial(fit_schedule, schedule, horizon=horizon)
             makers: dict[tuple[str, str], Callable[[HostPool], Controller]] = {
                 (WAITING, ""): lambda pool: WaitOnly(),
                 (RULE, ""): lambda pool: RULES[rule](),
-                (SCHEDULE, ""): lambda pool, found=schedule: FixedSchedule(fit_schedule(found, pool)),
+                (SCHEDULE, ""): lambda pool, fit=fit: FixedSchedule(fit(pool)),
                 **{(name, seed): lambda pool, path=path: load_controller(path) for path, seed in seeds.items()},
             }
             due = {key: make for key, make in makers.items() if (title, *key) not in done}
@@ -358,6 +369,19 @@ def table(rows: Sequence[Row], name: str) -> list[str]:
     return [*lines, f"| all settings | {' | '.join(cells)} |"]
 
 
+def seed_table(rows: Sequence[Row], name: str) -> list[str]:
+    """Return the lines of a table of the policies called `name` one by one, beside waiting."""
+    own = [row for row in rows if row.controller == name]
+    by_seed = {seed: group([row for row in own if row.training_seed == seed]) for seed in sorted({r[2] for r in own})}
+    waiting = group([row for row in rows if row.controller == WAITING])
+    lines = [f"| setting | waiting | {' | '.join(f'RNG seed {seed}' for seed in by_seed)} |"]
+    lines.append("|---|---|" + "---|" * len(by_seed))
+    for setting, of in waiting.items():
+        found = [of[WAITING], *(results[setting][name] for results in by_seed.values())]
+        lines.append(f"| {setting} | {' | '.join(number(float(objectives.mean())) for objectives in found)} |")
+    return lines
+
+
 def weigh(leads: Sequence[np.ndarray]) -> np.ndarray:  # [S, H] each -> [S, sum of H]
     """Return the leads of all settings side by side, weighted so that their mean is that of the settings' means.
 
@@ -393,9 +417,11 @@ def main(args: Sequence[str] | None = None) -> None:
         if chosen.command == "baselines":
             find_baselines(chosen.config, chosen.baselines, chosen.steps)
         elif chosen.command == "table":
-            print("\n".join(table(read_rows(chosen.csv, Row), chosen.name)))
+            rows = read_rows(chosen.csv, Row)
+            print("\n".join([*table(rows, chosen.name), "", *seed_table(rows, chosen.name)]))
         elif chosen.command == "publish":
-            lines = table(read_rows(chosen.csv, Row), GENERAL)
+            rows = read_rows(chosen.csv, Row)
+            lines = [*table(rows, GENERAL), "", *seed_table(rows, GENERAL)]
             write_policy(chosen.policy, chosen.out, {"zero shot": "\n".join(lines)})
         else:
             settings = {name: SETTINGS[name] for name in chosen.settings}

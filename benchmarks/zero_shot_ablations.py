@@ -10,6 +10,7 @@ table: Markdown table of mean objectives, all tasks and all settings weighed ali
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import yaml
 from lightning import Callback, LightningModule, Trainer
 
 from benchmarks.rows import appended_rows, read_rows
@@ -39,29 +41,42 @@ HOSTS = 24
 
 
 class NoExchange(Callback):
-    """Callback that hides the host as a whole, and with it the other slots, from the logits of a slot's row.
+    """Callback that scores a slot, and the blueprints in it, by the features of that slot alone.
 
-    The weights that read it are set to zero and stay there, because Adam moves no weight whose gradient is always zero.
+    The logits of the ops still read the host as a whole. Those of slots and blueprints read no other slot, and neither
+    the host nor the memory, which are one vector with the slots. The weights that read it are set to zero and stay
+    there, because Adam moves no weight whose gradient is always zero.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, TamiyoModule)
         heads = pl_module.policy.heads
         assert isinstance(heads, SetHeads)
-        torch.nn.init.zeros_(heads.of_core.weight)
-        heads.of_core.weight.register_hook(torch.zeros_like)
+        for weight in (heads.of_core.weight, heads.tables["slot"].get_parameter("query.weight")):
+            torch.nn.init.zeros_(weight)
+            weight.register_hook(torch.zeros_like)
 
 
 AS_CONFIGURED = "as configured"
+
+
+def two_tasks() -> list[str]:
+    """Return the options of a training on digits and a table alone, with as many hosts as the config has."""
+    data = yaml.safe_load(CONFIG.read_text())["data"]
+    hosts = data["n_envs"] + sum(task["n_envs"] for task in data["also"].values())
+    table = data["also"]["table"] | {"n_envs": hosts // 3}
+    return ["--data.n_envs", str(hosts - hosts // 3), "--data.also", json.dumps({"table": table})]
+
 
 ABLATIONS: dict[str, Sequence[str]] = {
     AS_CONFIGURED: (),
     "no exchange among slots": ("--trainer.callbacks", f"[benchmarks.zero_shot_ablations.{NoExchange.__name__}]"),
     "no memory": ("--model.policy.memory", "none"),
     "names instead of descriptions": ("--data.env.sight.added", "[names, rents, trials]"),
-    "one task of seven": ("--data.also", "null", "--data.n_envs", "92"),
+    "two tasks of seven": two_tasks(),
 }
-"""Changed options of each ablation, by name. The numbers of hosts are equal."""
+"""Changed options of each ablation, by name. Descriptions are those of slots and of blueprints; names are codes of the
+blueprints alone."""
 
 
 class Run(NamedTuple):

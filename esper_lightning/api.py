@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from esper_lightning.callbacks import Governor, Grow, Preemption, ProgressReport, RolloutState, Telemetry
 from esper_lightning.callbacks.grow.deciders import Decider
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.policy_file import names_policy_alone, read_policy
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
 from esper_lightning.cli.main import make_logger
 from esper_lightning.console import quieter_lightning, wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import Overseer
-from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies
+from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies, load_transferred
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.report import make_tables
 from esper_lightning.evaluation.run import announce_replacement, publish
@@ -138,6 +139,7 @@ def evaluate(
     hosts: int = 64,
     rng_seed: int = 0,
     controls: bool = False,
+    transfer: bool = False,
     governor: GovernorConfig | None = GovernorConfig(),
     folder: str | Path | None = None,
     executor: Mapper | None = None,
@@ -145,12 +147,14 @@ def evaluate(
     """Compare a policy with other controllers on fresh hosts and test data, and print the tables.
 
     Args:
-        policy: Run of `train`, or the path of a checkpoint. None: the other controllers are compared alone.
+        policy: Run of `train`, path of a checkpoint or a policy (`x.safetensors`), or `tamiyo`, the policy of the
+            package. None: the other controllers are compared alone.
         data: Hosts; they need not be built. None: those of the run.
         against: Names or import paths of controllers, as in `evaluation.against`. None: all of this package.
         hosts: Number of hosts.
         rng_seed: RNG seed that selects the hosts.
         controls: Train the final networks from the start, too, as static controls.
+        transfer: The policy was trained on other hosts; see the guide on transfer.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
         executor: Has a method `map(function, items)`, which plays the controllers side by side, such as `Processes(2)`.
@@ -161,13 +165,17 @@ def evaluate(
     comparison = Comparison(hosts=hosts, seed=rng_seed, against=against, controls=controls)
     if isinstance(policy, TrainedRun):
         data = data or policy.data
+        policy = policy.checkpoint if transfer else policy
     if data is None:
         raise ValueError("evaluate needs hosts; give data")
     if policy is None:
         comparison.check_without_policy()
-    checkpoints = {str(policy): policy_parts(open_checkpoint(policy))} if isinstance(policy, str | Path) else {}
+    checkpoints = {}
+    if isinstance(policy, str | Path):
+        read = read_policy if names_policy_alone(str(policy)) else open_checkpoint
+        checkpoints = {str(policy): policy_parts(read(policy))}
     if not data.pools:
-        for checkpoint in checkpoints.values():
+        for checkpoint in () if transfer else checkpoints.values():
             data.keep_blueprints(checkpoint[IDENTITY_KEY])
         data.build(torch.device("cpu"))
     comparison.check(next(iter(data.pools.values())))
@@ -176,8 +184,12 @@ def evaluate(
     if isinstance(policy, TrainedRun):
         module = policy.module.to(data.pool.device)
         policies = [TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)]
-    for path, checkpoint in checkpoints.items():
-        policies = load_policies(TamiyoModule.from_checkpoint(checkpoint), data, {path: checkpoint})
+    for checkpoint in checkpoints.values():
+        policies = (
+            load_transferred(checkpoints, {}, data)
+            if transfer
+            else load_policies(TamiyoModule.from_checkpoint(checkpoint), data, checkpoints)
+        )
     if folder is not None:
         announce_replacement(Path(folder))
     data.oversee(None if governor is None else Overseer(governor))

@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from esper_lightning.checkpointing.policy_file import NAMED_POLICIES
 from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.console import EXIT_BAD_INPUT, exit_with_error, print_status
@@ -170,15 +171,16 @@ class EsperTrainer(Trainer):
         """Compare a trained policy with rivals, baselines, fixed schedules and static networks on fresh hosts.
 
         Args:
-            ckpt_path: Checkpoint of the policy; `latest`: that of the newest run. Without --config the settings are
-                those of the config.yaml in its run folder. None: baselines and schedules are compared alone, on the
-                hosts of --config.
+            ckpt_path: Checkpoint of the policy; `latest`: that of the newest run; or with --transfer true and --config
+                a safetensors file, or `tamiyo`, the policy of the package. Without --config the settings are those of
+                the config.yaml in the checkpoint's run folder. None: baselines and schedules are compared alone, on
+                the hosts of --config.
             more: Checkpoints of the same settings trained with other RNG seeds, as a list or with commas. Results are
                 then reported for each training run and for all together.
             rivals: Checkpoints trained on the same hosts in another way, such as with another reward mode or another
                 observation, as a list or with commas. Each is a further controller on the same hosts.
             out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
-                checkpoint; without a checkpoint `evaluation` in trainer.default_root_dir.
+                checkpoint; without a run folder in trainer.default_root_dir.
             weights_only: See `fit`.
             transfer: Evaluate on other hosts than those of the training, as given by --config. Their slots are paired
                 in order with those of the training hosts, and there may be fewer of them.
@@ -189,7 +191,7 @@ class EsperTrainer(Trainer):
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [] if ckpt_path is None else [str(ckpt_path), *path_list(more)]
-        parent = run_folder(paths[0]) if paths else Path(self.default_root_dir)
+        parent = run_folder(paths[0]) if paths and paths[0] not in NAMED_POLICIES else Path(self.default_root_dir)
         folder = Path(out) if out is not None else parent / (TRANSFER_FOLDER if transfer else EVALUATION_FOLDER)
         self.datamodule = datamodule
         self._set_up_overseer(model, "evaluate")

@@ -159,6 +159,15 @@ def test_a_controller_that_no_other_process_can_be_given_is_refused_in_one_line(
         evaluate(None, hosts(), against=[own], hosts=2, executor=Processes(1))
 
 
+def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> None:
+    result = evaluate("tamiyo", hosts(), against=["small static"], hosts=2, transfer=True)
+
+    assert [entry.name for entry in result.entries] == ["tamiyo", "small static"]
+    assert [policy.source for policy in result.policies] == ["tamiyo"]
+    own, transferred = (evaluate(run, hosts(), against=[], hosts=2, transfer=transfer) for transfer in (False, True))
+    assert np.array_equal(own.reference.values("objective"), transferred.reference.values("objective"))
+
+
 def test_what_does_not_fit_together_is_a_value_error(run: TrainedRun) -> None:
     with pytest.raises(ValueError, match=r"RewardConfig.gamma is 1.0 and PPOConfig.gamma 0.9; give both the same"):
         train(hosts(), ppo=PPOConfig(minibatches=2, gamma=0.9))

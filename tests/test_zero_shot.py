@@ -50,13 +50,15 @@ def test_a_schedule_is_fitted_to_hosts_with_other_slots_and_seeds(make_pool: Cal
         ),
     )
 
-    fitted = zero_shot.fit_schedule(found, pool)
+    for horizon, last in ((6, 5), (12, 2), (20, 1)):
+        fitted = zero_shot.fit_schedule(found, pool, horizon)
 
-    assert fitted.slots == tuple(pool.space.slot)
-    assert [(entry.tick, entry.op, entry.slot) for entry in fitted.entries] == [
-        (0, "GERMINATE", first),
-        (5, "FOSSILIZE", first),
-    ]
+        assert fitted.slots == tuple(pool.space.slot)
+        assert [(entry.tick, entry.op, entry.slot) for entry in fitted.entries][:2] == [
+            (0, "GERMINATE", first),
+            (last, "FOSSILIZE", first),
+        ]
+        assert len(fitted.entries) == (2 if horizon == 6 else 3), "an entry beyond the horizon is left out"
 
 
 def test_every_setting_weighs_the_same_in_the_mean_over_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +106,7 @@ def test_policies_rules_and_schedules_are_measured_once_on_the_same_hosts(
 ) -> None:
     fit(tmp_path / "run", "--data.env.sight.layout=rows", "--trainer.max_epochs=1", "--seed_everything=0")
     monkeypatch.setattr(zero_shot, "SETTINGS", SMALL_SETTINGS)
-    monkeypatch.setattr(zero_shot, "SEARCHED_CONTEXTS", 2)
+    monkeypatch.setattr(zero_shot, "RULE_HOSTS", 2)
     monkeypatch.setattr(zero_shot, "RULES", dict(list(zero_shot.RULES.items())[:2]))
     csv, folder, config = tmp_path / "rows.csv", tmp_path / "baselines", tmp_path / "rows.yaml"
     settings = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
@@ -114,7 +116,7 @@ def test_policies_rules_and_schedules_are_measured_once_on_the_same_hosts(
     common = ("--config", str(config), "--baselines", str(folder))
     result = ("result", *common, "--csv", str(csv), "--policies", policy)
 
-    zero_shot.main(["baselines", *common, "--steps", "48"])
+    zero_shot.main(["baselines", *common, "--steps", "24"])
     zero_shot.main([*result, "--settings", "five slots"])
     zero_shot.main([*result, "--settings", *SMALL_SETTINGS])
     zero_shot.main(["table", "--csv", str(csv)])
@@ -139,7 +141,7 @@ def test_without_exchange_the_weights_between_host_and_slots_stay_zero(tmp_path:
     trained = fit(tmp_path, "--data.env.sight.layout=rows", f"--trainer.callbacks={callback}")
 
     heads = trained.model.policy.heads
-    assert not heads.of_core.weight.any()
+    assert not heads.of_core.weight.any() and not heads.tables["slot"].query.weight.any()
     assert heads.of_slot.bias.any()
 
 

@@ -37,30 +37,40 @@ NAMED_POLICIES = {"tamiyo": "general.safetensors"}
 METADATA_KEY = "policy"
 """Key of the JSON text in the metadata of a file."""
 
+VERSIONS_KEY = "versions"
+"""Part of the metadata with the versions of the software that trained the policy."""
+
 DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY, RULES_KEY)
 """Parts of a checkpoint that the metadata hold."""
 
 
 def names_policy(name: str) -> bool:
     """Return True if a name stands for a policy, or is the path of a file with one."""
-    return name in NAMED_POLICIES or name.endswith((POLICY_SUFFIX, CHECKPOINT_SUFFIX))
+    return names_policy_alone(name) or name.endswith(CHECKPOINT_SUFFIX)
+
+
+def names_policy_alone(name: str) -> bool:
+    """Return True if a name stands for a policy without a run: one of the package, or a safetensors file."""
+    return name in NAMED_POLICIES or name.endswith(POLICY_SUFFIX)
 
 
 def write_policy(checkpoint: str | Path, path: str | Path, results: Mapping[str, str]) -> None:
     """Write the policy of a checkpoint to a safetensors file, which replaces an earlier one atomically.
 
     Args:
-        checkpoint: Checkpoint of a run on hosts. Its settings, which tell the hosts and the RNG seed of the training,
-            go along.
+        checkpoint: Checkpoint of a run on hosts, or a safetensors file whose results are replaced. Its settings, which
+            tell the hosts and the RNG seed of the training, go along.
         path: File to write.
         results: What was measured of the policy, as text by title.
 
     Raises ValueError, in one line, if the checkpoint is damaged or foreign.
     """
-    parts = open_checkpoint(checkpoint, check_policy)
-    versions = {"esper-lightning": __version__, "torch": version("torch"), "lightning": version("lightning")}
+    parts = read_policy(checkpoint)
+    versions = parts.get(VERSIONS_KEY) or {name: version(name) for name in ("torch", "lightning")} | {
+        "esper-lightning": __version__
+    }
     described = {part: parts[part] for part in DESCRIBED if part in parts}
-    text = json.dumps(described | {"versions": versions, "results": dict(results)})
+    text = json.dumps(described | {VERSIONS_KEY: versions, "results": dict(results)})
     weights = {name: part.cpu().contiguous() for name, part in parts["state_dict"].items()}
     content = safetensors.torch.save(weights, metadata={METADATA_KEY: text})
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.checkpointing.policy_file import names_policy_alone, read_policy
 from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
 from esper_lightning.cli import PROGRAM
 from esper_lightning.cli.export import COMMAND as EXPORT
@@ -266,7 +267,8 @@ class EsperCLI(LightningCLI):
     def _open(self, path: str) -> dict[str, Any]:
         """Return the content of a checkpoint, which a command reads once. Raises ValueError if it is not valid."""
         if path not in self.opened:
-            self.opened[path] = open_checkpoint(path)
+            reads_policy = names_policy_alone(path) and self.config.subcommand == "evaluate"
+            self.opened[path] = (read_policy if reads_policy else open_checkpoint)(path)
         return self.opened[path]
 
     def instantiate_classes(self) -> None:
@@ -444,6 +446,11 @@ def args_with_run_settings(args: Sequence[str], check: Callable[[str], object]) 
     checkpoint_name = option_value("--ckpt_path", args)
     if checkpoint_name is None:
         return None
+    if names_policy_alone(checkpoint_name):
+        raise ValueError(
+            f"ckpt_path {checkpoint_name!r} is a policy without its run; give the hosts by --config, and --transfer "
+            f"true"
+        )
     path = find_checkpoint(checkpoint_name, root_folder(option_value("--trainer.default_root_dir", args)), "evaluating")
     check(path)
     config = run_folder(path) / "config.yaml"

@@ -43,6 +43,9 @@ IGNORED_SETTINGS = (SEED_SETTING, "data.seed", "evaluation.")
 
 OBSERVATION_SETTING = "data.env.sight"
 
+ADVICE = "leave --config out to evaluate on the hosts of the training, or evaluate on others with transfer"
+"""End of the error message about a policy that was trained on other hosts."""
+
 RIVAL_PREFIX = "rival "
 """Prefix of the names of rivals."""
 
@@ -105,7 +108,7 @@ def load_policies(
     model.to(data.pool.device)
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data))
+        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data), ADVICE)
         model.load_state_dict(checkpoint["state_dict"])
         return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
 

@@ -370,6 +370,8 @@ def test_a_rival_of_other_hosts_is_refused_in_one_line_that_names_the_difference
 UNWANTED: dict[str, tuple[tuple[str, ...], str]] = {
     "no checkpoint and no config": ((), "evaluate needs a trained policy or hosts: give --ckpt_path, or --config"),
     "a checkpoint that the config replaces": (("--ckpt_path", "LATEST", "--config", "CONFIG"), "behind --config"),
+    "a policy without its run": (("--ckpt_path", "tamiyo"), "give the hosts by --config, and --transfer true"),
+    "a policy of other hosts": (("--config", "CONFIG", *FEW, "--ckpt_path=tamiyo"), "evaluate on others with transfer"),
     "nothing to compare": (
         ("--config", "CONFIG", *FEW, "--evaluation.against=[]", "--evaluation.controls=false"),
         "there is nothing to compare",

@@ -124,6 +124,10 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     told = policy_file.read_policy(file)
     assert told["results"] == {"zero shot": "a table"} and "torch" in told["versions"]
     assert told["esper_settings"]["seed_everything"] == "0", "the training can be repeated"
+    policy_file.write_policy(file, file, {"zero shot": "a newer table"})
+    newer = policy_file.read_policy(file)
+    assert newer["results"] == {"zero shot": "a newer table"} and newer["versions"] == told["versions"]
+    assert all(torch.equal(newer["state_dict"][name], told["state_dict"][name]) for name in told["state_dict"])
     assert find_controller("tamiyo", {}, torch.device("cpu")).sight == loaded.sight
     grow = Grow(["3"], decider="tamiyo")
     assert (grow.lifecycle, grow.actions) == (RULES, FAST), "it grows by the rules of its training"

@@ -47,12 +47,16 @@ class PlanSampler:
         pool: Pool that defines the slots, blueprints, styles, tempos and the horizon.
         rng_seed: RNG seed of the sampler.
         max_seeds: Maximum number of seeds in a plan. None: two per slot.
+        horizon: Ticks of the longest episode that is planned for. None: those of the pool.
     """
 
-    def __init__(self, pool: HostPool, rng_seed: int, max_seeds: int | None = None) -> None:
+    def __init__(
+        self, pool: HostPool, rng_seed: int, max_seeds: int | None = None, *, horizon: int | None = None
+    ) -> None:
         self.random = Random(rng_seed)
         self.space = pool.space
         self.config = pool.config
+        self.horizon = pool.config.horizon if horizon is None else horizon
         growable = pool.masks_on_cpu.blueprint.any(0).tolist()
         self.growable = {
             slot: [name for name, grows in zip(pool.space.blueprint, row, strict=True) if grows]
@@ -65,12 +69,12 @@ class PlanSampler:
         self.max_slots = min(n_slots, max_seeds or n_slots, pool.config.actions.max_seeds or n_slots)
         self.max_seeds = max_seeds or 2 * n_slots
         self.latest_germination = {
-            tempo: pool.config.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
+            tempo: self.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
             for tempo, ticks in pool.config.actions.tempos.items()
         }
         self.tempos = [tempo for tempo in pool.space.tempo if self.latest_germination[tempo] >= 0]
         if not self.tempos:
-            raise ValueError(f"no seed can be fossilized within {pool.config.horizon} ticks; raise env.horizon")
+            raise ValueError(f"no seed can be fossilized within {self.horizon} ticks; raise env.horizon")
 
     def draw(self) -> Plan:
         chosen = self.random.sample(self.slots, self.random.randint(1, self.max_slots))
@@ -148,7 +152,7 @@ class PlanSampler:
 
     def _sample_cull_tick(self, tick: int) -> int:
         """Return a random tick to cull a seed that germinates at `tick`."""
-        return self.random.randint(tick + 1, self.config.horizon - 1)
+        return self.random.randint(tick + 1, self.horizon - 1)
 
     def _sample_slot(self, seeds: Sequence[PlannedSeed]) -> str:
         """Return a random slot for a further seed."""
@@ -190,7 +194,7 @@ class PlanSampler:
                 entries.append(ScheduledAction(seed.cull_tick, "CULL", seed.slot))
                 continue
             # Two ticks per fossilized seed are reserved at the end, in case a seed cannot be fossilized at once.
-            end = self.config.horizon - 2 * len(fossilized) + fossilized.index(seed) if plan.fossilize_late else 0
+            end = self.horizon - 2 * len(fossilized) + fossilized.index(seed) if plan.fossilize_late else 0
             entries.append(ScheduledAction(max(end, seed.tick + 1), "FOSSILIZE", seed.slot))
         entries.sort(key=lambda entry: (entry.tick, entry.op == "GERMINATE"))
         return Schedule(tuple(self.space.slot), tuple(entries))

@@ -147,7 +147,8 @@ def search(
     searched_contexts = pool.env_factory.context_distribution.contexts if contexts is None else contexts
     check_steps(required_steps(len(searched_contexts), pool, pool.n_envs), config, pool.n_envs)
     episode = pool.n_envs * pool.config.horizon
-    sampler = PlanSampler(pool, config.seed, config.max_seeds)
+    longest = max(context.horizon or pool.config.horizon for context in searched_contexts)
+    sampler = PlanSampler(pool, config.seed, config.max_seeds, horizon=longest)
     halving = SuccessiveHalving(
         pool, config.seed, episodes=config.steps // episode, reduction=config.one_in, contexts=contexts
     )
