@@ -26,6 +26,7 @@ class CNN(nn.Module):
         kernel: Side of the convolutions; odd.
         residual: Add the input of each block to what its ReLU takes, through a 1×1 convolution where the number of
             channels changes.
+        norm: Normalise each block by BatchNorm. False: its convolution has a bias instead.
         pools: Number of blocks that end in a 2×2 max-pool, counted from the first. None: all.
         slots: Slots in which seeds may grow: `block1` (before the pool), `block1.pool` (after it) … None: one per
             block, after its pool if it has one.
@@ -53,6 +54,7 @@ class CNN(nn.Module):
         channels_last: bool = True,
         widths: list[int] | None = None,
         residual: bool = False,
+        norm: bool = True,
     ) -> None:
         super().__init__()
         if widths is not None:
@@ -67,9 +69,9 @@ class CNN(nn.Module):
         check_sizes("CNN", maximum=MAX_WIDTH, width=max(widths))
         widths = [input_shape[0], *widths]
         self.convs = nn.ModuleList(
-            nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=False) for c, d in pairwise(widths)
+            nn.Conv2d(c, d, kernel, padding=kernel // 2, bias=not norm) for c, d in pairwise(widths)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) if norm else nn.Identity() for width in widths[1:])
         self.shortcuts: nn.ModuleList | None = None
         if residual:
             self.shortcuts = nn.ModuleList(

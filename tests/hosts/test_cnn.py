@@ -31,6 +31,7 @@ def images(*shape: int) -> torch.Tensor:
         ((3, 32, 32), {"base": 1, "kernel": 1}, 77),
         ((1, 8, 8), {"base": 4, "kernel": 1, "pools": 2}, 390),
         ((1, 8, 8), {"widths": [4, 4, 8], "kernel": 1, "pools": 2, "residual": True}, 210),
+        ((1, 8, 8), {"widths": [4, 4, 8], "kernel": 1, "pools": 2, "residual": True, "norm": False}, 194),
     ],
 )
 def test_the_number_of_parameters_is_pinned(
