@@ -157,8 +157,8 @@ def evaluate(
         transfer: The policy was trained on other hosts; see the guide on transfer.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
-        executor: Has a method `map(function, items)`, which plays the controllers side by side, such as `Processes(2)`.
-            It does not change the result. None: one after the other in this process.
+        executor: Has a method `map(function, items)`, which plays the controllers in other processes, side by side,
+            such as `esper_lightning.parallel.Processes(2)`. It changes no number. None: all in this process.
 
     Raises ValueError if a controller is unknown, or if the checkpoint is damaged or of other hosts.
     """

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,8 @@ class FileHolder(WaitOnly):
         self.file = sys.__stdout__
 
 
-@pytest.mark.parametrize(
-    "make",
-    [ThreadPoolExecutor, pytest.param(Processes, marks=pytest.mark.slow)],
-    ids=["threads", "processes"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Processes, get_context("fork").Pool, get_context("spawn").Pool])
 def test_an_executor_changes_no_number_of_a_comparison(
     run: TrainedRun, one_after_the_other: ComparisonResult, make: Callable[[int], Mapper]
 ) -> None:
@@ -150,6 +148,11 @@ def test_an_executor_changes_no_number_of_a_comparison(
         for column in ("objective", "loss", "parameters", "flops", "ticks"):
             assert np.array_equal(ours.values(column), theirs.values(column)), (ours.name, column)
     assert found.schedules == expected.schedules and found.notes == expected.notes
+
+
+def test_an_executor_of_threads_is_refused(run: TrainedRun) -> None:
+    with pytest.raises(ValueError, match="threads share hosts and random numbers; give an executor of processes"):
+        evaluate(run, hosts=2, against=[], executor=ThreadPoolExecutor(1))
 
 
 @pytest.mark.slow

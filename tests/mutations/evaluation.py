@@ -97,11 +97,11 @@ DEFECTS: tuple[Defect, ...] = (
         RIVALS,
     ),
     Defect(
-        "Episodes that are played side by side by threads share their hosts",
+        "Threads play episodes side by side with the same hosts and random numbers",
         "esper_lightning/evaluation/work.py",
-        "work = deepcopy(work)",
-        "pass",
-        "tests/test_api.py::test_an_executor_changes_no_number_of_a_comparison[threads]",
+        "if (PROCESS, os.getpid()) == origin:",
+        "if False:",
+        "tests/test_api.py::test_an_executor_of_threads_is_refused",
     ),
     Defect(
         "A rival's actions are masked although none were in its training",

@@ -6,6 +6,27 @@ CALLBACK = "tests/callbacks/grow/test_callback.py::"
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
+        "A validation without a number silences the policy for the rest of the training",
+        "callbacks/grow/scale.py",
+        "if not (math.isfinite(better) and math.isfinite(worse)):",
+        "if False:",
+        "tests/callbacks/grow/test_deciders.py::test_a_policy_goes_on_after_a_validation_without_a_number",
+    ),
+    Defect(
+        "A run goes on with another policy",
+        "esper_lightning/controllers/learned.py",
+        'if state["policy"] != digest(self.policy):',
+        "if False:",
+        "tests/callbacks/grow/test_deciders.py::test_a_run_of_a_policy_goes_on_with_that_policy_alone",
+    ),
+    Defect(
+        "Layers that torch fuses in evaluation mode cost nothing",
+        "esper_lightning/envs/flops.py",
+        "mkldnn.enabled = False",
+        "pass",
+        "tests/rewards/test_prices.py::test_layers_that_torch_fuses_in_evaluation_mode_are_counted[lstm]",
+    ),
+    Defect(
         "The slots of a checkpoint are not there when its weights are loaded",
         "callbacks/grow/callback.py",
         "self._attach_saved(checkpoint)",
