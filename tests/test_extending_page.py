@@ -89,6 +89,7 @@ def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
     assert compute_terms(step, RewardConfig(mode="decisive")) == {"gain": 0.25, "waiting": -0.02}
 
 
+@pytest.mark.slow
 def test_the_controller_is_compared_with_waiting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page: dict[str, object] = {}
     exec(FILES["compare.py"], page)

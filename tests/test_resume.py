@@ -98,6 +98,7 @@ def test_a_run_resumed_from_any_tick_equals_the_uninterrupted_one(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.slow
 def test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too(tmp_path: Path) -> None:
     flags = (
         *FREE_CHOICE,

@@ -326,8 +326,7 @@ class Comparison:
                 for of_policy in of_policies
             ],
         }
-        twinned = [TAMIYO, *best_hand_written(played, [name for name in self.hand_written if name in rules])]
-        twinned = twinned if self.controls else []
+        twinned = [TAMIYO, *best_hand_written(played, self.hand_written)] if self.controls else []
         played |= run_all(
             {
                 **{name: episodes(name, made) for name, made in derived.items() if self.includes(name)},
@@ -440,5 +439,9 @@ class Comparison:
 
 def best_hand_written(played: Mapping[str, Sequence[Sequence[Played]]], names: Sequence[str]) -> list[str]:
     """Return the name among `names` of the controller with the best mean objective, or none if none was played."""
-    means = {name: np.mean([one.outcome.objective for row in played[name] for one in row]) for name in names}
+    means = {
+        name: np.mean([one.outcome.objective for row in played[name] for one in row])
+        for name in names
+        if name in played
+    }
     return sorted(means, key=lambda name: -means[name])[:1]

@@ -85,7 +85,7 @@ def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, mon
         os.kill(os.getpid(), signal.SIGINT)
         return play_episode(*args, **more)
 
-    monkeypatch.setattr("esper_lightning.evaluation.comparison.play_episode", interrupted)
+    monkeypatch.setattr("esper_lightning.evaluation.episodes.play_episode", interrupted)
 
     code, said = run_in_fork(lambda: fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2"))
 

@@ -93,6 +93,7 @@ def test_a_family_is_of_one_task(mixed: tuple[str, ...], capsys: pytest.CaptureF
     assert "hosts of several tasks cannot be a family" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_hosts_that_it_had(
     mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,9 @@ def test_on_hosts_of_another_task_the_policy_is_compared_with_rules(
     ("flags", "said"),
     [  # each reads a checkpoint and builds hosts, which takes seconds
         (("--transfer=false",), "cannot be evaluated"),
-        (("--transfer=true", '--stand_ins={"conv_light": "mlpp"}'), "did you mean 'mlp'?"),
+        pytest.param(
+            ("--transfer=true", '--stand_ins={"conv_light": "mlpp"}'), "did you mean 'mlp'?", marks=pytest.mark.slow
+        ),
         pytest.param(
             ("--transfer=false", '--stand_ins={"conv_light": "mlp"}'), "set --transfer true", marks=pytest.mark.slow
         ),

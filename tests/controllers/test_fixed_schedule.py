@@ -119,9 +119,7 @@ def test_every_host_may_have_a_schedule_of_its_own(pool: HostPool) -> None:
         FixedSchedule([schedule()]).reset(pool)
 
 
-@pytest.mark.parametrize(
-    ("seed", "heads"), rest_is_slow(product(range(2), ["as by default", "all"]), {(0, "as by default"), (1, "all")})
-)
+@pytest.mark.parametrize(("seed", "heads"), rest_is_slow(product(range(2), ["as by default", "all"]), {(1, "all")}))
 def test_what_was_recorded_replays_bit_for_bit_on_the_same_hosts(
     make_pool: Callable[..., HostPool], heads: str, seed: int
 ) -> None:

@@ -22,6 +22,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.rewards import ObjectiveConfig
 from tests.conftest import FREE, SMALL
 from tests.decisions import WAIT, Row, act, cull, fossilize, germinate
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -244,7 +245,7 @@ def test_a_seed_is_begun_while_it_can_be_judged_and_no_later(
 
 
 @pytest.mark.parametrize("changes", [{}, FREE, FREE | {"lifecycle": replace(FREE["lifecycle"], min_contribution=1.0)}])
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", rest_is_slow([1, 3], {3}))
 def test_no_mask_is_ever_broken(make_pool: MakePool, changes: dict[str, Any], at_once: int) -> None:
     pool = make_pool(3, **(changes | {"objective": ObjectiveConfig(price=0.0)}))
     rule = HillClimbing(ClimbingConfig(at_once=at_once, patience=0, zero_gradient=True))

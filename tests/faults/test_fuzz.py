@@ -7,8 +7,8 @@ import pytest
 from tests.faults.fuzz import KINDS, failures, fuzz, table
 from tests.tiers import rest_is_slow
 
-FEW = {"config_file": 6, "command_line": 6, "manifest": 64, "damaged": 40, "checkpoint_content": 7}
-"""Cases of the fast tier: 123, mostly of kinds that start no run."""
+FEW = {"config_file": 6, "command_line": 5, "manifest": 64, "damaged": 40, "checkpoint_content": 7}
+"""Cases of the fast tier: 122, mostly of kinds that start no run."""
 
 MANY = {kind: round(510 * share) for kind, share in KINDS.items()}
 

@@ -126,7 +126,7 @@ def test_every_image_seed_is_exported_in_every_style(blueprint: str, style: Blen
     torch.testing.assert_close(program.module()(digits(5)), network(digits(5)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("blueprint", blueprint_names("sequence", CPU))
+@pytest.mark.parametrize("blueprint", rest_is_slow(blueprint_names("sequence", CPU), {"attention", "lora"}))
 def test_every_sequence_seed_is_exported_for_sequences_of_any_length(blueprint: str) -> None:
     network = GPT((6,), 11, width=8, blocks=1, heads=2, context=8, slots=["layer1"]).eval()
     grow(slot_named(network, "layer1"), Stage.FOSSILIZED, blueprint, HALF, style="gate")

@@ -116,8 +116,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "A schedule keeps the names of the slots of other hosts",
         "benchmarks/zero_shot.py",
-        "entry._replace(slot=slots[entry.slot])",
-        "entry",
+        "entry._replace(slot=slots[entry.slot], tick=",
+        "entry._replace(tick=",
         f"{T_ZERO_SHOT}::test_a_schedule_is_fitted_to_hosts_with_other_slots_and_seeds",
     ),
     Defect(

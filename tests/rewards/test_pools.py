@@ -44,7 +44,7 @@ def reloaded_state(pool: HostPool) -> dict[str, Any]:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"shaped", "escrow", "sparse"}))
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"escrow"}))
 def test_terms_sum_to_the_reward_and_stay_within_their_bounds(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of(mode, **FREE), RandomValid(5)
     config = pool.config.reward
@@ -202,7 +202,7 @@ def test_a_seed_is_rewarded_by_its_contribution(pool_of: Callable[..., HostPool]
     assert [tick.growth * env.host_parameters for tick in ticks] == pytest.approx(seeds)
 
 
-@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "shaped", "escrow", "sparse"}))
+@pytest.mark.parametrize("mode", rest_is_slow(ALL, {"objective", "escrow"}))
 def test_a_rollback_ends_the_trajectory_with_its_penalty_and_closed_accounts(
     mode: ModeName, pool_of: Callable[..., HostPool]
 ) -> None:

@@ -25,6 +25,7 @@ from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
 from tests.conftest import SMALL
 from tests.decisions import WAIT, act, fossilize, germinate
+from tests.tiers import rest_is_slow
 
 MakePool = Callable[..., HostPool]
 
@@ -88,7 +89,7 @@ def test_every_combination_of_values_is_a_context_drawn_by_the_rng_seed_alone() 
     assert dict(held_out.draw(3).variables) == {"host.kernel": 7, "training.lr": 0.1}
 
 
-@pytest.mark.parametrize("executor", ["loop", "threads"])
+@pytest.mark.parametrize("executor", rest_is_slow(["loop", "threads"], {"loop"}))
 def test_a_host_of_a_family_is_that_of_a_pool_that_is_configured_like_it(executor: str) -> None:
     config = replace(SMALL, executor=executor, horizon=4)
     varied = replace(config, family=family(**FACTS))

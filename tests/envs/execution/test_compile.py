@@ -188,6 +188,7 @@ def test_the_trial_leaves_no_trace(make_pool: MakePool) -> None:
     assert all(p.grad is None for env in compiled.envs for p in env.network.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_compiled_or_not(make_pool: MakePool) -> None:
     plain, compiled = (make_pool(2, training=training_with(compile)) for compile in (None, TRACED))
     for pool, other in ((plain, compiled), (compiled, plain)):

@@ -13,6 +13,7 @@ from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.hosts import MLP
 from esper_lightning.tasks import Split
 from tests.decisions import WAIT, act, germinate
+from tests.tiers import pairs_of
 
 MakePool = Callable[..., HostPool]
 
@@ -38,9 +39,7 @@ def weights(pool: HostPool) -> list[Tensor]:
     return [value.clone() for value in pool.envs[0].network.state_dict().values()]
 
 
-@pytest.mark.parametrize("limit", [0.05, None])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("parts", [2, 4, 32])
+@pytest.mark.parametrize(("limit", "optimizer", "parts"), pairs_of([0.05, None], ["adam", "sgd"], [2, 4, 32]))
 def test_parts_of_a_batch_add_up_to_the_batch(
     make_pool: MakePool, parts: int, optimizer: str, limit: float | None
 ) -> None:

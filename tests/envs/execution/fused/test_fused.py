@@ -28,7 +28,7 @@ def assert_same(ours: EpisodeRecord, theirs: EpisodeRecord, tolerance: float) ->
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn", "residual"}))
+@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"residual"}))
 def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
     fused, loop = make("fused", host), make("loop", host)
     ours, theirs = play(fused), play(loop)
@@ -52,7 +52,7 @@ def test_twenty_ticks_of_any_life_equal_the_loop(host: str) -> None:
             {"carry_over": False},
         ],
         lambda changes: (
-            changes not in ({"weight_decay": 0.1, "lr_schedule": "cosine"}, {"optimizer": "sgd", "momentum": 0.0})
+            "seed_lr_factor" in changes or "micro_batches" in changes or changes.get("optimizer") == "adamw"
         ),
     ),
     ids=str,
@@ -65,7 +65,7 @@ def test_however_hosts_learn_it_equals_the_loop(changes: dict[str, object]) -> N
     assert distance(fused, loop) < EXACT
 
 
-@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn, recomputed", "gpt"}))
+@pytest.mark.parametrize("host", rest_is_slow(HOSTS, {"cnn, recomputed"}))
 @pytest.mark.parametrize("isolation", ["proximal", "straight_through"])
 def test_seeds_learn_behind_their_hosts_as_in_the_loop(host: str, isolation: Isolation) -> None:
     lifecycle = replace(FAST_CONFIG.lifecycle, isolation=isolation, training_ticks=2, min_potential=-5.0)

@@ -22,6 +22,7 @@ from esper_lightning.growth.stages import Stage
 from tests.envs.execution.fused.hosts import FAST_CONFIG, HOSTS, distance, make
 from tests.growth.grown import grow
 from tests.runs import differences
+from tests.tiers import rest_is_slow
 
 Make = Callable[[], nn.Module]
 
@@ -240,7 +241,7 @@ def assert_equal(pool_of: Callable[..., HostPool], host: Callable[..., nn.Module
     assert distance(fused, loop) < 1e-9
 
 
-@pytest.mark.parametrize("middle", EQUAL)
+@pytest.mark.parametrize("middle", rest_is_slow(EQUAL, list(EQUAL)[::2]))
 def test_it_is_trained_as_by_itself(pool_of: Callable[..., HostPool], middle: str) -> None:
     layout, what = EQUAL[middle]
     assert_equal(pool_of, partial(HostAround, layout=layout, middle=what))
@@ -262,7 +263,7 @@ def test_a_host_that_runs_in_one_precision_alone_is_shown_to_be_right_in_it(pool
     assert distance(fused, loop) < 1e-4
 
 
-@pytest.mark.parametrize("middle", REFUSED)
+@pytest.mark.parametrize("middle", rest_is_slow(REFUSED, list(REFUSED)[::2]))
 def test_it_is_refused_in_one_line_with_the_way_out(pool_of: Callable[..., HostPool], middle: str) -> None:
     layout, what, reason = REFUSED[middle]
     host = partial(HostAround, layout=layout, middle=what)
