@@ -87,7 +87,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
 
     # Evaluate again from the files, without a search.
-    monkeypatch.setattr(comparison, "search", None)
+    monkeypatch.setattr(comparison, "search_best_schedules", None)
     call(
         *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
         *("--evaluation.hosts", "6", "--evaluation.search.found", str(tmp_path / "out")),
