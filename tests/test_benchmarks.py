@@ -119,6 +119,7 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     assert 0.1 < benchmark.peak_alone("digits", 2, "fp32", "equal", ExecutorChoice("loop", False)) < 500.0
 
 
+@pytest.mark.slow
 def test_the_raw_loop_trains_the_hosts_of_the_pool() -> None:
     benchmark = script("execution")
     for name in ("digits", "16", "gpt"):

@@ -75,6 +75,7 @@ def test_the_schedule_of_the_page_is_a_schedule(tmp_path: Path) -> None:
     assert [(entry.tick, entry.op) for entry in schedule.entries] == [(1, "GERMINATE"), (9, "FOSSILIZE")]
 
 
+@pytest.mark.slow
 def test_the_config_of_the_page_grows_with_lightnings_own_command_line(folder: Path) -> None:
     sys.modules.pop("mine", None)
     from mine import Digits, LitClassifier

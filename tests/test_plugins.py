@@ -159,6 +159,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine_parts", None)
 
 
+@pytest.mark.slow
 def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
     built = cli("--config", "mine.yaml")
 

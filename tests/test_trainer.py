@@ -79,6 +79,7 @@ def test_a_linked_checkpoint_counts_where_its_link_lies(tmp_path: Path, monkeypa
     assert run_folder("latest.ckpt") == checkpoints.parent
 
 
+@pytest.mark.slow
 def test_a_linked_checkpoint_goes_on_where_its_link_lies_after_a_crash(finished: Run, tmp_path: Path) -> None:
     """The crash has left a damaged file of events, drafts of the record, and the lock."""
     run = copy_of(finished, tmp_path / "runs")

@@ -171,6 +171,7 @@ def test_the_best_hosts_of_the_policy_are_saved_as_they_were_tested(trained: lis
         assert (description["controller"], str(description["rng_seed"])) == ("tamiyo", row["host_seed"])
 
 
+@pytest.mark.slow
 def test_a_line_says_that_an_earlier_comparison_will_be_replaced(
     trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +244,7 @@ def test_schedules_search_and_seeds_are_on_offer(trained: list[Run], tmp_path: P
     assert still["late"] == still["early"] == still["small static"], "an ungrown host does not depend on the controller"
 
 
+@pytest.mark.slow
 def test_latest_is_the_newest_run_and_its_checkpoint_is_read_once(
     trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pyt
     assert len(summary["contexts"]) == 4 and (tmp_path / "best_schedule.json").is_file()
 
 
+@pytest.mark.slow
 def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         call("information", "--data.env.family", "{train: [], held_out: []}")

@@ -146,6 +146,7 @@ data:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_of_gymnasium_is_named_in_yaml(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     assert yaml.safe_load(CONFIG)["data"]["settings"]["env"] == "CartPole-v1"

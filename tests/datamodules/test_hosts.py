@@ -110,6 +110,7 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
     assert any(len(env.optimizer.param_groups) > 1 for env in pool.envs)  # a seed existed
 
 
+@pytest.mark.slow
 def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
 

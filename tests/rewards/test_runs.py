@@ -42,6 +42,7 @@ def test_a_run_with_accounts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert differences(expected, continuation(whole.latest)) == []
 
 
+@pytest.mark.slow
 def test_the_discount_of_shaping_is_that_of_ppo(tmp_path: Path) -> None:
     built = fit(tmp_path, "--model.ppo.gamma", "0.9", "--model.ppo.horizon_is_end", "false")
     assert built.model.ppo.gamma == built.datamodule.pool.config.reward.gamma == 0.9

@@ -56,6 +56,7 @@ def counted_episodes() -> tuple[Scoreboard, dict[tuple[str, str], Counter[str]],
     return board, counts, points
 
 
+@pytest.mark.slow
 def test_every_seed_is_counted_once(counted_episodes: tuple) -> None:
     board, counts, _ = counted_episodes
     for b, blueprint in enumerate(board.blueprints):

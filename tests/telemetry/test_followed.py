@@ -45,6 +45,7 @@ def observe_steps(pool: HostPool, episodes: int = 2) -> Iterator[tuple[Observer,
 
 
 @pytest.mark.parametrize("lr", rest_is_slow([0.05, 30.0], {30.0}))
+@pytest.mark.slow
 def test_the_told_changes_lead_to_where_every_seed_is(lr: float) -> None:
     pool, rolled_back = make_pool(lr), 0
     known: dict[tuple[int, str], str] = {}

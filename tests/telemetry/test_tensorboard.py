@@ -232,6 +232,7 @@ def test_the_page_shows_the_guide() -> None:
     assert guide() in (ROOT / "docs" / "reference" / "telemetry.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> None:
     """Resume in the middle of a rollout whose start was not observed: no figure of it is drawn."""
     run = fit_saving_ticks(tmp_path, "--telemetry.level=off", "--trainer.max_epochs=1")
@@ -249,6 +250,7 @@ def test_a_run_that_was_begun_at_off_introduces_itself_later(tmp_path: Path) -> 
     assert sorted(tags["images"]) == ["figures/blueprints", "figures/hosts"]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
     assert (run.folder / "events.jsonl").read_text().startswith('{"type":"started","tick":5,')
 
 
+@pytest.mark.slow
 def test_a_second_run_in_this_process_writes_to_its_own_folder_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fit(tmp_path / name, "--trainer.max_epochs=1", "--data.env.horizon=2")

@@ -137,6 +137,7 @@ def test_so_it_does_with_a_real_compiler(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize("n_envs", rest_is_slow([1, 64], {1}))
+@pytest.mark.slow
 def test_neither_hosts_nor_seeds_compile_anything_anew(make_pool: MakePool, n_envs: int) -> None:
     count = CountingCompiler()
     pool = make_pool(n_envs, horizon=3, training=training_with(CompileConfig(backend=count)))

@@ -173,6 +173,7 @@ LIFE = [
 ]
 
 
+@pytest.mark.slow
 def test_hosts_that_are_rolled_back_loaded_or_trained_elsewhere() -> None:
     with ImitatedGpu() as gpu:
         live(GraphTwins(), LIFE)
