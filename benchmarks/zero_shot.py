@@ -45,6 +45,7 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.schedule import Schedule, read_schedule, write_schedule
+from esper_lightning.controllers.transfer import SetTransferController
 from esper_lightning.envs import EnvConfig, HostPool, Overseer
 from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
@@ -257,6 +258,14 @@ def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
     return Schedule(tuple(space.slot), entries)
 
 
+def load_set_policy(path: Path) -> SetTransferController:
+    """Return the controller of a policy over sets. Raises ValueError if the file has another policy."""
+    controller = load_controller(path)
+    if not isinstance(controller, SetTransferController):
+        raise ValueError(f"{path}: its policy is made for a number of slots; train it with data.env.sight.layout rows")
+    return controller
+
+
 def make_pool(
     setting: Setting, env: EnvConfig, blueprints: Sequence[str] | None, overseer: Overseer | None
 ) -> HostPool:
@@ -298,19 +307,23 @@ def measure(
             schedule = read_schedule(folder / f"{setting.like}.json")
             horizon = searched_horizon(data.task_configs[setting.like].env_config(data.env))
             fit = partial(fit_schedule, schedule, horizon=horizon)
-            makers: dict[tuple[str, str], Callable[[HostPool], Controller]] = {
-                (WAITING, ""): lambda pool: WaitOnly(),
-                (RULE, ""): lambda pool: RULES[rule](),
-                (SCHEDULE, ""): lambda pool, fit=fit: FixedSchedule(fit(pool)),
-                **{(name, seed): lambda pool, path=path: load_controller(path) for path, seed in seeds.items()},
-            }
-            due = {key: make for key, make in makers.items() if (title, *key) not in done}
-            if not due:
-                continue
             blueprints = setting.blueprints or data.task_configs[setting.like].blueprints
-            pool = make_pool(setting, data.env, blueprints, governor)
-            for (controller, seed), make in due.items():
-                append(play(pool, title, controller, seed, make(pool)))
+            make_hosts = partial(make_pool, setting, blueprints=blueprints, overseer=governor)
+            baselines: dict[str, Callable[[HostPool], Controller]] = {
+                WAITING: lambda pool: WaitOnly(),
+                RULE: lambda pool: RULES[rule](),
+                SCHEDULE: lambda pool, fit=fit: FixedSchedule(fit(pool)),
+            }
+            due = {key: make for key, make in baselines.items() if (title, key, "") not in done}
+            if due:
+                pool = make_hosts(data.env)
+                for key, make in due.items():
+                    append(play(pool, title, key, "", make(pool)))
+            for path, seed in seeds.items():
+                if (title, name, seed) not in done:
+                    policy = load_set_policy(path)
+                    pool = make_hosts(replace(data.env, sight=policy.sight))
+                    append(play(pool, title, name, seed, policy))
 
 
 def play(pool: HostPool, setting: str, name: str, training_seed: str, controller: Controller) -> list[Row]:

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,8 +28,7 @@ from lightning import Callback, LightningModule, Trainer
 from benchmarks.rows import appended_rows, read_rows
 from benchmarks.tables import number, shown
 from benchmarks.tune import open_data
-from benchmarks.zero_shot import CONFIG, SETTINGS, Row, group, make_pool, play, weigh
-from esper_lightning import load_controller
+from benchmarks.zero_shot import CONFIG, SETTINGS, Row, group, load_set_policy, make_pool, play, weigh
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.module import TamiyoModule
 from esper_lightning.parallel import Processes
@@ -73,7 +73,7 @@ ABLATIONS: dict[str, Sequence[str]] = {
     "no exchange among slots": ("--trainer.callbacks", f"[benchmarks.zero_shot_ablations.{NoExchange.__name__}]"),
     "no memory": ("--model.policy.memory", "none"),
     "names instead of descriptions": ("--data.env.sight.added", "[names, rents, trials]"),
-    "two tasks of seven": two_tasks(),
+    "two kinds of hosts alone": two_tasks(),
 }
 """Changed options of each ablation, by name. Descriptions are those of slots and of blueprints; names are codes of the
 blueprints alone."""
@@ -97,22 +97,18 @@ def train(run: Run, *, rollouts: int, folder: Path) -> list[Row]:
     if done.returncode != 0:
         raise RuntimeError(f"{run.name}, seed {run.rng_seed}: exit {done.returncode}: {done.stderr[-2000:]}")
     *_, checkpoint = sorted(root.glob("version_*/checkpoints/latest.ckpt"), key=lambda path: path.stat().st_mtime)
-    data = open_data(CONFIG)
-    pools = {task: partial(data.make_pool, HOSTS, task=task) for task in data.pools} | {
+    data, policy = open_data(CONFIG), load_set_policy(checkpoint)
+    pools = {task: partial(data.make_pool, HOSTS, task=task, sight=policy.sight) for task in data.pools} | {
         title: partial(
             make_pool,
             setting,
-            data.env,
+            replace(data.env, sight=policy.sight),
             setting.blueprints or data.task_configs[setting.like].blueprints,
             data.overseer,
         )
         for title, setting in SETTINGS.items()
     }
-    return [
-        row
-        for title, make in pools.items()
-        for row in play(make(), title, run.name, str(run.rng_seed), load_controller(checkpoint))
-    ]
+    return [row for title, make in pools.items() for row in play(make(), title, run.name, str(run.rng_seed), policy)]
 
 
 def table(rows: Sequence[Row]) -> list[str]:

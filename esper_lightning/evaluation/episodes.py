@@ -23,7 +23,7 @@ class Played(NamedTuple):
     prices: list[float]  # [H]
     """Price of parameters of each host."""
     schedules: Sequence[Schedule] = ()  # [H]
-    """What a trained policy did on each host. Empty for other controllers."""
+    """Actions that a trained policy chose on each host. Empty for other controllers."""
     credits: Sequence[SeedCredit] = ()
     """Credit of the seeds of the hosts that were analysed."""
 
