@@ -390,8 +390,9 @@ def seed_table(rows: Sequence[Row], name: str) -> list[str]:
     lines = [f"| setting | waiting | {' | '.join(f'RNG seed {seed}' for seed in by_seed)} |"]
     lines.append("|---|---|" + "---|" * len(by_seed))
     for setting, of in waiting.items():
-        found = [of[WAITING], *(results[setting][name] for results in by_seed.values())]
-        lines.append(f"| {setting} | {' | '.join(number(float(objectives.mean())) for objectives in found)} |")
+        found = [of[WAITING], *(results.get(setting, {}).get(name) for results in by_seed.values())]
+        cells = ["" if objectives is None else number(float(objectives.mean())) for objectives in found]
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from esper_lightning.console import escaped, exit_with_error
+from esper_lightning.parallel import WorkerDied
 from esper_lightning.plugins import PartError
 from esper_lightning.user_code import describe, find_setting, find_user_part, named_paths
 
@@ -94,9 +95,11 @@ def one_line_system_errors(way_out: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if (failure := find_system_error(error)) is None:
+        failure = find_system_error(error)
+        if failure is None and not isinstance(error, WorkerDied):
             raise
-        exit_with_error(f"{describe_system_error(failure)}, and {way_out}", EXIT_SYSTEM_FAILED)
+        reason = str(error) if failure is None else describe_system_error(failure)
+        exit_with_error(f"{reason}, and {way_out}", EXIT_SYSTEM_FAILED)
 
 
 @contextmanager
@@ -115,19 +118,49 @@ def user_code_told_apart(config: Callable[[], Any]) -> Iterator[None]:
             return
         if isinstance(error, PartError):
             exit_with_error(str(error), EXIT_USER_CODE)
-        settings = config()
-        part = find_user_part(error, [path for _, path in named_paths(settings)])
-        if part is None:
-            return
-        print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr)
-        setting = find_setting(part, settings)
-        file = Path(part.tb_frame.f_code.co_filename)
-        whose = f"your code in {file.name}" if setting is None else f"{setting[0]} ({setting[1]})"
-        exit_with_error(f"{whose} raised {describe(error):.400}; the traceback above is of that code", EXIT_USER_CODE)
+        if (line := report_user_part(error, config())) is not None:
+            exit_with_error(line, EXIT_USER_CODE)
 
     with ExitStack() as stack:
         stack.push(report)
         yield
+
+
+@contextmanager
+def user_code_as_part_error() -> Iterator[None]:
+    """Report an exception that code of the user has raised, and raise a PartError with a line about it instead.
+
+    For processes that work for another one, which may be unable to read the exception itself.
+    """
+
+    def report(_: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, PartError):
+            return
+        if (line := report_user_part(error, {})) is not None:
+            raise PartError(line) from None
+
+    with ExitStack() as stack:
+        stack.push(report)
+        yield
+
+
+def report_user_part(error: BaseException, settings: Any) -> str | None:
+    """Print an exception that code of the user has raised, with the traceback of that code, and return a line about it.
+
+    None: other code has raised it, and nothing is printed.
+
+    Args:
+        error: The exception.
+        settings: Settings that name the code.
+    """
+    part = find_user_part(error, [path for _, path in named_paths(settings)])
+    if part is None:
+        return None
+    print(escaped("".join(traceback.format_exception(type(error), error, part))), end="", file=sys.stderr, flush=True)
+    setting = find_setting(part, settings)
+    file = Path(part.tb_frame.f_code.co_filename)
+    whose = f"your code in {file.name}" if setting is None else f"{setting[0]} ({setting[1]})"
+    return f"{whose} raised {describe(error):.400}; the traceback above is of that code"
 
 
 def exception_chain(error: BaseException | None) -> Iterator[BaseException]:

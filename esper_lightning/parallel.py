@@ -8,15 +8,21 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from esper_lightning.plugins import import_modules, imported_modules
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from esper_lightning.plugins import PartError, import_modules, imported_modules
 from esper_lightning.process import watch_parent
 
 Item = TypeVar("Item")
@@ -45,6 +51,16 @@ class Mapper(Protocol):
     def map(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterable[Any]:
         """Return the results in the order of the items."""
         ...
+
+
+@contextmanager
+def seeded_generators(rng_seed: int) -> Iterator[None]:
+    """Within this context the global generators of Python, numpy and torch begin with a seed; then as before it."""
+    with isolate_rng():
+        random.seed(rng_seed)
+        np.random.seed(rng_seed)
+        torch.manual_seed(rng_seed)
+        yield
 
 
 def make_executor(path: str, jobs: int) -> Mapper:
@@ -151,7 +167,7 @@ class _Worker:
         try:
             pickled_work = pickle.dumps((function, item))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(f"{item!r:.200} cannot be sent to another process: {error}; give one job") from error
+            raise PartError(f"{item!r:.200} cannot be sent to another process: {error}; give one job") from error
         for _ in range(ATTEMPTS):
             if self._process is None:
                 self._process = ProcessPoolExecutor(

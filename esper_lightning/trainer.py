@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from esper_lightning.checkpointing.policy_file import NAMED_POLICIES
+from esper_lightning.checkpointing.policy_file import names_policy_alone
 from esper_lightning.checkpointing.run_lock import lock_folder
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.console import EXIT_BAD_INPUT, exit_with_error, print_status
@@ -191,7 +191,7 @@ class EsperTrainer(Trainer):
         """
         comparison = next(callback for callback in self.callbacks if isinstance(callback, Comparison))
         paths = [] if ckpt_path is None else [str(ckpt_path), *path_list(more)]
-        parent = run_folder(paths[0]) if paths and paths[0] not in NAMED_POLICIES else Path(self.default_root_dir)
+        parent = run_folder(paths[0]) if paths and not names_policy_alone(paths[0]) else Path(self.default_root_dir)
         folder = Path(out) if out is not None else parent / (TRANSFER_FOLDER if transfer else EVALUATION_FOLDER)
         self.datamodule = datamodule
         self._set_up_overseer(model, "evaluate")

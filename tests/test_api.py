@@ -1,6 +1,7 @@
 """The doors for Python: the same policy as on the command line, the same comparison, and growth of a network."""
 
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -20,12 +21,14 @@ import esper_lightning
 from esper_lightning import EnvConfig, HostPoolData, HostTraining, PolicyConfig, PPOConfig, evaluate, grow, train
 from esper_lightning.__main__ import main
 from esper_lightning.api import TrainedRun
-from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.envs import ActionConfig
+from esper_lightning.controllers.learned import Hosts
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.envs import Action, ActionConfig
 from esper_lightning.evaluation.comparison import ComparisonResult
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.parallel import Mapper, Processes
+from esper_lightning.plugins import PartError
 from esper_lightning.tasks import Digits
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
@@ -132,6 +135,38 @@ class FileHolder(WaitOnly):
         self.file = sys.__stdout__
 
 
+class LockedError(Exception):
+    """Exception that pickle cannot make again, because its class takes two arguments and its instances keep one."""
+
+    def __init__(self, door: str, key: str) -> None:
+        super().__init__(f"{door} does not open with {key}")
+
+
+class Failing(WaitOnly):
+    """Controller whose third action is an error, after the two that are tried before a comparison."""
+
+    def reset(self, pool: Hosts) -> None:
+        self.ticks = 0
+
+    def act(self, pool: Hosts) -> Action:
+        self.ticks += 1
+        if self.ticks == 3:
+            raise LockedError("the door", "a spoon")
+        return super().act(pool)
+
+
+class Gambling(RandomValid):
+    """Controller that draws from the global generators of Python, numpy and torch."""
+
+    def __init__(self) -> None:
+        super().__init__(rng_seed=0)
+
+    def act(self, pool: Hosts) -> Action:
+        drawn = random.random() + np.random.rand() + float(torch.rand(()))
+        self.generator.manual_seed(int(1e12 * drawn))
+        return super().act(pool)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Processes, get_context("fork").Pool, get_context("spawn").Pool])
 def test_an_executor_changes_no_number_of_a_comparison(
@@ -158,8 +193,32 @@ def test_an_executor_of_threads_is_refused(run: TrainedRun) -> None:
 @pytest.mark.slow
 def test_a_controller_that_no_other_process_can_be_given_is_refused_in_one_line() -> None:
     own = f"{__name__}.FileHolder"
-    with pytest.raises(ValueError, match=r"cannot be sent to another process: cannot pickle .* object; give one job"):
+    with pytest.raises(
+        PartError, match=r"FileHolder cannot be sent to another process: cannot pickle .*; give one job"
+    ):
         evaluate(None, hosts(), against=[own], hosts=2, executor=Processes(1))
+
+
+@pytest.mark.slow
+def test_an_error_of_a_controller_in_another_process_is_told_as_one_of_that_code(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    line = r"^your code in test_api\.py raised .*LockedError: the door does not open with a spoon; the traceback above"
+    with pytest.raises(PartError, match=line):
+        evaluate(None, hosts(), against=[f"{__name__}.Failing"], hosts=2, executor=Processes(1))
+
+    assert 'raise LockedError("the door", "a spoon")' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("executor", [None, pytest.param(Processes(2), marks=pytest.mark.slow)])
+def test_a_controller_draws_the_same_numbers_in_every_comparison(executor: Mapper | None) -> None:
+    compare = partial(evaluate, None, hosts(), hosts=4)
+    own = f"{__name__}.Gambling"
+    (first,) = compare(against=[own]).entries
+    *_, again = compare(against=["random", own], executor=executor).entries
+
+    assert again.name == own
+    assert again.values("objective").tolist() == first.values("objective").tolist()
 
 
 def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> None:

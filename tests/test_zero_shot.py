@@ -76,6 +76,21 @@ def test_every_setting_weighs_the_same_in_the_mean_over_settings(capsys: pytest.
         zero_shot.table(rows, "one kind")
 
 
+def test_a_policy_that_was_not_measured_in_a_setting_has_an_empty_cell() -> None:
+    rows = [
+        Row(setting, controller, seed, 0, objective, 0.0, 0)
+        for setting, controller, seed, objective in (
+            ("a", WAITING, "", 0.1),
+            ("a", GENERAL, "0", 0.2),
+            ("a", GENERAL, "1", 0.3),
+            ("b", WAITING, "", 0.4),
+            ("b", GENERAL, "1", 0.5),
+        )
+    ]
+
+    assert zero_shot.seed_table(rows, GENERAL)[2:] == ["| a | .100 | .200 | .300 |", "| b | .400 |  | .500 |"]
+
+
 SHAPES = {
     **dict.fromkeys(zero_shot.SETTINGS, ((1, 8, 8), 10)),
     "another table": ((30,), 2),

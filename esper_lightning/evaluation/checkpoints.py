@@ -137,6 +137,11 @@ def load_transferred(
     policies = _load_each(checkpoints, load)
     _check_training_seeds(policies)
     for policy in policies:
+        if policy.sight != policies[0].sight:
+            raise ValueError(
+                f"{policy.source}: its policy observes other features than that of {policies[0].source}; evaluate the "
+                f"two one after the other"
+            )
         for task, pool in data.pools.items():
             if policy.sight is not None:
                 pool = data.make_pool(1, task=task, sight=policy.sight)

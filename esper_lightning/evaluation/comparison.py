@@ -423,7 +423,8 @@ class Comparison:
         self, make_pool: Callable[..., HostPool], known: Sequence[Schedule], executor: Mapper | None
     ) -> BestSchedules:
         """Return the best schedules from earlier files or from a new search, restricted to the requested ones."""
-        if self.search is None:
+        fixed, per_price = self.includes(BEST_FIXED), self.includes(BEST_PER_PRICE)
+        if self.search is None or not (fixed or per_price):
             return BestSchedules(None, {})
         if self.found_schedules is not None:
             return self.found_schedules
@@ -431,8 +432,8 @@ class Comparison:
             make_pool(SEARCH_ENVS),
             self.search,
             list(dict.fromkeys(known)),
-            fixed=self.includes(BEST_FIXED),
-            per_price=self.search.per_price and self.includes(BEST_PER_PRICE),
+            fixed=fixed,
+            per_price=self.search.per_price and per_price,
             executor=executor,
         )
 

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from esper_lightning.parallel import Mapper
+from esper_lightning.errors import user_code_as_part_error
+from esper_lightning.parallel import Mapper, seeded_generators
 
 Result = TypeVar("Result")
+
+RNG_SEED = 0
+"""Seed of the global random generators, from which only parts of users draw: those of this package have their own."""
 
 PROCESS = secrets.token_hex(8)
 """Token of this process."""
@@ -22,33 +26,52 @@ def run_all(
 ) -> dict[str, list[Result]]:
     """Return the results of independent pieces of work, in their order.
 
+    Every piece begins with the same state of the global random generators, so that no piece, order or number of
+    processes changes what another one draws from them.
+
     Args:
         work: Functions without arguments, under any names; they may share a pool, whose state they overwrite.
         executor: Has a method `map(function, items)`, which runs the pieces in other processes, each with a copy of
             what it holds. None: one after the other in this process.
 
-    Raises ValueError if the executor runs a piece in this process, as one of threads does.
+    Raises ValueError if the executor runs a piece in this process, as one of threads does. Raises PartError if code of
+    the user raises an exception in another process, after that process has printed its traceback.
     """
     if executor is None:
-        return {name: [piece() for piece in pieces] for name, pieces in work.items()}
+        return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}
     here = PROCESS, os.getpid()  # a forked process has the first, and one on another machine may have the second
     run = partial(_run_alike, here, torch.get_num_threads(), torch.backends.cudnn.allow_tf32)
-    results = iter(list(executor.map(run, [_Copied(piece) for pieces in work.values() for piece in pieces])))
+    copied = [_Copied(name, piece) for name, pieces in work.items() for piece in pieces]
+    results = iter(list(executor.map(run, copied)))
     return {name: [next(results).content for _ in pieces] for name, pieces in work.items()}
 
 
 class _Copied:
-    """Something whose tensors are copied for another process; torch's own pickler would let both share their memory."""
+    """Something whose tensors are copied for another process; torch's own pickler would let both share their memory.
 
-    def __init__(self, content: Any) -> None:
+    Args:
+        name: Name in errors.
+        content: The thing.
+    """
+
+    def __init__(self, name: str, content: Any) -> None:
+        self.name = name
         self.content = content
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack, (pickle.dumps(self.content),)
+        return _unpack, (self.name, pickle.dumps(self.content))
 
 
-def _unpack(pickled: bytes) -> _Copied:
-    return _Copied(pickle.loads(pickled))
+def _unpack(name: str, pickled: bytes) -> _Copied:
+    return _Copied(name, pickle.loads(pickled))
+
+
+def _run(piece: Callable[[], Result]) -> Result:
+    with seeded_generators(RNG_SEED):
+        return piece()
 
 
 def _run_alike(origin: tuple[str, int], threads: int, allow_tf32: bool, work: _Copied) -> _Copied:
@@ -57,4 +80,5 @@ def _run_alike(origin: tuple[str, int], threads: int, allow_tf32: bool, work: _C
         raise ValueError("executor: threads share hosts and random numbers; give an executor of processes")
     torch.set_num_threads(threads)
     torch.backends.cudnn.allow_tf32 = allow_tf32
-    return _Copied(work.content())
+    with user_code_as_part_error():
+        return _Copied(work.name, _run(work.content))

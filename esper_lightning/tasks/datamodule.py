@@ -1,16 +1,14 @@
 """Task with the data of any LightningDataModule."""
 
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from esper_lightning.parallel import seeded_generators
 from esper_lightning.process import main_memory
 from esper_lightning.tasks.task import Split, Task, TaskData
 
@@ -55,11 +53,7 @@ class FromDataModule(Task):
             if not is_overridden(LOADERS[name], self.data, LightningDataModule):
                 hint = ", or set data.task.init_args.test_share" if name == "test" else ""
                 raise ValueError(f"FromDataModule: {kind} has no {name} data; give it a {LOADERS[name]}{hint}")
-        # A fixed RNG seed gives a resumed run the same data; isolate_rng restores the global random states.
-        with isolate_rng():
-            random.seed(RNG_SEED)
-            np.random.seed(RNG_SEED)  # data modules often draw from numpy's global generator
-            torch.manual_seed(RNG_SEED)
+        with seeded_generators(RNG_SEED):  # so that a resumed run has the same data
             self.data.prepare_data()
             self.data.setup("fit")
             if "test" in wanted:

@@ -94,6 +94,19 @@ def test_what_does_not_fit_ends_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_policies_of_different_observations_are_not_compared_in_one_table(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = ("--ckpt_path", str(trained.latest), "--more", "tamiyo")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        evaluate(*ELSEWHERE, *policies, "--transfer=true", "--out", str(tmp_path / "out"))
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tamiyo: its policy observes other features than that of" in line and str(trained.latest) in line
+
+
 @pytest.mark.parametrize(
     "damage",
     rest_is_slow(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from esper_lightning.controllers.hill_climbing import min_ticks_to_judge
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction
-from esper_lightning.envs import HostPool
+from esper_lightning.envs import EnvConfig, HostPool
 
 
 class PlannedSeed(NamedTuple):
@@ -34,6 +34,24 @@ class Plan(NamedTuple):
 
 CULL_PROBABILITY = 1 / 3
 """Probability that a sampled seed is culled."""
+
+
+def latest_germinations(config: EnvConfig, horizon: int) -> dict[str, int]:
+    """Return the last tick of each tempo in which a seed that germinates can still be fossilized.
+
+    Tempos without such a tick are left out. Raises ValueError if there is none at all.
+    """
+    last = {
+        tempo: horizon - 1 - min_ticks_to_judge(config.lifecycle, ticks)
+        for tempo, ticks in config.actions.tempos.items()
+    }
+    possible = {tempo: tick for tempo, tick in last.items() if tick >= 0}
+    if not possible:
+        raise ValueError(
+            f"search: no seed can be fossilized in episodes of {horizon} ticks; raise env.horizon, or the horizons in "
+            f"env.family"
+        )
+    return possible
 
 
 class PlanSampler:
@@ -68,13 +86,8 @@ class PlanSampler:
         """Ticks from the culling of a seed to the next germination in its slot."""
         self.max_slots = min(n_slots, max_seeds or n_slots, pool.config.actions.max_seeds or n_slots)
         self.max_seeds = max_seeds or 2 * n_slots
-        self.latest_germination = {
-            tempo: self.horizon - 1 - min_ticks_to_judge(pool.config.lifecycle, ticks)
-            for tempo, ticks in pool.config.actions.tempos.items()
-        }
-        self.tempos = [tempo for tempo in pool.space.tempo if self.latest_germination[tempo] >= 0]
-        if not self.tempos:
-            raise ValueError(f"no seed can be fossilized within {self.horizon} ticks; raise env.horizon")
+        self.latest_germination = latest_germinations(pool.config, self.horizon)
+        self.tempos = list(self.latest_germination)
 
     def draw(self) -> Plan:
         chosen = self.random.sample(self.slots, self.random.randint(1, self.max_slots))

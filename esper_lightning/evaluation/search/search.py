@@ -4,7 +4,6 @@ Random plans are ranked first; then, repeatedly, the best ones together with the
 all races and the schedules known beforehand are ranked together.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.play import paired_difference, play_episode
-from esper_lightning.evaluation.search.plans import Plan, PlanSampler
+from esper_lightning.evaluation.search.plans import Plan, PlanSampler, latest_germinations
 from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
 from esper_lightning.evaluation.statistics import Interval, mean_interval
 from esper_lightning.evaluation.work import run_all
@@ -147,8 +146,8 @@ def search(
     searched_contexts = pool.env_factory.context_distribution.contexts if contexts is None else contexts
     check_steps(required_steps(len(searched_contexts), pool, pool.n_envs), config, pool.n_envs)
     episode = pool.n_envs * pool.config.horizon
-    longest = max(context.horizon or pool.config.horizon for context in searched_contexts)
-    sampler = PlanSampler(pool, config.seed, config.max_seeds, horizon=longest)
+    horizon = longest_horizon(pool, searched_contexts)
+    sampler = PlanSampler(pool, config.seed, config.max_seeds, horizon=horizon)
     halving = SuccessiveHalving(
         pool, config.seed, episodes=config.steps // episode, reduction=config.one_in, contexts=contexts
     )
@@ -215,13 +214,18 @@ def fresh_host_seeds(pool: HostPool, rng_seed: int, contexts: Sequence[Context] 
     return list(islice(matching, pool.n_envs))
 
 
+def longest_horizon(pool: HostPool, contexts: Sequence[Context]) -> int:
+    """Return the number of ticks of the longest episode in any of the contexts."""
+    return max(context.horizon or pool.config.horizon for context in contexts)
+
+
 def price_of(context: Context, pool: HostPool) -> float:
     """Return the price of parameters in this context."""
     return pool.config.objective.price if context.price is None else context.price
 
 
-def prices_of(pool: HostPool) -> list[float]:
-    """Return the sorted parameter prices of all contexts of the pool's distribution.
+def contexts_by_price(pool: HostPool) -> dict[float, list[Context]]:
+    """Return the contexts of the pool's distribution by their price of parameters, the lowest first.
 
     Raises ValueError if there is only one price, or if every host has its own.
     """
@@ -230,12 +234,14 @@ def prices_of(pool: HostPool) -> list[float]:
             f"search.per_price: every host has a price of its own; leave out objective.price_to and name some in "
             f"data.env.family, as {PRICE_VARIABLE}"
         )
-    prices = sorted({price_of(context, pool) for context in pool.env_factory.context_distribution.contexts})
-    if len(prices) < 2:
+    groups: dict[float, list[Context]] = {}
+    for context in pool.env_factory.context_distribution.contexts:
+        groups.setdefault(price_of(context, pool), []).append(context)
+    if len(groups) < 2:
         raise ValueError(
             f"search.per_price: all hosts have one price; name several in data.env.family, as {PRICE_VARIABLE}"
         )
-    return prices
+    return dict(sorted(groups.items()))
 
 
 def required_steps(n_contexts: int, pool: HostPool, n_envs: int) -> int:
@@ -246,15 +252,19 @@ def required_steps(n_contexts: int, pool: HostPool, n_envs: int) -> int:
 def check_budget(config: SearchConfig, pool: HostPool, n_envs: int) -> None:
     """Raise ValueError if the budget is too small to play one schedule on one host per context.
 
-    With `per_price` this must hold for the search for each price. A search runs `n_envs` environments side by side.
+    The same happens if episodes are too short for a seed. With `per_price` all this must hold for the search for each
+    price. A search runs `n_envs` environments side by side.
     """
     contexts = pool.env_factory.context_distribution.contexts
-    n_contexts_by_setting = {"steps": len(contexts)}
+    groups_by_setting = {"steps": [contexts]}
     if config.per_price:
-        n_contexts_by_setting["per_price"] = max(Counter(price_of(member, pool) for member in contexts).values())
-    for setting, n_contexts in n_contexts_by_setting.items():
-        searches = len(prices_of(pool)) if setting == "per_price" else 1
-        check_steps(searches * required_steps(n_contexts, pool, n_envs), config, n_envs, searches=searches)
+        groups_by_setting["per_price"] = list(contexts_by_price(pool).values())
+    for groups in groups_by_setting.values():
+        largest = max(len(group) for group in groups)
+        steps = len(groups) * required_steps(largest, pool, n_envs)
+        check_steps(steps, config, n_envs, searches=len(groups))
+        for group in groups:
+            latest_germinations(pool.config, longest_horizon(pool, group))  # raises ValueError if there is none
 
 
 def check_steps(min_steps: int, config: SearchConfig, n_envs: int, *, searches: int = 1) -> None:
@@ -287,17 +297,15 @@ def search_best_schedules(
 
     Raises ValueError if all contexts have the same price, and one for each is to be searched.
     """
-    contexts = pool.env_factory.context_distribution.contexts
-    prices = prices_of(pool) if per_price else []
-    share = replace(config, steps=config.steps // max(1, len(prices)))
-    matching = [[context for context in contexts if price_of(context, pool) == price] for price in prices]
+    groups = contexts_by_price(pool) if per_price else {}
+    share = replace(config, steps=config.steps // max(1, len(groups)))
     found = run_all(
         {
             BEST_FILE: [partial(search, pool, config, known)] if fixed else [],
-            BEST_PRICE_PREFIX: [partial(search, pool, share, known, contexts=own) for own in matching],
+            BEST_PRICE_PREFIX: [partial(search, pool, share, known, contexts=own) for own in groups.values()],
         },
         executor,
     )
     best = [result.schedule for result in found[BEST_FILE]]
     schedules = [result.schedule for result in found[BEST_PRICE_PREFIX]]
-    return BestSchedules(best[0] if best else None, dict(zip(prices, schedules, strict=True)))
+    return BestSchedules(best[0] if best else None, dict(zip(groups, schedules, strict=True)))

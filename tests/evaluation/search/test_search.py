@@ -22,7 +22,7 @@ from esper_lightning.evaluation.search.search import (
     SearchConfig,
     SearchResult,
     check_budget,
-    prices_of,
+    contexts_by_price,
     search,
     search_best_schedules,
 )
@@ -256,7 +256,7 @@ def test_a_context_without_a_price_has_that_of_the_settings(make_pool: MakePool)
     family = FamilyConfig(train=[{"training.lr": [0.01]}, {"training.lr": [0.02], "objective.price": [1.0]}])
     mixed = make_pool(2, family=family, objective=ObjectiveConfig(price=0.25))
 
-    assert prices_of(mixed) == [0.25, 1.0]
+    assert list(contexts_by_price(mixed)) == [0.25, 1.0]
     found = search_best_schedules(mixed, SearchConfig(steps=2 * 2 * 6), fixed=False)
     assert found.fixed is None and list(found.per_price) == [0.25, 1.0]
 
@@ -265,7 +265,7 @@ def test_prices_of_every_host_alone_cannot_be_searched_by(make_pool: MakePool) -
     drawn = make_pool(2, objective=ObjectiveConfig(price=0.1, price_to=0.3))
 
     with pytest.raises(ValueError, match=r"every host has a price of its own; leave out objective\.price_to"):
-        prices_of(drawn)
+        contexts_by_price(drawn)
 
 
 @pytest.mark.parametrize(("per_price", "least"), [(False, 2 * 12), (True, 3 * 12)])
@@ -278,6 +278,15 @@ def test_a_budget_is_refused_before_anything_is_played_with_the_least_that_will_
 
     with pytest.raises(ValueError, match=rf"search\.steps is {least - 1}; .* takes {least}"):
         check_budget(SearchConfig(steps=least - 1, per_price=per_price), varied, n_envs=2)
+
+
+def test_episodes_too_short_for_a_seed_are_refused_before_anything_is_played(make_pool: MakePool) -> None:
+    family = FamilyConfig(train=[{"objective.price": [0.0]}, {"objective.price": [1.0], "horizon": [1]}])
+    short = make_pool(2, family=family)
+
+    check_budget(SearchConfig(steps=999, per_price=False), short, n_envs=2)
+    with pytest.raises(ValueError, match=r"no seed can be fossilized in episodes of 1 ticks; raise env\.horizon, or"):
+        check_budget(SearchConfig(steps=999, per_price=True), short, n_envs=2)
 
 
 @pytest.mark.parametrize(
