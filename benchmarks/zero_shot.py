@@ -243,7 +243,7 @@ def fit_schedule(schedule: Schedule, pool: HostPool, horizon: int) -> Schedule:
 
     Its ticks are stretched from `horizon` to the horizon of the pool. Seeds that cannot grow there are left out.
     """
-    space, growable = pool.space, pool.masks_on_cpu.blueprint.any(0)
+    space, growable = pool.space, pool.growable
     slots = dict(zip(schedule.slots, space.slot, strict=False))
     grows = {
         (slot, name) for k, slot in enumerate(space.slot) for b, name in enumerate(space.blueprint) if growable[k, b]

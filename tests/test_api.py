@@ -24,7 +24,8 @@ from esper_lightning.api import TrainedRun
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import Action, ActionConfig
-from esper_lightning.evaluation.comparison import ComparisonResult
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
+from esper_lightning.evaluation.search.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN
 from esper_lightning.parallel import Mapper, Processes
@@ -219,6 +220,18 @@ def test_a_controller_draws_the_same_numbers_in_every_comparison(executor: Mappe
 
     assert again.name == own
     assert again.values("objective").tolist() == first.values("objective").tolist()
+
+
+def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = hosts()
+    data.build(torch.device("cpu"))
+    make_pool, made = data.make_pool, list[int]()
+    monkeypatch.setattr(data, "make_pool", lambda n_envs, **given: made.append(n_envs) or make_pool(n_envs, **given))
+
+    comparison = Comparison(hosts=2, against=["random"], controls=False, search=SearchConfig(steps=999_999))
+    (row,) = comparison.run(data, [], {}).entries
+
+    assert row.name == "random" and made == [2], "no pool for a search"
 
 
 def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> None:

@@ -43,6 +43,9 @@ class Hosts(ObservedHosts, Protocol):
     def masks_on_cpu(self) -> Masks: ...
 
     @property
+    def growable(self) -> Tensor: ...  # [K, blueprints] bool, whatever an episode offers
+
+    @property
     def config(self) -> EnvConfig: ...
 
     @property

@@ -93,7 +93,7 @@ def actions_by_tick(schedule: Schedule, pool: Hosts) -> list[tuple[int, tuple[in
                 raise ValueError(f"{where}: {head} {value!r} is not available here; {suggestion}")
             action.append(0 if value is None else choices.index(value))
         _, slot, blueprint, *_ = action
-        if entry.blueprint is not None and not pool.masks_on_cpu.blueprint[:, slot, blueprint].any():
+        if entry.blueprint is not None and not pool.growable[slot, blueprint]:
             raise ValueError(f"{where}: {entry.blueprint} cannot grow in {entry.slot}")
         due_actions.append((entry.tick, tuple(action)))
     return sorted(due_actions, key=lambda due: due[0])

@@ -66,6 +66,7 @@ class HostPool:
             is an error.
 
     Attributes:
+        growable: True where a blueprint can grow in a slot of some host, whatever its episode offers, [K, blueprints].
         privileged: Hidden context variables of each episode, [N, P] float, for the critic alone. None: nothing is
             hidden.
         rows: Sizes of the parts of a row of the observation. None: the observation is flat.
@@ -111,13 +112,14 @@ class HostPool:
             trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
             batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
             compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch=batch)
+        self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
         self._choose_executor(self.env_factory.growable[first.architecture])
         # Losses and accuracies have the precision of the hosts, at least float32.
         self._score_dtype = torch.promote_types(next(self.envs[0].network.parameters()).dtype, torch.float32)
         self.observation_builder = ObservationBuilder(
             self.envs,
             self.space,
-            self.env_factory.growable_in(first) if self.env_factory.is_uniform else self._growable(),
+            self.env_factory.growable_in(first) if self.env_factory.is_uniform else self._offered(),
             config=config,
             device=device,
             num_privileged=self.env_factory.num_privileged,
@@ -189,8 +191,8 @@ class HostPool:
         """Number of blueprint ids in a flat observation; id 0 is an empty slot. Rows have no ids."""
         return len(self.space.blueprint) + 1 if self.rows is None else 0
 
-    def _growable(self) -> Tensor:  # [N, K, blueprints] bool
-        """Return which blueprint can grow in which slot of each host."""
+    def _offered(self) -> Tensor:  # [N, K, blueprints] bool
+        """Return which blueprint can grow in which slot of each host in its present episode."""
         return torch.stack([self.env_factory.growable_in(env) for env in self.envs])
 
     def reset(self, rng_seeds: Sequence[int]) -> Observation | VectorObservation:
@@ -226,7 +228,7 @@ class HostPool:
     def _update_constants(self) -> None:
         """Update what stays the same in an episode: privileged features, and what can grow in which host."""
         if not self.env_factory.is_uniform:
-            self.observation_builder.update_growable(self._growable())
+            self.observation_builder.update_growable(self._offered())
         self.observation_builder.update_privileged([self.env_factory.privileged_features(env) for env in self.envs])
 
     def load_host(self, index: int, state: Mapping[str, Any]) -> None:

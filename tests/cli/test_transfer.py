@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from esper_lightning.checkpointing.policy_file import write_policy
 from tests.cli.test_evaluate import evaluate, rows_of, without_time
 from tests.runs import CONFIGS, Run, fit, only_run
 from tests.tasks.stored import write_cifar10
@@ -92,6 +93,23 @@ def test_what_does_not_fit_ends_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_results_of_a_policy_without_a_run_folder_lie_in_the_root_folder(trained: Run, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    write_policy(trained.latest, shared / "mine.safetensors", {})
+    hosts = ("--config", str(trained.folder / "config.yaml"), "--evaluation.hosts=2")
+
+    evaluate(
+        *hosts,
+        *("--ckpt_path", str(shared / "mine.safetensors"), "--transfer=true", "--evaluation.against=[]"),
+        f"--trainer.default_root_dir={tmp_path / 'mine'}",
+    )
+
+    assert [row["controller"] for row in rows_of(tmp_path / "mine" / "transfer")][:1] == ["tamiyo"]
+    assert [path.name for path in shared.iterdir()] == ["mine.safetensors"]
 
 
 def test_policies_of_different_observations_are_not_compared_in_one_table(

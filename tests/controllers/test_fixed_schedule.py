@@ -19,6 +19,7 @@ from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction
 from esper_lightning.envs import Action, ActionConfig, HostPool
 from esper_lightning.envs.context.distribution import FamilyConfig
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
@@ -201,6 +202,19 @@ def test_a_schedule_plays_where_only_some_heads_are_offered(make_pool: Callable[
     done = actions_taken(pool, FixedSchedule(schedule(grow(0, "block1.pool"), grow(0, "block2.pool"))))
 
     assert done == [germinate(0)] + [WAIT] * 5, "there is no room for the second"
+
+
+def test_a_schedule_plays_where_episodes_offer_a_part_of_the_slots(make_pool: Callable[..., HostPool]) -> None:
+    family = FamilyConfig(train=[{"offer.slots": [1]}])
+    pool = make_pool(2, family=family, sight=ObservationConfig(layout="rows"))
+    everywhere = Schedule(tuple(pool.space.slot), tuple(grow(0, slot) for slot in pool.space.slot))
+    for seeds in ([0, 1], [2, 3], [4, 5], [6, 7]):
+        pool.reset(seeds)
+        controller = FixedSchedule(everywhere)
+        controller.reset(pool)
+        pool.step(controller.act(pool))
+
+        assert [sum(slot.occupied for slot in env.slots) for env in pool.envs] == [1, 1]
 
 
 def test_a_yoked_host_gets_the_actions_of_the_next_one_of_its_kind() -> None:

@@ -75,7 +75,7 @@ class PlanSampler:
         self.space = pool.space
         self.config = pool.config
         self.horizon = pool.config.horizon if horizon is None else horizon
-        growable = pool.masks_on_cpu.blueprint.any(0).tolist()
+        growable = pool.growable.tolist()
         self.growable = {
             slot: [name for name, grows in zip(pool.space.blueprint, row, strict=True) if grows]
             for slot, row in zip(pool.space.slot, growable, strict=True)

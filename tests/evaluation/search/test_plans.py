@@ -155,5 +155,5 @@ def test_all_but_the_culled_seeds_of_a_plan_are_there_in_the_end(
 def test_an_episode_too_short_for_any_seed_is_refused(make_pool: MakePool) -> None:
     short = make_pool(1, horizon=3, lifecycle=replace(SMALL.lifecycle, training_ticks=2))
 
-    with pytest.raises(ValueError, match=r"no seed can be fossilized within 3 ticks; raise env\.horizon"):
+    with pytest.raises(ValueError, match=r"no seed can be fossilized in episodes of 3 ticks; raise env\.horizon"):
         PlanSampler(short, rng_seed=0)
