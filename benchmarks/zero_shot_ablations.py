@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +60,55 @@ class NoExchange(Callback):
 AS_CONFIGURED = "as configured"
 
 
+def read_data() -> dict[str, Any]:
+    """Return the data section of the config."""
+    return yaml.safe_load(CONFIG.read_text())["data"]
+
+
 def two_tasks() -> list[str]:
     """Return the options of a training on digits and a table alone, with as many hosts as the config has."""
-    data = yaml.safe_load(CONFIG.read_text())["data"]
+    data = read_data()
     hosts = data["n_envs"] + sum(task["n_envs"] for task in data["also"].values())
     table = data["also"]["table"] | {"n_envs": hosts // 3}
     return ["--data.n_envs", str(hosts - hosts // 3), "--data.also", json.dumps({"table": table})]
+
+
+def more_kinds() -> list[str]:
+    """Return the options of a training on more kinds of hosts, with as many hosts as the config has.
+
+    Added are prices of compute, CNNs of four and five blocks, without pooling and without normalisation, and letters at
+    32x32 pixels. A family holds at most 2,000 contexts, so each sort of CNN meets fewer transforms of the images.
+    """
+    data = read_data()
+    growing, grown = data["env"]["family"]["train"]
+    plain, *_, transposed = grown["data.transform"]
+    widths = [*growing["host.widths"][:2], [4, 6, 6, 8], [6, 6, 8, 8, 8]]
+    train = [
+        growing | {"host.widths": widths, "data.transform": [plain, "coarse"]},
+        grown | {"host.pools": [0, 2], "data.transform": [plain]},
+        grown | {"host.widths": [[6, 8, 8]], "host.norm": [False], "horizon": [8, 15], "data.transform": [transposed]},
+    ]
+    glyphs = data["also"]["glyphs"]
+    large = {
+        "task": {
+            "class_path": "esper_lightning.tasks.Glyphs",
+            "init_args": {"side": 32, "level": "mild", "train": 2000, "validation": 250, "test": 500},
+        },
+        "host": {
+            "class_path": "esper_lightning.hosts.CNN",
+            "init_args": {"widths": [6, 8, 12], "pools": 3, "isolate": False, "channels_last": False},
+        },
+        "n_envs": 4,
+        "training": {"batches": 12, "batch_size": 32, "max_grad_norm": None},
+        "blueprints": glyphs["blueprints"],
+        "family": {"train": [glyphs["family"]["train"][0] | {"horizon": [8, 12]}]},
+    }
+    return [
+        *("--data.n_envs", str(data["n_envs"] - large["n_envs"])),
+        *("--data.env.family.train", json.dumps(train)),
+        *("--data.env.objective.compute_price_to", "0.1"),
+        *("--data.also", json.dumps(data["also"] | {"large": large})),
+    ]
 
 
 ABLATIONS: dict[str, Sequence[str]] = {
@@ -74,6 +117,7 @@ ABLATIONS: dict[str, Sequence[str]] = {
     "no memory": ("--model.policy.memory", "none"),
     "names instead of descriptions": ("--data.env.sight.added", "[names, rents, trials]"),
     "two kinds of hosts alone": two_tasks(),
+    "more kinds of hosts": more_kinds(),
 }
 """Changed options of each ablation, by name. Descriptions are those of slots and of blueprints; names are codes of the
 blueprints alone."""
