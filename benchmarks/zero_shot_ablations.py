@@ -1,6 +1,6 @@
 """Ablations of the policy for any network: trainings with one change each, on hosts of the training and on others.
 
-    python -m benchmarks.zero_shot_ablations train [--only "no memory"] [--seeds 0] [--rollouts 32] [--jobs 2]
+    python -m benchmarks.zero_shot_ablations train [--only "no memory"] [--seeds 0] [--rollouts 24] [--jobs 2]
     python -m benchmarks.zero_shot_ablations table
 
 train: train each policy, and play it on fresh hosts of each task of `configs/general.yaml` and on the held-out settings
@@ -188,7 +188,7 @@ def main() -> None:
     training, showing = commands.add_parser("train"), commands.add_parser("table")
     training.add_argument("--only", nargs="*", choices=list(ABLATIONS), default=list(ABLATIONS), metavar="NAME")
     training.add_argument("--seeds", nargs="*", type=int, default=[0])
-    training.add_argument("--rollouts", type=int, default=32, help="of each training, half of the config's")
+    training.add_argument("--rollouts", type=int, default=24, help="of each training; the config has 64")
     training.add_argument("--jobs", type=int, default=1, help="trainings side by side, a core each")
     training.add_argument("--runs", type=Path, default=Path("runs/zero_shot_ablations"), help="folder of the trainings")
     for command in (training, showing):

@@ -182,8 +182,9 @@ class EsperTrainer(Trainer):
             out: Folder for tables and figures. None: `evaluation`, or `transfer`, in the run folder of the first
                 checkpoint; without a run folder in trainer.default_root_dir.
             weights_only: See `fit`.
-            transfer: Evaluate on other hosts than those of the training, as given by --config. Their slots are paired
-                in order with those of the training hosts, and there may be fewer of them.
+            transfer: Evaluate on other hosts than those of the training, as given by --config. A policy over sets plays
+                on any slots. For another policy slots are paired in order, and there may be fewer of them than in its
+                training.
             stand_ins: Blueprints of the new hosts that replace blueprints of the training hosts, by the name of the
                 replaced one; for transfer.
             save_networks: Number of hosts to save as grown networks, in `networks` in the folder: those of the policy,

@@ -80,7 +80,8 @@ class Grow(Callback):
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network's
             features.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            checkpoint of a trained policy (`x.ckpt`); or any object with `reset(pool)` and `act(pool)`.
+            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; or any object with
+            `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.

@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from esper_lightning import load_controller
-from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, names_policy
+from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
 from esper_lightning.controllers.schedule import read_schedule
@@ -40,8 +40,8 @@ def make_decider(decider: str | Decider) -> Decider:
         CONTROLLERS.find(decider)
     except ValueError as error:
         raise ValueError(
-            f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}) or a checkpoint of a policy "
-            f"({CHECKPOINT_SUFFIX})"
+            f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}), a policy ({CHECKPOINT_SUFFIX} or "
+            f"{POLICY_SUFFIX}), or tamiyo"
         ) from error
     return make_controller(decider)
 

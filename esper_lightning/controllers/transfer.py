@@ -5,7 +5,9 @@ masked. In shapes, N is the number of environments; D, K and P are the numbers o
 training hosts.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -81,13 +83,14 @@ class SpaceAdapter:
     Args:
         spaces: Spaces of the training hosts.
         pool: Pool at the beginning of an episode: the features of empty slots are read from it.
+        rules: Rules of the training, if they are known.
 
     Raises ValueError if the hosts have more slots than the policy, if none of its blueprints is available there, or if
     other choices or features differ.
     """
 
-    def __init__(self, spaces: TrainingSpaces, pool: Hosts) -> None:
-        check_heads(spaces.space, pool.space)
+    def __init__(self, spaces: TrainingSpaces, pool: Hosts, rules: TrainingRules | None = None) -> None:
+        check_heads(spaces.space, pool.space, rules)
         check_slots(spaces.space, pool.space)
         self.pool = pool
         self.n_envs = pool.n_envs
@@ -204,14 +207,29 @@ def split_feature_name(feature: str, slots: Sequence[str]) -> tuple[int, str]:
     return slots.index(slot), feature.removeprefix(f"{slot}.")
 
 
-def check_heads(policy_space: ActionSpace, host_space: ActionSpace) -> None:
-    """Raise ValueError unless the choices of all heads except slots and blueprints agree."""
+def check_heads(policy_space: ActionSpace, host_space: ActionSpace, rules: TrainingRules | None) -> None:
+    """Raise ValueError unless the choices of all heads except slots and blueprints agree.
+
+    Args:
+        policy_space: Choices in the training of the policy.
+        host_space: Choices of the hosts.
+        rules: Rules of the training, if they are known; the error then names the settings.
+    """
     for head, policy_choices, host_choices in zip(HEADS, policy_space, host_space, strict=True):
         if head not in MAPPED_HEADS and policy_choices != host_choices:
             raise ValueError(
                 f"Tamiyo chooses among {excerpt(policy_choices)} with its {head} head, these hosts offer "
-                f"{excerpt(host_choices)}; set actions as in its training"
+                f"{excerpt(host_choices)}; set data.env.actions as in its training{_changed_actions(rules)}"
             )
+
+
+def _changed_actions(rules: TrainingRules | None) -> str:
+    """Return the settings of actions that the training changed, as the end of a sentence."""
+    if rules is None:
+        return ""
+    defaults = asdict(ActionConfig())
+    changed = {name: value for name, value in asdict(rules.actions).items() if value != defaults[name]}
+    return f": {excerpt(json.dumps(changed))}" if changed else ", to the defaults"
 
 
 def check_slots(policy_space: ActionSpace, host_space: ActionSpace) -> None:
@@ -256,7 +274,7 @@ class TransferController:
         """Start an episode. Raises ValueError if the hosts do not fit the policy's spaces."""
         if not all(slot.stage is Stage.DORMANT for env in pool.envs for slot in env.slots):
             raise ValueError("a policy begins with empty slots, and something has grown already; give it a new network")
-        self.adapter = SpaceAdapter(self.spaces, pool)
+        self.adapter = SpaceAdapter(self.spaces, pool, self.rules)
         self.controller.reset(self.adapter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +283,7 @@ class TransferController:
 
     def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
         """Continue an episode from a state of `state_dict`, in place of `reset`."""
-        self.adapter = SpaceAdapter(self.spaces, pool)
+        self.adapter = SpaceAdapter(self.spaces, pool, self.rules)
         self.adapter.padding_features = state["padding"]
         self.controller.load_state_dict(self.adapter, state["controller"])
 
@@ -296,7 +314,7 @@ class SetTransferController:
         self.controller.reset(pool)
 
     def _check(self, pool: Hosts) -> None:
-        check_heads(self.spaces.space, pool.space)
+        check_heads(self.spaces.space, pool.space, self.rules)
         if pool.feature_names != self.spaces.features:
             differing = sorted({*pool.feature_names} ^ {*self.spaces.features})
             raise ValueError(

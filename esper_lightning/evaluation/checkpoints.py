@@ -181,7 +181,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
 
     It acts on any pool that fits the policy: hosts of its own task, of another one with the same blueprints, or a
     network that the callback `Grow` grows. A policy over sets acts on hosts with any slots and blueprints, in a pool
-    whose `EnvConfig` has the controller's `sight`.
+    whose `EnvConfig` has the controller's `sight` and offers the tempos, styles and ops of `controller.rules.actions`.
 
     Args:
         path: Checkpoint of a run on hosts, policy as safetensors, or `tamiyo`, the policy that comes with the package.

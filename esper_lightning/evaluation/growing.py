@@ -67,7 +67,9 @@ def find_controller(name: str, rules: Mapping[str, Controller], device: torch.de
     try:
         CONTROLLERS.find(name, list(rules))
     except ValueError as error:
-        raise ValueError(f"--controller: {error}; or name a schedule (.json) or a checkpoint (.ckpt)") from error
+        raise ValueError(
+            f"--controller: {error}; or name a schedule (.json), a policy (.ckpt or .safetensors), or tamiyo"
+        ) from error
     return make_controller(name)
 
 

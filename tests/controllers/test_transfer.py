@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from esper_lightning.controllers.learned import LearnedController, SampledController
-from esper_lightning.controllers.transfer import SpaceAdapter, TrainingSpaces, TransferController
+from esper_lightning.controllers.transfer import SpaceAdapter, TrainingRules, TrainingSpaces, TransferController
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.masks import Masks
 from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.hosts import CNN, MLP
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.tamiyo.policy import Policy
@@ -222,6 +223,17 @@ def test_what_cannot_be_shown_is_refused_in_one_line(known: HostPool, abroad: Ho
             )
     with pytest.raises(ValueError, match="does not contain the spaces of its policy"):
         TrainingSpaces.from_identity(identity, {})
+
+
+def test_a_refusal_names_the_actions_of_the_training_if_they_are_known(known: HostPool, abroad: HostPool) -> None:
+    spaces = TrainingSpaces(known.space._replace(tempo=["ONE"]), known.feature_names, {})
+
+    for actions, said in (
+        (ActionConfig(tempos={"ONE": 2}), r': \{"tempos": \{"ONE": 2\}\}$'),
+        (ActionConfig(), "defaults$"),
+    ):
+        with pytest.raises(ValueError, match=f"set data.env.actions as in its training.*{said}"):
+            SpaceAdapter(spaces, abroad, TrainingRules(LifecycleConfig(), actions))
 
 
 def test_impossible_choices_of_a_policy_without_masks_are_waiting(known: HostPool, make_pool: MakePool) -> None:
