@@ -20,7 +20,7 @@ from lightning import Callback
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmarks import grow, zero_shot
+from benchmarks import grow, zero_shot, zero_shot_ablations
 from benchmarks.isolation import letters, policies, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from benchmarks.rows import read_rows
@@ -357,6 +357,8 @@ def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
     for table in (zero_shot.table, zero_shot.seed_table):
         assert "\n".join(table(rows, zero_shot.GENERAL)) in page
+    ablations = read_rows(zero_shot_ablations.RESULTS, zero_shot.Row)
+    assert "\n".join(zero_shot_ablations.table(ablations)) in page
 
 
 def test_a_grown_network_is_compared_with_the_plain_one_of_its_own_rng_seed() -> None:
