@@ -21,7 +21,7 @@ from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity,
 from esper_lightning.cli.main import make_logger
 from esper_lightning.console import quieter_lightning, wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import Overseer
+from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies, load_transferred
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.report import make_tables
@@ -140,6 +140,7 @@ def evaluate(
     rng_seed: int = 0,
     controls: bool = False,
     transfer: bool = False,
+    task: str | None = None,
     governor: GovernorConfig | None = GovernorConfig(),
     folder: str | Path | None = None,
     executor: Mapper | None = None,
@@ -155,12 +156,13 @@ def evaluate(
         rng_seed: RNG seed that selects the hosts.
         controls: Train the final networks from the start, too, as static controls.
         transfer: The policy was trained on other hosts; see the guide on transfer.
+        task: Name of the task whose hosts are played, where the data have several.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
         executor: Has a method `map(function, items)`, which plays the controllers in other processes, side by side,
             such as `esper_lightning.parallel.Processes(2)`. It changes no number. None: all in this process.
 
-    Raises ValueError if a controller is unknown, or if the checkpoint is damaged or of other hosts.
+    Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """
     comparison = Comparison(hosts=hosts, seed=rng_seed, against=against, controls=controls)
     if isinstance(policy, TrainedRun):
@@ -178,7 +180,8 @@ def evaluate(
         for checkpoint in () if transfer else checkpoints.values():
             data.keep_blueprints(checkpoint[IDENTITY_KEY])
         data.build(torch.device("cpu"))
-    comparison.check(next(iter(data.pools.values())))
+    pool = choose_pool(data, task)
+    comparison.check(pool)
     comparison.check_controllers(data)
     policies: list[TrainedPolicy] = []
     if isinstance(policy, TrainedRun):
@@ -194,7 +197,7 @@ def evaluate(
         announce_replacement(Path(folder))
     data.oversee(None if governor is None else Overseer(governor))
     try:
-        result = comparison.run(data, policies, {}, executor=executor)
+        result = comparison.run(data, policies, {}, task=task, executor=executor)
     finally:
         data.oversee(None)
     if folder is None:
@@ -203,8 +206,16 @@ def evaluate(
     else:
         choice = str(data.pool.executor_choice)
         record = {"run": provenance(data.seed, data.pool.device, choice, precision=data.precision)}
-        publish(comparison, result, data.pool.space.slot, folder=Path(folder), record=record)
+        publish(comparison, result, pool.space.slot, folder=Path(folder), record=record)
     return result
+
+
+def choose_pool(data: HostPoolData, task: str | None) -> HostPool:
+    """Return the pool of a task. Raises ValueError if there is none, or if several are there and none is named."""
+    name = next(iter(data.pools)) if task is None and len(data.pools) == 1 else task
+    if name not in data.pools:
+        raise ValueError(f"evaluate plays the hosts of one task, got {name!r}; give task: {', '.join(data.pools)}")
+    return data.pools[name]
 
 
 class GrownNetwork(NamedTuple):

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,14 +24,16 @@ from esper_lightning.__main__ import main
 from esper_lightning.api import TrainedRun
 from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.datamodules.tasks import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
 from esper_lightning.evaluation.search.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
-from esper_lightning.hosts import CNN
+from esper_lightning.hosts import CNN, MLP
 from esper_lightning.parallel import Mapper, Processes
 from esper_lightning.plugins import PartError
-from esper_lightning.tasks import Digits
+from esper_lightning.tasks import Digits, Tabular
 from tests.runs import HORIZON, ROOT, Run, differences, fit, load, only_run
 
 HOST = partial(
@@ -241,6 +244,27 @@ def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> 
     assert [policy.source for policy in result.policies] == ["tamiyo"]
     own, transferred = (evaluate(run, hosts(), against=[], hosts=2, transfer=transfer) for transfer in (False, True))
     assert np.array_equal(own.reference.values("objective"), transferred.reference.values("objective"))
+
+
+def test_of_several_tasks_one_is_named_and_played() -> None:
+    env = replace(hosts().env, sight=ObservationConfig(layout="rows"))
+    data = HostPoolData(
+        Digits(), HOST, env, n_envs=2, also={"wine": TaskConfig(task=Tabular("wine"), host=MLP, n_envs=2)}
+    )
+
+    with pytest.raises(ValueError, match="plays the hosts of one task, got None; give task: Digits, wine"):
+        evaluate(None, data, against=["small static"], hosts=2)
+    (row,) = evaluate(None, data, against=["small static"], hosts=2, task="wine").entries
+
+    assert row.values("objective").mean() > 0.2
+
+
+def test_a_policy_of_the_package_is_refused_with_the_way_to_play_it() -> None:
+    with pytest.raises(ValueError, match=r"evaluate it with transfer$"):
+        evaluate("tamiyo", HostPoolData(Digits(), HOST, hosts().env, n_envs=4), against=[], hosts=2)
+    slow = HostPoolData(Digits(), CNN, EnvConfig(training=HostTraining(batches=2)), n_envs=2)
+    with pytest.raises(ValueError, match=r'set data.env.actions as in its training: \{"tempos": \{"FAST": 2\}\}'):
+        evaluate("tamiyo", slow, against=[], hosts=2, transfer=True)
 
 
 def test_what_does_not_fit_together_is_a_value_error(run: TrainedRun) -> None:

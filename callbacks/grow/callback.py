@@ -1,7 +1,7 @@
 """Callback that grows the network of a LightningModule while its Trainer trains it."""
 
 import copy
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from esper_lightning.callbacks.grow.deciders import (
 from esper_lightning.callbacks.grow.fitting import (
     average_gradients,
     count_ticks,
+    default_dtype_of,
     may_be_last_step,
     may_skip_steps,
     separate_clipping,
@@ -52,8 +53,8 @@ from esper_lightning.growth.attach import attach_from_records, attachment_record
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.nested import ExampleInput, call_network, iter_tensors
-from esper_lightning.growth.schedules import follow
+from esper_lightning.growth.nested import ExampleInput, batch_size, call_network, iter_tensors
+from esper_lightning.growth.schedules import follow, host_groups
 from esper_lightning.rewards import ObjectiveConfig
 
 STATE_FORMAT = 3
@@ -88,7 +89,8 @@ class Grow(Callback):
             All combinations of seeds are then measured in one pass of the network; batches must be pairs.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss in mode `min`, otherwise
             -ln of the metric.
-        batches: Validation batches, kept in memory, on which each seed is compared with its absence.
+        batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones of
+            the loader. Shuffle validation data that are sorted by class.
         every: Validations per tick; a decision follows each tick.
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
@@ -266,6 +268,8 @@ class Grow(Callback):
 
     def _hold_seeds(self, trainer: Trainer) -> None:
         device = next(iter(slots_of(self.network).values())).alpha.device
+        host = host_groups(self.optimizer)[0]
+        host.setdefault("initial_lr", host["lr"])  # a rate that is set by hand has no scheduler that remembers it
         self._growing = GrowingNetwork(
             self.network,
             self.optimizer,
@@ -279,11 +283,13 @@ class Grow(Callback):
                 follow(config.scheduler, self._growing)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        horizon = self.horizon or count_ticks(trainer, self.every)
+        state, self._restored = self._restored, {}
+        # A run of this callback that goes on counts from its own beginning; epochs before it are over.
+        epochs_over = 0 if state else trainer.current_epoch
+        horizon = self.horizon or count_ticks(trainer, self.every, epochs_over=epochs_over)
         self._may_skip_steps = may_skip_steps(trainer)
         batches = load_batches(trainer, self.num_batches)
         self._variant_meter = VariantMeter(trainer, pl_module, self.network, meter=self.meter, batches=batches)
-        state, self._restored = self._restored, {}
         if state:
             self._check_state(state)
             space = self.actions.make_space(state["slots"], state["blueprints"])
@@ -291,7 +297,9 @@ class Grow(Callback):
         else:
             example = self._meter.example_input(str(self.network_name))
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
-            with isolate_rng():
+            if batch_size(example) < 2:
+                raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
+            with isolate_rng(), default_dtype_of(self.network):
                 if missing:
                     attach_slots(self.network, missing, example)
                 space, growable = self._find_space(example)
@@ -332,7 +340,7 @@ class Grow(Callback):
         """Return the FLOPs of the network with empty slots for one sample."""
         trial = self._emptied_network()
         row = first_rows(self._meter.example_input(str(self.network_name)), 1)
-        with isolate_rng():
+        with isolate_rng(), default_dtype_of(trial):
             return count_flops(trial, lambda: call_network(trial, row))
 
     def _begin(self, trainer: Trainer) -> None:
@@ -340,6 +348,7 @@ class Grow(Callback):
         pool, meter = self._pool, self._meter
         blended = frozenset(slot.name for slot in pool.subject.slots if slot.blended)
         (metric,) = meter.measure([blended])
+        self.scale.warn_if_blind(metric)
         loss = None if self.loss is None else meter.measure_logged([blended], self.loss)[0]
         pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), pool.space.slot))
         self.decider.reset(pool)
@@ -365,7 +374,9 @@ class Grow(Callback):
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Continue a training from the state of a checkpoint."""
         pool = self._pool
-        pool.subject.load_record_state(state["record"])
+        # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
+        # read the ticks that were left when a seed was fossilized.
+        pool.subject.load_record_state(state["record"], max_ticks_left=sys.maxsize)
         pool.subject.growing.load_measurement_state(state)
         pool.update()
         resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
@@ -450,11 +461,15 @@ class Grow(Callback):
         return self._pool.apply(trainer.strategy.broadcast(action))
 
     def _training_stats(self, measured: Measured) -> TrainingStats:
-        """Return the statistics of the training since the last tick; the training accuracy is not measured."""
+        """Return the statistics of the training since the last tick.
+
+        The accuracy is that of validation, and so is the loss if no training step has returned one.
+        """
         num_groups = 1 + len(self._pool.subject.slots)
         rows = [NO_GRADIENT_SEEN] * num_groups if self._gradients is None else self._gradients.tolist()
         host, *seeds = (GradientStats(*row) for row in rows)
-        loss = float(self._train_loss) / self._train_batches if self._train_batches else math.nan
+        batches = self._train_batches
+        loss = float(self._train_loss) / batches if batches else self.scale.loss(measured)
         return TrainingStats(loss, self.scale.accuracy(measured.metric), 0, host, seeds)
 
     def _is_validation_of_fit(self, trainer: Trainer) -> bool:

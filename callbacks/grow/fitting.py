@@ -1,7 +1,8 @@
 """Parts of a fit that have to know of seeds: its length, the clipping of gradients, and several processes."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 from esper_lightning.growth.schedules import host_groups, seed_groups
 
 
-def count_ticks(trainer: Trainer, every: int) -> int:
-    """Return the number of ticks of a training. Raises ValueError if the trainer's settings do not tell."""
+def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
+    """Return the number of ticks of a training after its first `epochs_over` epochs.
+
+    Raises ValueError if the trainer's settings do not tell.
+    """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 1
     epochs, batches, interval = trainer.max_epochs, trainer.num_training_batches, trainer.val_check_batch
@@ -22,17 +26,31 @@ def count_ticks(trainer: Trainer, every: int) -> int:
             "Grow: the length of the training is unknown without max_epochs, and with max_steps or validations by the "
             "clock; give Grow(horizon=…), in validations"
         )
-    if trainer.check_val_every_n_epoch is None:
-        validations = epochs * batches // interval
-    else:
+
+    def validations_in(epochs: int) -> float:
+        if trainer.check_val_every_n_epoch is None:
+            return epochs * batches // interval
         per_epoch = 1 if math.isinf(interval) else batches // interval
-        validations = epochs // trainer.check_val_every_n_epoch * per_epoch
+        return epochs // trainer.check_val_every_n_epoch * per_epoch
+
+    validations = validations_in(epochs) - validations_in(epochs_over)
     if not math.isfinite(validations) or validations < every:
         raise ValueError(
-            f"Grow: {epochs} epochs have {validations:g} validations, and a tick takes {every}; train for longer, or "
-            f"give Grow(horizon=…)"
+            f"Grow: {epochs - epochs_over} epochs have {validations:g} validations, and a tick takes {every}; train "
+            f"for longer, or give Grow(horizon=…)"
         )
     return int(validations) // every
+
+
+@contextmanager
+def default_dtype_of(network: nn.Module) -> Iterator[None]:
+    """Within this context new tensors have the dtype of the network's parameters, as in a step under `bf16-true`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(next(network.parameters()).dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def may_be_last_step(trainer: Trainer) -> bool:

@@ -4,10 +4,15 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
 
 MIN_ACCURACY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
+
+MAX_VISIBLE_LOSS = 7.0
+"""Largest loss whose exp(-loss) is about a thousandth or more, so that deciders see it fall."""
 
 ROUNDING = 1e-5
 """Excess over 1 of a share that is due to rounding."""
@@ -55,11 +60,26 @@ class Scale(NamedTuple):
             )
         return min(metric, 1.0)
 
+    def loss(self, measured: Measured) -> float:
+        """Return the validation loss: that of the user, the metric itself in mode `min`, or -ln of the metric."""
+        if measured.loss is not None:
+            return measured.loss
+        if self.mode == "min":
+            return measured.metric
+        return -math.log(max(self.accuracy(measured.metric), MIN_ACCURACY))
+
+    def warn_if_blind(self, metric: float) -> None:
+        """Warn if deciders see a loss as an accuracy that hardly moves: of 0 for a large loss, or of 1 below 0."""
+        if self.mode == "min" and math.isfinite(metric) and not 0.0 <= metric <= MAX_VISIBLE_LOSS:
+            rank_zero_warn(
+                f"Grow: {self.monitor} is {metric:.4g}, and deciders see exp(-loss) as the accuracy, "
+                f"{self.accuracy(metric):.2g}; log a loss from 0 to {MAX_VISIBLE_LOSS:g} for Grow, such as a share of "
+                f"the first one"
+            )
+
     def validation(self, measured: Measured, slots: Iterable[str]) -> Validation:
         """Return a validation in the form in which deciders see it."""
-        accuracy, loss = self.accuracy(measured.metric), measured.loss
-        if loss is None:
-            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
+        accuracy, loss = self.accuracy(measured.metric), self.loss(measured)
         score = Score(loss, accuracy)
 
         def moved(points: float) -> Score:

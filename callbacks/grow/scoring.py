@@ -1,10 +1,9 @@
 """The metric of a network with combinations of its seeds, by the validation_step of its own LightningModule.
 
-The step runs on a copy of the module with its own lists, dicts and torchmetrics, whose `log` is listened to, and with
-random numbers that are restored afterwards. The run's own metrics, logs and random numbers stay as they are.
+The step runs on a copy of the module with its own state, whose `log` is listened to, and with random numbers that are
+restored afterwards. The run's own metrics, logs and random numbers stay as they are.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from esper_lightning.callbacks.grow.module_copy import isolated_copy
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_tensors, map_tensors
@@ -171,7 +172,7 @@ class _Listener:
     """A copy of a LightningModule that shares its networks, with a `log` that keeps what it is told."""
 
     def __init__(self, module: LightningModule) -> None:
-        self.module = _isolated_copy(module)
+        self.module = isolated_copy(module)
         vars(self.module)["log"] = self._log
         self.means: dict[str, list[tuple[float, float]]] = {}
         """Sums and weights of logged numbers."""
@@ -181,7 +182,10 @@ class _Listener:
     def run(self, batch: Any, number: int) -> None:
         """Run the module's validation step on a batch."""
         self._batch = batch
-        self.module.validation_step(batch, number)
+        step = self.module.validation_step
+        # As Lightning does: a step may take the batch alone.
+        arguments = (number,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+        step(batch, *arguments)
 
     def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         if isinstance(value, Metric):
@@ -205,22 +209,3 @@ class _Listener:
         sums = torch.stack([(pairs[:, 0] * pairs[:, 1]).sum(), pairs[:, 1].sum()])
         total, weight = trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         return total / weight
-
-
-def _isolated_copy(module: LightningModule) -> LightningModule:
-    """Return a copy of a module with containers and torchmetrics of its own; its networks are shared."""
-    copied = object.__new__(type(module))
-    vars(copied).update(
-        {
-            name: copy.copy(value) if isinstance(value, dict | list | set) else value
-            for name, value in vars(module).items()
-        }
-    )
-    for name, child in module.named_children():
-        parts = [part for part in child.modules() if isinstance(part, Metric)]
-        if parts and not any(True for _ in child.parameters()):
-            copied._modules[name] = own = copy.deepcopy(child)
-            for part in own.modules():
-                if isinstance(part, Metric):
-                    part.reset()
-    return copied

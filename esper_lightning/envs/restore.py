@@ -52,7 +52,7 @@ def check_host(state: Any, horizon: int, slots: int) -> None:
         check_numbers("a host's loss scale", [scaler[name] for name in SCALER_KEYS], finite=True)
 
 
-def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
+def check_accounts(state: Any, max_ticks_left: int, slots: int) -> list[SeedAccount]:
     """Return the saved reward accounts of the host's slots, or new ones for an older checkpoint without accounts.
 
     An account is what the reward remembers of the seed in a slot: the host's accuracy at germination, the ticks left at
@@ -66,7 +66,7 @@ def check_accounts(state: Any, horizon: int, slots: int) -> list[SeedAccount]:
     for saved in state:
         accuracy_at_germination, ticks_left, credit = check_numbers("a host's account", saved, len(SeedAccount._fields))
         check_numbers("a host's account", [accuracy_at_germination, credit], finite=True)
-        ticks_left = check_count("ticks that were left to a seed", ticks_left, horizon)
+        ticks_left = check_count("ticks that were left to a seed", ticks_left, max_ticks_left)
         accounts.append(SeedAccount(float(accuracy_at_germination), ticks_left, float(credit)))
     return accounts
 

@@ -190,10 +190,16 @@ class Subject:
             "skipped_steps": self.skipped_steps,
         }
 
-    def load_record_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the record of a training from `record_state`."""
+    def load_record_state(self, state: Mapping[str, Any], *, max_ticks_left: int | None = None) -> None:
+        """Restore the record of a training from `record_state`.
+
+        Args:
+            state: The record.
+            max_ticks_left: Largest number of ticks that may have been left to a fossilized seed. None: the horizon.
+        """
+        limit = self.horizon if max_ticks_left is None else max_ticks_left
         self.tick, self.last_op = state["tick"], Op(state["last_op"])
-        self.accounts = check_accounts(state.get("accounts"), self.horizon, len(self.slots))
+        self.accounts = check_accounts(state.get("accounts"), limit, len(self.slots))
         self.trials = check_trials(state.get("trials"), len(self.slots))
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
         self.validated = check_validation(state["validated"], len(self.slots))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import read_policy
+from esper_lightning.checkpointing.policy_file import names_policy_alone, read_policy
 from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
     RULES_KEY,
@@ -46,6 +46,9 @@ OBSERVATION_SETTING = "data.env.sight"
 ADVICE = "leave --config out to evaluate on the hosts of the training, or evaluate on others with transfer"
 """End of the error message about a policy that was trained on other hosts."""
 
+ADVICE_WITHOUT_RUN = "evaluate it with transfer"
+"""The same for a policy without the settings of its training."""
+
 RIVAL_PREFIX = "rival "
 """Prefix of the names of rivals."""
 
@@ -62,6 +65,8 @@ class TrainedPolicy(NamedTuple):
     """Spaces of the training hosts, if the policy is evaluated on hosts of another kind."""
     sight: ObservationConfig | None = None
     """Observation of the training. None: the one that is set for the hosts."""
+    rules: TrainingRules | None = None
+    """Rules of growth of the training hosts, if they are known and the policy is evaluated on hosts of another kind."""
 
     def greedy(self) -> Controller:
         """Return a controller that takes the most likely actions."""
@@ -74,7 +79,9 @@ class TrainedPolicy(NamedTuple):
     def _adapt(self, controller: LearnedController) -> Controller:
         if self.training_spaces is None:
             return controller
-        return make_transferable(controller, self.training_spaces, self.sight or ObservationConfig())
+        adapted = make_transferable(controller, self.training_spaces, self.sight or ObservationConfig())
+        adapted.rules = self.rules
+        return adapted
 
 
 def path_list(paths: str | Sequence[str] | None) -> list[str]:
@@ -108,7 +115,8 @@ def load_policies(
     model.to(data.pool.device)
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data), ADVICE)
+        advice = ADVICE_WITHOUT_RUN if names_policy_alone(path) else ADVICE
+        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data), advice)
         model.load_state_dict(checkpoint["state_dict"])
         return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
 
@@ -132,7 +140,15 @@ def load_transferred(
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
         model, spaces = load_module_and_spaces(checkpoint, stand_ins, data.pool.device)
-        return TrainedPolicy(seed, path, model.policy, model.observation_norm, spaces, set_sight(model, checkpoint))
+        return TrainedPolicy(
+            seed,
+            path,
+            model.policy,
+            model.observation_norm,
+            training_spaces=spaces,
+            sight=set_sight(model, checkpoint),
+            rules=training_rules(checkpoint),
+        )
 
     policies = _load_each(checkpoints, load)
     _check_training_seeds(policies)
@@ -157,6 +173,11 @@ def set_sight(module: TamiyoModule, checkpoint: Mapping[str, Any]) -> Observatio
     if module.policy_shape.rows is None:
         return None
     return load_settings(ObservationConfig, checkpoint[IDENTITY_KEY].get(SIGHT_KEY))
+
+
+def training_rules(checkpoint: Mapping[str, Any]) -> TrainingRules | None:
+    """Return the rules of growth of the training hosts, or None for a checkpoint without. ValueError if damaged."""
+    return TrainingRules.from_saved(checkpoint[RULES_KEY]) if RULES_KEY in checkpoint else None
 
 
 def load_module_and_spaces(
@@ -194,7 +215,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
     with checkpoint_errors(path, "loaded"):
         module, spaces = load_module_and_spaces(checkpoint, {}, device)
         sight = set_sight(module, checkpoint) or ObservationConfig()
-        rules = TrainingRules.from_saved(checkpoint[RULES_KEY]) if RULES_KEY in checkpoint else None
+        rules = training_rules(checkpoint)
     controller = make_transferable(module.controller(), spaces, sight)
     controller.rules = rules
     return controller

@@ -342,6 +342,33 @@ def test_a_network_grows_under_manual_optimization_with_two_optimizers() -> None
     assert body.param_groups[1]["lr"] == pytest.approx(0.01 * 0.9**4)
 
 
+class SetsItsOwnRate(Classifier):
+    """Manual optimization whose step sets the learning rate, and returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = self.hparams["lr"] * (1.0 - self.current_epoch / 4)
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_deciders_see_a_rate_that_is_set_by_hand_and_for_lack_of_a_loss_that_of_validation() -> None:
+    callback = grow(loss="val_loss")
+    made = train(SetsItsOwnRate(), callback, epochs=4)
+
+    assert callback.pool is not None
+    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25 * 3e-3)
+    assert callback.pool.subject.lr_share == pytest.approx(0.25)
+    history = callback.pool.subject.history
+    assert history.train_loss == pytest.approx(history.loss[1:]), "the first entry is before training"
+
+
 def norm(parameters: list[nn.Parameter]) -> float:
     """Return the norm of the gradients of some parameters."""
     return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]).norm().item()
@@ -366,6 +393,22 @@ def test_a_host_is_clipped_as_if_its_seed_were_not_there() -> None:
     assert all(len(norms) == 2 and norms[0] == pytest.approx(0.1, abs=1e-4) for norms in watch.norms[:3])
     weights = dict(grown.net.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in plain.net.named_parameters()), "the seed only learns"
+
+
+class MakesItsOwnState(nn.Module):
+    """A layer that makes a tensor of the default dtype in each pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.eye(x.shape[-1])
+
+
+def test_a_network_that_makes_tensors_in_its_forward_grows_in_bf16() -> None:
+    module, callback = classifier(), grow({0: germinate(0)})
+    module.net.insert(7, MakesItsOwnState())
+
+    train(module, callback, epochs=4, precision="bf16-true")
+
+    assert callback.growing.slots["3"].blended
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
@@ -468,6 +511,45 @@ def test_a_second_training_with_the_same_callback_goes_on_with_what_has_grown() 
     first, second = callback.growing.slots.values()
     assert (first.age, second.age) == (5, 2), "the last validation of each training is followed by no batch"
     assert [group.get("name") for group in made.optimizers[0].param_groups][1:] == ["seed.3", "seed.5"]
+
+
+def test_growth_that_begins_late_knows_how_little_time_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
+    train(classifier(), epochs=6).save_checkpoint(path)
+    late = grow()
+    train(classifier(), late, epochs=8, resume_from=path)
+
+    module, second = classifier(), grow()
+    made = train(module, second, epochs=3)
+    made.fit_loop.max_epochs = 5
+    made.fit(module, DigitsData())
+
+    assert [each.pool.config.horizon for each in (late, second) if each.pool is not None] == [2, 2]
+
+
+def test_a_run_is_resumed_for_fewer_epochs_than_were_left_to_a_seed(tmp_path: Path) -> None:
+    path = tmp_path / "epoch=6.ckpt"
+    life = {0: germinate(0), 6: decide(Op.FOSSILIZE, slot=0)}
+    save = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=7, save_top_k=-1, save_on_train_epoch_end=True)
+    train(classifier(), grow(life), save, epochs=16, enable_checkpointing=True, limit_train_batches=1)
+
+    callback = grow(life)
+    train(classifier(), callback, epochs=8, resume_from=path, limit_train_batches=1)
+
+    assert callback.growing.slots["3"].stage is Stage.FOSSILIZED
+    assert callback.pool is not None and callback.pool.config.horizon == 8
+
+
+@pytest.mark.parametrize(("factor", "warns"), [(100.0, True), (-1.0, True), (1.0, False)])
+def test_a_loss_that_deciders_cannot_see_is_told(factor: float, warns: bool, recwarn: pytest.WarningsRecorder) -> None:
+    class Scaled(Autoencoder):
+        def reconstruct(self, batch: list[Tensor]) -> Tensor:
+            return factor * super().reconstruct(batch)
+
+    options = {"network": "decoder", "slots": ["1"], "blueprints": ["mlp_small"]}
+    train(Scaled(), grow(monitor="val_loss", mode="min", **options), epochs=1)
+
+    assert any("deciders see exp(-loss)" in str(warning.message) for warning in recwarn) == warns
 
 
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.refusals import check_trainer, check_wrapper, find_network
@@ -165,6 +166,15 @@ def test_several_validation_loaders_are_refused() -> None:
 
     with pytest.raises(ValueError, match="one validation loader, there are 2; give one"):
         trainer(grow(), epochs=2, num_sanity_val_steps=0).fit(TwoValidations(), TwoLoaders())
+
+
+def test_validation_batches_of_one_sample_are_refused() -> None:
+    class OneByOne(DigitsData):
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.held_out, 1)
+
+    with pytest.raises(ValueError, match="first validation batch has one sample; give the loader a batch_size of 2"):
+        trainer(grow(), epochs=2, limit_val_batches=2).fit(Classifier(), OneByOne())
 
 
 def test_layers_of_the_lightning_module_itself_are_no_network() -> None:
