@@ -109,7 +109,8 @@ def test_a_trained_policy_decides_from_its_checkpoint(tmp_path: Path) -> None:
 
     train(classifier(), callback, epochs=4)
 
-    assert callback.actions == ActionConfig(tempos={"FAST": 2}), "those of the policy's training"
+    offered = ["conv_light", "bottleneck"]  # named for Grow; the policy brings no blueprints along
+    assert callback.actions == ActionConfig(blueprints=offered, tempos={"FAST": 2}), "those of the policy's training"
     assert callback.pool is not None
     history = callback.pool.subject.history
     assert len(history.accuracy) == 4 and len(history.train_loss) == 3
