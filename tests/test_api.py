@@ -260,7 +260,7 @@ def test_of_several_tasks_one_is_named_and_played() -> None:
 
 
 def test_a_policy_of_the_package_is_refused_with_the_way_to_play_it() -> None:
-    with pytest.raises(ValueError, match=r"evaluate it with transfer$"):
+    with pytest.raises(ValueError, match=r"; evaluate on others with transfer$"):
         evaluate("tamiyo", HostPoolData(Digits(), HOST, hosts().env, n_envs=4), against=[], hosts=2)
     slow = HostPoolData(Digits(), CNN, EnvConfig(training=HostTraining(batches=2)), n_envs=2)
     with pytest.raises(ValueError, match=r'set data.env.actions as in its training: \{"tempos": \{"FAST": 2\}\}'):

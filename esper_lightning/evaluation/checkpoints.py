@@ -46,7 +46,7 @@ OBSERVATION_SETTING = "data.env.sight"
 ADVICE = "leave --config out to evaluate on the hosts of the training, or evaluate on others with transfer"
 """End of the error message about a policy that was trained on other hosts."""
 
-ADVICE_WITHOUT_RUN = "evaluate it with transfer"
+ADVICE_WITHOUT_RUN = "evaluate on others with transfer"
 """The same for a policy without the settings of its training."""
 
 RIVAL_PREFIX = "rival "

@@ -70,8 +70,8 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "Measuring seeds spoils what the module collects in an epoch",
-        "callbacks/grow/scoring.py",
-        "copy.copy(value) if isinstance(value, dict | list | set) else value",
+        "callbacks/grow/module_copy.py",
+        "own.extend(_own(element, copies) for element in value)",
         "value",
         f"{CALLBACK}test_a_loss_is_a_metric_too_and_what_an_epoch_collects_stays_clean",
     ),
