@@ -336,14 +336,15 @@ class SetTransferController:
 
 
 def make_transferable(
-    controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig
+    controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig, *, rules: TrainingRules | None
 ) -> TransferController | SetTransferController:
-    """Return a controller that acts on other hosts than those of the training.
+    """Return a controller that acts on other hosts than those of the training, whose `rules` it brings along.
 
     Raises ValueError if a policy over sets, which has no use for them, is given stand-ins.
     """
-    if sight.layout == "flat":
-        return TransferController(controller, spaces)
-    if spaces.stand_ins:
+    is_flat = sight.layout == "flat"
+    if not is_flat and spaces.stand_ins:
         raise ValueError("stand_ins: a policy over sets chooses among any blueprints; leave stand_ins out")
-    return SetTransferController(controller, spaces, sight)
+    adapted = TransferController(controller, spaces) if is_flat else SetTransferController(controller, spaces, sight)
+    adapted.rules = rules
+    return adapted

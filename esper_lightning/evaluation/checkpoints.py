@@ -79,9 +79,8 @@ class TrainedPolicy(NamedTuple):
     def _adapt(self, controller: LearnedController) -> Controller:
         if self.training_spaces is None:
             return controller
-        adapted = make_transferable(controller, self.training_spaces, self.sight or ObservationConfig())
-        adapted.rules = self.rules
-        return adapted
+        sight = self.sight or ObservationConfig()
+        return make_transferable(controller, self.training_spaces, sight, rules=self.rules)
 
 
 def path_list(paths: str | Sequence[str] | None) -> list[str]:
@@ -216,9 +215,7 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
         module, spaces = load_module_and_spaces(checkpoint, {}, device)
         sight = set_sight(module, checkpoint) or ObservationConfig()
         rules = training_rules(checkpoint)
-    controller = make_transferable(module.controller(), spaces, sight)
-    controller.rules = rules
-    return controller
+    return make_transferable(module.controller(), spaces, sight, rules=rules)
 
 
 def load_rivals(
