@@ -235,7 +235,7 @@ def test_the_gap_closed_is_that_of_means_with_an_interval() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", rest_is_slow(["digits", "family"], {"digits"}))
+@pytest.mark.parametrize("name", ["digits", "family"])
 def test_the_pages_gaps_are_those_of_the_kept_results(name: str) -> None:
     tables = script("tables")
     page = (ROOT / "docs" / "results" / "benchmarks.md").read_text().splitlines()

@@ -18,7 +18,6 @@ from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.losses import Anneal, PPOConfig
 from esper_lightning.tamiyo.policy import PolicyConfig
 from tests.runs import differences
-from tests.tiers import rest_is_slow
 
 PPO = PPOConfig(
     lr=Anneal(start=3e-3, end=3e-3),
@@ -64,7 +63,7 @@ def right_answers(module: TamiyoModule, delay: int, games: int = 64) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asymmetric", rest_is_slow([False, True], {True}))
+@pytest.mark.parametrize("asymmetric", [False, True])
 def test_a_cue_is_remembered_by_an_lstm_through_masks_and_two_heads(asymmetric: bool) -> None:
     module, _ = train(40, PolicyConfig(width=32, asymmetric=asymmetric))
 

@@ -29,7 +29,7 @@ import yaml
 from esper_lightning.__main__ import main
 from esper_lightning.checkpointing.validate import open_checkpoint
 from esper_lightning.growth import GrowingNetwork, load, save, slots_of
-from tests.faults.mutations import alternatives, at, mutate, mutate_bytes
+from tests.faults.mutations import alternatives, at, mutate, mutate_bytes, mutate_number
 from tests.growth.saved import read_saved, write_saved
 from tests.runs import CONFIGS, ROOT, SharedParserCLI, only_run, tiny_host
 from tests.runs import load as load_checkpoint
@@ -279,7 +279,10 @@ class Fuzzer:
         inner = self.checkpoint
         for key in part:
             inner = inner[key]
-        what, changed_part = mutate(inner, self.random, tensors=True)
+        if part[-1:] == ("layout",):
+            what, changed_part = mutate_number(inner, self.random)
+        else:
+            what, changed_part = mutate(inner, self.random, tensors=True)
         run = Path(shutil.copytree(self.finished, folder / "version_0"))
         torch.save(replaced(self.checkpoint, part, changed_part), run / "checkpoints" / "latest.ckpt")
         args = ("--config", self.root / "smoke.yaml", "--trainer.max_epochs", 2, "--trainer.default_root_dir", folder)

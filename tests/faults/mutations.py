@@ -160,3 +160,10 @@ def mutate_bytes(whole: bytes, random: Random) -> tuple[str, bytes]:
             return f"repeat {length} at {place}", whole[: place + length] + whole[place:]
         case _:
             return f"random {length} at {place}", whole[:place] + random.randbytes(length) + whole[place + length :]
+
+
+def mutate_number(row: Tensor, random: Random) -> tuple[str, Tensor]:
+    """Return a description and a copy of a row of whole numbers in which one of them is another."""
+    copied, place = row.clone(), random.randrange(len(row))
+    copied[place] = random.choice([-1, 0, 1, 3, 2**40, int(row[place]) + 1])
+    return f"{place}: number", copied

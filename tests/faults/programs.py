@@ -178,6 +178,7 @@ def _detach_from_server(output: str) -> None:
     os.dup2(1, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test-all` would leave it ignored
     sys.argv = sys.argv[:1]  # Lightning warns of any that it was not given
 
 

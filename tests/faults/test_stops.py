@@ -175,7 +175,7 @@ def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM, SIGHUP], {SIGTERM}))
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hook", "number"), product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM, SIGHUP])
+    ("hook", "number"), list(product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM, SIGHUP]))
 )
 def test_a_signal_right_before_training_ends_the_program_in_a_line(
     hook: str, number: Signals, start: Start, tmp_path: Path
@@ -195,7 +195,7 @@ def test_a_signal_right_before_training_ends_the_program_in_a_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
 def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a_line(
     number: Signals, start: Start, tmp_path: Path
 ) -> None:

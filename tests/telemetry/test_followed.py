@@ -61,7 +61,7 @@ def test_the_told_changes_lead_to_where_every_seed_is(lr: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", rest_is_slow([0.05, 30.0], {30.0}))
+@pytest.mark.parametrize("lr", [0.05, 30.0])
 def test_every_seed_that_is_born_is_alive_kept_or_gone(lr: float) -> None:
     pool, left = make_pool(lr), 0
     for observer, _ in observe_steps(pool):

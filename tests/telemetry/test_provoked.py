@@ -56,7 +56,7 @@ def test_a_gate_keeps_what_never_gets_a_gradient_out_in_the_first_place(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", rest_is_slow(["0.0", "1e-12"], {"0.0"}))
+@pytest.mark.parametrize("lr", ["0.0", "1e-12"])
 def test_a_policy_without_a_learning_rate_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: str) -> None:
     found = run(tmp_path, monkeypatch, "--trainer.max_epochs=2", f"--model.ppo.lr={{start: {lr}, end: {lr}}}")
 

@@ -110,7 +110,7 @@ def test_a_slot_behind_a_module_is_no_part_of_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", rest_is_slow(["fp32", "bf16"], {"bf16"}))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_compiled_host_learns_as_it_always_did(make_pool: MakePool, precision: str) -> None:
     plain = make_pool(2, training=training_with(None, precision=precision))
     compiled = make_pool(2, training=training_with(TRACED, precision=precision))
@@ -221,7 +221,7 @@ def test_a_pool_that_is_gone_leaves_no_host_behind(make_pool: MakePool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", rest_is_slow([False, True], {True}))
+@pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_is_computed_twice_can_be_compiled(checkpointed: bool) -> None:
     tokens = torch.randint(12, (4, 8), generator=generator_of())
     results = []
