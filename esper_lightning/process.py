@@ -103,7 +103,8 @@ def watched_streams(*, silent: bool = False) -> Iterator[None]:
     With `silent`, nothing is written to stdout.
 
     Descriptors 0 to 2 that are closed are opened on the null device: otherwise the next file that is opened would get
-    such a number, and messages would be written into it. Characters that an encoding lacks are written as escapes.
+    such a number, and messages would be written into it. Characters that an encoding lacks are written as escapes. Each
+    line is written at once, so that a log file shows how far a run is.
     """
     for descriptor in range(3):
         try:
@@ -115,7 +116,7 @@ def watched_streams(*, silent: bool = False) -> Iterator[None]:
     out, err = (stream or open(os.devnull, "w") for stream in given)  # noqa: SIM115, PTH123  # as long as the process
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     sys.stdout, sys.stderr = output, _ = Output(out), Output(err, deferred=True)
     try:
         yield

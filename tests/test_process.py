@@ -150,6 +150,15 @@ def test_a_character_that_an_encoding_lacks_is_written_as_an_escape(monkeypatch:
     assert written.getvalue() == b"0.5 \\xb1 0.1 \\udcff\n"
 
 
+def test_a_line_is_in_a_log_file_as_soon_as_it_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with watched_streams():
+            print("rollout 1")
+            assert log.read_text() == "rollout 1\n"
+
+
 @pytest.mark.parametrize(("ended_with", "code"), [(0, 141), (2, 2), (None, 141)])
 def test_an_output_that_fails_at_the_end_is_the_reason_unless_there_is_another(
     ended_with: int | None, code: int, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,8 @@ def test_processes_that_the_program_has_started_end_together_with_one_line(victi
 
 def test_an_output_that_cannot_be_written_stops_both_processes_with_a_checkpoint_and_one_line(tmp_path: Path) -> None:
     flags = (*TINY, "--data.n_envs=2", "--trainer.max_epochs=1000", "--trainer.devices=2")
-    command = [sys.executable, "-m", "esper_lightning", "fit", *flags, "--trainer.default_root_dir", str(tmp_path)]
+    flags += ("--trainer.enable_progress_bar=true", "--trainer.default_root_dir", str(tmp_path))
+    command = [sys.executable, "-m", "esper_lightning", "fit", *flags]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
 
