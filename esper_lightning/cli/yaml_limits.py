@@ -1,6 +1,7 @@
 """Limits of YAML texts, held before they are read: a text of 1 kB may otherwise take any amount of memory."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import yaml
 
@@ -9,6 +10,8 @@ MAX_SIZE = 2**20
 
 MAX_DEPTH = 50
 """Largest number of lists and mappings inside each other. Settings of this project have at most 12."""
+
+TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 
 HARMLESS_LENGTH = 100
 """Length in characters up to which a text without aliases keeps the limits, or nearly."""
@@ -31,7 +34,7 @@ def check_limits(text: str) -> None:
     size = 0
     sizes: dict[str, int] = {}  # of what an anchor names, once it is complete
     around: list[tuple[str | None, int]] = []  # lists and mappings that are not complete: anchor, and `size` before
-    for event in yaml.parse(text, Loader=_Loader):
+    for event in _events(text):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
                 raise yaml.YAMLError(f"alias {event.anchor[:50]!r} stands for what is around it, or for nothing")
@@ -47,13 +50,26 @@ def check_limits(text: str) -> None:
             around.append((event.anchor, size))
             size += 1
             if len(around) > MAX_DEPTH:
-                raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} deep")
+                raise yaml.YAMLError(TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = around.pop()
             if anchor is not None:
                 sizes[anchor] = size - before
         if size > MAX_SIZE:
             raise yaml.YAMLError(f"aliases make the text longer than {MAX_SIZE} characters")
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    """Yield the events of a text; raise YAMLError with `TOO_DEEP` where the loader refuses its depth by itself.
+
+    libyaml 0.2.6 refuses more than 1000 levels. It reads ahead, so this may come before the event of level 51.
+    """
+    try:
+        yield from yaml.parse(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        if error.problem == "exceeded maximum nesting depth":
+            raise yaml.YAMLError(TOO_DEEP) from error
+        raise
 
 
 def check_unique_keys(text: str) -> None:
