@@ -1,11 +1,55 @@
 """Lightning callbacks, one task each: they decide when something happens, and call the package to do it."""
 
-from esper_lightning.callbacks.evaluation import Evaluation
+from importlib import import_module
+from typing import Any
+
+from lightning import Callback
+
 from esper_lightning.callbacks.governor import Governor
 from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.preemption import Preemption
-from esper_lightning.callbacks.progress import ProgressReport
+from esper_lightning.callbacks.progress import ProgressLines
 from esper_lightning.callbacks.rollout_state import RolloutState
+from esper_lightning.callbacks.run_record import RunRecord
 from esper_lightning.callbacks.telemetry import Telemetry
 
-__all__ = ["Evaluation", "Governor", "Grow", "Preemption", "ProgressReport", "RolloutState", "Telemetry"]
+__all__ = [
+    "Governor",
+    "Grow",
+    "Preemption",
+    "ProgressLines",
+    "RolloutState",
+    "RunRecord",
+    "Telemetry",
+    "default_callbacks",
+]
+
+MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+
+DEFAULT_CALLBACKS: list[dict[str, Any]] = [
+    *(
+        {"class_path": f"esper_lightning.callbacks.{name}"}
+        for name in ("RunRecord", "RolloutState", "Governor", "Telemetry", "ProgressLines")
+    ),
+    # Two, because one that tracks the best does not save the last epoch unless it is the best. This order matters: the
+    # last checkpoint holds the current state of the best one.
+    {
+        "class_path": MODEL_CHECKPOINT,
+        "init_args": {"filename": "best", "monitor": "val/objective", "mode": "max", "enable_version_counter": False},
+    },
+    {
+        "class_path": MODEL_CHECKPOINT,
+        "init_args": {"filename": "last", "save_on_train_epoch_end": True, "enable_version_counter": False},
+    },
+    {"class_path": "esper_lightning.callbacks.Preemption"},
+]
+"""Callbacks of a run of the command line that names none, as in a config."""
+
+
+def default_callbacks() -> list[Callback]:
+    """Return new callbacks as a run of the command line has them; give them to `lightning.Trainer(callbacks=…)`."""
+    made = []
+    for one in DEFAULT_CALLBACKS:
+        module, _, name = one["class_path"].rpartition(".")
+        made.append(getattr(import_module(module), name)(**one.get("init_args", {})))
+    return made

@@ -25,17 +25,14 @@ class Governor(Overseer, Callback):
 
     Args:
         rules: When a host counts as diverged, and how the Governor reacts.
-        enabled: Watch the hosts. If off, the run is as without this callback, and a host that runs out of memory ends
-            it.
         lines: Most lines to print in one rollout; further rollbacks are only counted. The run's events.jsonl has all
             of them, and TensorBoard their numbers under `governor/`.
     """
 
-    def __init__(self, rules: GovernorConfig = GovernorConfig(), *, enabled: bool = True, lines: int = 5) -> None:
+    def __init__(self, rules: GovernorConfig = GovernorConfig(), *, lines: int = 5) -> None:
         if lines < 0:
             raise ValueError(f"governor.lines must not be negative, got {lines}")
         super().__init__(rules)
-        self.enabled = enabled
         self.lines = lines
 
     def __getstate__(self) -> dict[str, Any]:
@@ -43,9 +40,14 @@ class Governor(Overseer, Callback):
         return {name: value for name, value in vars(self).items() if name not in LOGGING_METHODS}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to watch the hosts of the trainer's data module. Raises ValueError if it has no hosts."""
-        if self.enabled:
-            attached_hosts(trainer).oversee(self)
+        """Begin to watch the hosts of the trainer's data module.
+
+        Raises ValueError if it has no hosts, or if another Governor watches them.
+        """
+        data = attached_hosts(trainer)
+        if data.overseer not in (None, self):
+            raise ValueError("two Governors in trainer.callbacks; keep one esper_lightning.callbacks.Governor")
+        data.oversee(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
         self._lines_left = self.lines
@@ -77,8 +79,7 @@ class Governor(Overseer, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching: the data module may serve another trainer."""
-        if self.enabled:
-            attached_hosts(trainer).oversee(None)
+        attached_hosts(trainer).oversee(None)
 
 
 def attached_hosts(trainer: Trainer) -> HostPoolData:

@@ -19,7 +19,8 @@ from esper_lightning.serialization.checks import check_keys, check_matching_tens
 class RolloutState(Callback):
     """Saves and restores the unfinished rollout, the LSTM's state and every global random state.
 
-    With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint. `fit` requires it.
+    With it a resumed run equals an uninterrupted one, whatever the tick of the checkpoint. `TamiyoModule` brings it to
+    a Trainer that lacks it.
 
     The statistics of the normalisers are restored with the module. A copy of them is saved here, because a rollout
     holds features normalised by them: a file whose module and rollout come from different moments is refused.
@@ -76,7 +77,7 @@ def row_tensors(loop: dict[str, Any]) -> list[Tensor]:
 
 def normaliser_statistics(collector: RolloutCollector) -> dict[str, Tensor]:
     """Return copies of the statistics of the collector's normalisers, by name."""
-    names = ("observation_norm", "value_norm", "privileged_norm")
+    names = ("observation_norm", "value_norm", "privileged_norm", "reward_norm")
     norms = {name: getattr(collector, name) for name in names}
     return {
         f"{name}.{part}": value.clone()

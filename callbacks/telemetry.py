@@ -11,7 +11,6 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.console import print_status
 from esper_lightning.envs.execution.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
@@ -20,7 +19,6 @@ from esper_lightning.errors import is_out_of_memory
 from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.update_watch import RatioRange, UpdateWatch
-from esper_lightning.provenance import ConfigRecord
 from esper_lightning.serialization.checks import check_keys
 from esper_lightning.serialization.replace import set_aside
 from esper_lightning.telemetry import metrics as numbers
@@ -31,7 +29,6 @@ from esper_lightning.telemetry.episode_terms import EpisodeTerms, join_terms
 from esper_lightning.telemetry.events import (
     SCHEMA,
     AnomalyChanged,
-    CheckpointSaved,
     Event,
     EventLog,
     LevelChanged,
@@ -174,11 +171,10 @@ class Telemetry(Callback):
                 print_status(f"{error}; the file was renamed, and a new one begins")
 
     def _write_static(self, trainer: Trainer, tick: int) -> None:
-        """Write what does not change in a run, and start to listen for checkpoints."""
-        records = [callback for callback in trainer.callbacks if isinstance(callback, ConfigRecord)]
+        """Write what does not change in a run."""
         for writer in self.writers:
             if not (self._static_written and writer.has_earlier_files):
-                writer.write_static(records[0].non_default_settings if records else {})
+                writer.write_static()
         self._static_written = bool(self.writers)
         if self.events is not None:
             self.events.path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,9 +183,6 @@ class Telemetry(Callback):
         slots, blueprints = list(pool.space.slot), list(pool.space.blueprint)
         hosts = self._module.collector.ranks.total
         self._write_events([Started(tick, SCHEMA, hosts, pool.horizon, slots, blueprints, self.detail.level)])
-        checkpoint_io = trainer.strategy.checkpoint_io
-        if isinstance(checkpoint_io, AtomicCheckpointIO):
-            checkpoint_io.listeners.append(self._checkpoint_saved)
 
     def _write_events(self, events: Iterable[Event]) -> None:
         if self.events is not None:
@@ -202,21 +195,12 @@ class Telemetry(Callback):
             return list(events)
         return join_events(ranks.gather(with_global_hosts(events, ranks.own)))
 
-    def _checkpoint_saved(self, path: Path, seconds: float) -> None:
-        if self.events is not None:
-            folder = self.events.path.parent
-            inside = path.relative_to(folder) if path.is_relative_to(folder) else path
-            self._write_events([CheckpointSaved(self._module.collector.ticks, str(inside), seconds)])
-
     def on_exception(self, trainer: Trainer, pl_module: TamiyoModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
         if self.events is not None:
             self.events.close()
-        checkpoint_io = trainer.strategy.checkpoint_io
-        if isinstance(checkpoint_io, AtomicCheckpointIO) and self._checkpoint_saved in checkpoint_io.listeners:
-            checkpoint_io.listeners.remove(self._checkpoint_saved)
         self.events, self.writers = None, []
 
     def _process_step(self) -> None:
@@ -270,8 +254,11 @@ class Telemetry(Callback):
                 if self.anomalies.enabled:
                     written |= self._check_anomalies(trainer, observer, written)
                 self.last_rollout = written
-            for logger in trainer.loggers if written else ():
-                logger.log_metrics(written, step=loop.ticks)
+            # The module logs some of them itself, so that a Trainer without this callback has them, too.
+            own_of_module = self._module.metrics if trainer.is_last_batch else {}
+            logged = {tag: value for tag, value in written.items() if tag not in own_of_module}
+            for logger in trainer.loggers if logged else ():
+                logger.log_metrics(logged, step=loop.ticks)
             if self.detail.changes_after(loop.ticks):
                 cause = "an anomaly was raised" if self.detail.is_raised(loop.ticks + 1) else "raised_ticks have passed"
                 self._write_events([LevelChanged(loop.ticks, self.detail.level_at(loop.ticks + 1), cause)])

@@ -4,36 +4,32 @@ All of them can be imported from `esper_lightning`. They raise ValueError where 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper_lightning.callbacks import Governor, Grow, Preemption, ProgressReport, RolloutState, Telemetry
+from esper_lightning.callbacks import Governor, Grow, Telemetry, default_callbacks
 from esper_lightning.callbacks.grow.deciders import Decider
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
-from esper_lightning.checkpointing.policy_file import names_policy_alone, read_policy
-from esper_lightning.checkpointing.validate import IDENTITY_KEY, check_identity, open_checkpoint, policy_parts
-from esper_lightning.cli.main import make_logger
-from esper_lightning.console import quieter_lightning, wide_console
+from esper_lightning.cli import CHECKPOINTS_FOLDER, run_folder
+from esper_lightning.console import quieter_lightning
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import HostPool, Overseer
-from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies, load_transferred
-from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
-from esper_lightning.evaluation.report import make_tables
-from esper_lightning.evaluation.run import announce_replacement, publish
+from esper_lightning.envs import Overseer
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import ComparisonResult, EvaluationConfig
+from esper_lightning.evaluation.run import compare
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import OCCUPIED
-from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.module import TamiyoModule
 from esper_lightning.parallel import Mapper
 from esper_lightning.ppo.losses import PPOConfig
-from esper_lightning.provenance import RunRecord, provenance
 from esper_lightning.tamiyo.policy import PolicyConfig
-from esper_lightning.trainer import CHECKPOINTS_FOLDER, EsperTrainer
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Minibatches of inputs and targets, such as a DataLoader."""
@@ -55,7 +51,7 @@ class TrainedRun(NamedTuple):
     @property
     def checkpoint(self) -> Path:
         """Checkpoint of the last rollout."""
-        return self.folder / CHECKPOINTS_FOLDER / "latest.ckpt"
+        return self.folder / CHECKPOINTS_FOLDER / "last.ckpt"
 
 
 @quieter_lightning()
@@ -71,7 +67,7 @@ def train(
     accelerator: str = "auto",
     resume: str | Path | None = None,
 ) -> TrainedRun:
-    """Train a policy that grows hosts. It is the policy of `esper-lightning fit` with the same settings.
+    """Train a policy that grows hosts, with a Trainer that has the callbacks of `esper-lightning fit`.
 
     Args:
         data: Hosts; `data.seed` is the RNG seed of the run.
@@ -89,6 +85,8 @@ def train(
     """
     if rollouts < 1:
         raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+    if Path(folder).is_file():
+        raise ValueError(f"folder {str(folder)!r} is a file; name a folder")
     for name in ("gamma", "horizon_is_end"):
         if getattr(data.env.reward, name) != getattr(ppo, name):
             raise ValueError(
@@ -96,50 +94,35 @@ def train(
                 f"give both the same"
             )
     seed_everything(data.seed, verbose=False)
-    module, telemetry = TamiyoModule(policy, ppo), Telemetry()
-    trainer = EsperTrainer(
+    module, run = TamiyoModule(policy, ppo), run_folder(resume)
+    watched = [] if governor is None else [Governor(governor)]
+    usual = [*watched, *(one for one in default_callbacks() if not isinstance(one, Governor))]
+    root, version = (folder, None) if run is None else (run.parent, run.name)
+    trainer = Trainer(
         accelerator=accelerator,
         devices=1,
         max_epochs=rollouts,
-        logger=make_logger(Path(folder), None if resume is None else str(resume)),
-        callbacks=[
-            *callbacks,
-            RunRecord(),
-            RolloutState(),
-            telemetry,
-            *([] if governor is None else [Governor(governor)]),
-            ProgressReport(),
-            ModelCheckpoint(filename="latest", save_on_train_epoch_end=True, enable_version_counter=False),
-            Preemption(),
-        ],
+        logger=TensorBoardLogger(root, name="", version=version),
+        callbacks=[*callbacks, *usual],
         plugins=[AtomicCheckpointIO()],
+        num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    module.check(data)
-    saved = None if resume is None else open_checkpoint(resume)[IDENTITY_KEY]
-    if saved is not None:
-        data.keep_blueprints(saved)
-    data.build(trainer.strategy.root_device)
-    if saved is not None:
-        check_identity(saved, run_identity(module, data))
     trainer.fit(module, datamodule=data, ckpt_path=resume)
+    telemetry = next(one for one in usual if isinstance(one, Telemetry))
     if not telemetry.last_rollout:
         raise ValueError(f"the run of {str(resume)!r} has had its {rollouts} rollouts already; give more rollouts")
     assert trainer.log_dir is not None, "the run was logged"
-    return TrainedRun(Path(trainer.log_dir), module, data, telemetry.last_rollout)
+    return TrainedRun(Path(trainer.log_dir), module, data, telemetry.last_rollout | module.metrics)
 
 
 def evaluate(
     policy: TrainedRun | str | Path | None,
     data: HostPoolData | None = None,
+    config: EvaluationConfig = EvaluationConfig(controls=False),
     *,
-    against: list[str] | None = None,
-    hosts: int = 64,
-    rng_seed: int = 0,
-    controls: bool = False,
-    transfer: bool = False,
     task: str | None = None,
     governor: GovernorConfig | None = GovernorConfig(),
     folder: str | Path | None = None,
@@ -151,12 +134,8 @@ def evaluate(
         policy: Run of `train`, path of a checkpoint or a policy (`x.safetensors`), or `tamiyo`, the policy of the
             package. None: the other controllers are compared alone.
         data: Hosts; they need not be built. None: those of the run.
-        against: Names or import paths of controllers, as in `evaluation.against`. None: all of this package.
-        hosts: Number of hosts.
-        rng_seed: RNG seed that selects the hosts.
-        controls: Train the final networks from the start, too, as static controls.
-        transfer: The policy was trained on other hosts; see the guide on transfer.
-        task: Name of the task whose hosts are played, where the data have several.
+        config: Settings of the comparison.
+        task: Name of the task whose result is returned, where the data have several.
         governor: When a host counts as diverged and is rolled back. None: hosts are not watched.
         folder: Folder for tables and figures. None: they are only printed.
         executor: Has a method `map(function, items)`, which plays the controllers in other processes, side by side,
@@ -164,58 +143,30 @@ def evaluate(
 
     Raises ValueError if a controller or the task is unknown, or if the checkpoint is damaged or of other hosts.
     """
-    comparison = Comparison(hosts=hosts, seed=rng_seed, against=against, controls=controls)
+    own: TrainedPolicy | None = None
     if isinstance(policy, TrainedRun):
         data = data or policy.data
-        policy = policy.checkpoint if transfer else policy
+        if config.transfer:
+            policy = policy.checkpoint
+        else:
+            module = policy.module.to(data.pool.device)
+            own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
     if data is None:
         raise ValueError("evaluate needs hosts; give data")
-    if policy is None:
-        comparison.check_without_policy()
-    checkpoints = {}
-    if isinstance(policy, str | Path):
-        read = read_policy if names_policy_alone(str(policy)) else open_checkpoint
-        checkpoints = {str(policy): policy_parts(read(policy))}
-    if not data.pools:
-        for checkpoint in () if transfer else checkpoints.values():
-            data.keep_blueprints(checkpoint[IDENTITY_KEY])
-        data.build(torch.device("cpu"))
-    pool = choose_pool(data, task)
-    comparison.check(pool)
-    comparison.check_controllers(data)
-    policies: list[TrainedPolicy] = []
-    if isinstance(policy, TrainedRun):
-        module = policy.module.to(data.pool.device)
-        policies = [TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)]
-    for checkpoint in checkpoints.values():
-        policies = (
-            load_transferred(checkpoints, {}, data)
-            if transfer
-            else load_policies(TamiyoModule.from_checkpoint(checkpoint), data, checkpoints)
-        )
-    if folder is not None:
-        announce_replacement(Path(folder))
+    if own is None:
+        config = replace(config, policies=[] if policy is None else [str(policy)])
+    data.build(torch.device("cpu"))
+    if task is None and len(data.pools) > 1:
+        raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
     data.oversee(None if governor is None else Overseer(governor))
     try:
-        result = comparison.run(data, policies, {}, task=task, executor=executor)
+        out = None if folder is None else Path(folder)
+        results = compare(config, data, own, folder=out, settings=dict(data.hparams), executor=executor)
     finally:
         data.oversee(None)
-    if folder is None:
-        for table in make_tables(result):
-            wide_console().print(table)
-    else:
-        choice = str(data.pool.executor_choice)
-        record = {"run": provenance(data.seed, data.pool.device, choice, precision=data.precision)}
-        publish(comparison, result, pool.space.slot, folder=Path(folder), record=record)
-    return result
-
-
-def choose_pool(data: HostPoolData, task: str | None) -> HostPool:
-    """Return the pool of a task. Raises ValueError if there is none, or if several are there and none is named."""
-    name = next(iter(data.pools)) if task is None and len(data.pools) == 1 else task
-    if name not in data.pools:
-        raise ValueError(f"evaluate plays the hosts of one task, got {name!r}; give task: {', '.join(data.pools)}")
-    return data.pools[name]
+    if task is not None and task not in results:
+        raise ValueError(f"there are no hosts of task {task!r}; give task: {', '.join(results)}")
+    return results[task or next(iter(results))]
 
 
 class GrownNetwork(NamedTuple):

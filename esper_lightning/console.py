@@ -6,12 +6,10 @@ that control a terminal are shown as escapes.
 """
 
 import logging
-import re
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -21,10 +19,6 @@ MIN_WIDTH = 110
 
 MAX_LENGTH = 2000
 """Largest length of a status line or an error in characters."""
-
-EXIT_BAD_INPUT = 2
-"""Exit code of a program that cannot do what it was asked for."""
-
 
 IGNORED_MESSAGES = (
     "Tip:",
@@ -88,13 +82,6 @@ def print_status(*parts: RenderableType) -> None:
     """Print status lines to the console."""
     for part in parts:
         PlainConsole().print(part, soft_wrap=isinstance(part, str))
-
-
-def exit_with_error(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:
-    """Print `error: ` and the message as one line to stderr, and exit with `code`."""
-    line = printable(re.sub(r"\s+", " ", message).strip())
-    print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(code)
 
 
 def printable(text: str) -> str:

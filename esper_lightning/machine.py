@@ -1,10 +1,9 @@
 """Memory of the machine, and refusals of what is larger before any of it is taken."""
 
+import os
 from pathlib import Path
 
 import torch
-
-from esper_lightning.process import main_memory
 
 CPU = torch.device("cpu")
 
@@ -16,7 +15,7 @@ def total_memory(device: torch.device = CPU) -> int:
     """Return the memory of a device in bytes; for the CPU that of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return main_memory()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resident_memory(peak: bool = False) -> float | None:

@@ -1,35 +1,40 @@
 """The policy and its PPO update as a LightningModule with manual optimization."""
 
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from lightning import Callback, LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torchmetrics import ExplainedVariance, MeanSquaredError, MetricCollection
 
 from esper_lightning.checkpointing.validate import (
+    IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
-    UPDATED_KEY,
+    check_identity,
     check_policy,
-    checkpoint_errors,
-    open_checkpoint,
+    check_saved_policy,
+    check_schema,
+    differences,
     write_identity,
 )
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.hosts import PolicyData
-from esper_lightning.envs.spaces.rows import RowSizes
+from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
 from esper_lightning.envs.step_result import LOGGED_METRICS
+from esper_lightning.evaluation.checkpoints import TrainedPolicy
+from esper_lightning.evaluation.comparison import EvaluationConfig
+from esper_lightning.evaluation.run import EVALUATION_FOLDER, compare
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
-from esper_lightning.ppo.compiled_terms import CompiledTerms
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import (
-    LARGEST_SETTING,
     PPOConfig,
     PPOTerms,
     empty_terms,
@@ -38,53 +43,25 @@ from esper_lightning.ppo.losses import (
     update_metrics,
 )
 from esper_lightning.ppo.rollout_buffer import Rollout
-from esper_lightning.ppo.running_norm import RowNorm, RunningMeanStd
+from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
-from esper_lightning.serialization.checks import check_weights, load_settings
-from esper_lightning.serialization.safe_load import CPU
+from esper_lightning.serialization.checks import as_settings
 from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 from esper_lightning.tamiyo.set_policy import make_policy
 
 MONITORED_METRICS = (
+    "val/objective",
+    "val/accuracy",
     *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
     "train/explained_variance",
     "train/value_error",
 )
-"""Metrics of a rollout of hosts that checkpoints and early stopping can monitor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormalizeConfig:
-    """Running normalisation of observations and rewards."""
-
-    observations: bool = True
-    """Normalise features by their running mean and standard deviation."""
-
-    momentum: float | None = None
-    """Weight of the previous statistics at the update after a rollout. None: all observations so far count equally."""
-
-    clip: float = 10.0
-    """Normalised features are clipped to this absolute value."""
-
-    rewards: bool = False
-    """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
-    are normalised anyway, so this changes only the meaning of model.ppo.advantage_floor."""
-
-    def __post_init__(self) -> None:
-        if self.momentum is not None and not 0.0 < self.momentum < 1.0:
-            raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
-        if not 0.0 < self.clip <= LARGEST_SETTING:
-            raise ValueError(f"normalize.clip must be positive and at most {LARGEST_SETTING:g}, got {self.clip}")
+"""Metrics of a run on hosts that checkpoints and early stopping can monitor."""
 
 
 def attached_data(trainer: Any) -> PolicyData:
     """Return the data module of a trainer, which Lightning sets without declaring it."""
     return trainer.datamodule
-
-
-def attached_callbacks(trainer: Any) -> list[Callback]:
-    """Return the callbacks of a trainer, which Lightning sets without declaring them."""
-    return trainer.callbacks
 
 
 class UpdateReport(NamedTuple):
@@ -102,12 +79,14 @@ class TamiyoModule(LightningModule):
     """LightningModule that trains Tamiyo, or a policy for any other vector environment, with PPO.
 
     A Lightning batch is one environment step of all hosts, or a whole rollout where steps are short. An epoch is one
-    rollout and one PPO update.
+    rollout and one PPO update. `validate` plays one episode of fresh hosts with the most likely actions; `test`
+    compares the policy with baselines.
 
     Args:
         policy: Architecture and size of the policy.
         ppo: Settings of PPO.
         normalize: Settings of observation normalisation.
+        evaluation: Settings of the comparison that `test` makes.
     """
 
     def __init__(
@@ -115,80 +94,66 @@ class TamiyoModule(LightningModule):
         policy: PolicyConfig = PolicyConfig(),
         ppo: PPOConfig = PPOConfig(),
         normalize: NormalizeConfig = NormalizeConfig(),
+        evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         super().__init__()
+        # A checkpoint holds the settings as plain data, which `load_from_checkpoint` hands to this constructor.
+        self.policy_config = as_settings(PolicyConfig, policy)
+        self.ppo = as_settings(PPOConfig, ppo)
+        self.normalize = as_settings(NormalizeConfig, normalize)
+        self.evaluation = as_settings(EvaluationConfig, evaluation)
+        self.save_hyperparameters(
+            {
+                "policy": asdict(self.policy_config),
+                "ppo": asdict(self.ppo),
+                "normalize": asdict(self.normalize),
+                "evaluation": asdict(self.evaluation),
+            }
+        )
         self.automatic_optimization = False
-        self.policy_config = policy
-        self.ppo = ppo
-        self.normalize = normalize
-        self.terms_of = ppo_terms if ppo.compile is None else CompiledTerms(ppo.compile)
+        self.policy_shape: PolicyShape | None = None  # None until the policy is built
         self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
-        self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
         self.means: dict[str, Any] = {}  # means over all environments at the end of the last rollout of this process
-        self.saves_scored = False  # True while a checkpoint is saved that was chosen by the score of a rollout
+        self.metrics: dict[str, float] = {}
+        """Metrics that this module has logged of the last rollout, by tag."""
         self.skips_in_a_row = 0  # minibatches skipped at the end of the last update
         # Of one rollout: updated once, from the complete rollout, so that a resumed run has the same values.
         self.critic_metrics = MetricCollection(
-            {"explained_variance": ExplainedVariance(), "value_error": MeanSquaredError(squared=False)},
-            prefix="train/",
+            {"explained_variance": ExplainedVariance(), "value_error": MeanSquaredError(squared=False)}
         )
 
-    @classmethod
-    def load_from_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]  # a checkpoint holds all settings
-        cls, checkpoint_path: str | Path, map_location: torch.device | str = CPU
-    ) -> Self:
-        """Return a trained module with the settings in its checkpoint. It needs no Trainer and no environments.
+    def configure_callbacks(self) -> list[Callback]:
+        """Return RolloutState unless the Trainer has it: without it a run cannot be resumed."""
+        from esper_lightning.callbacks import RolloutState  # imported late: callbacks import this module
 
-        Args:
-            checkpoint_path: File that a Trainer saved during `fit`, with hosts or with any other environments. One
-                with the weights alone suffices.
-            map_location: Device of the module.
-
-        Raises ValueError, in one line, if the file is damaged or not from this package.
-        """
-        checkpoint = open_checkpoint(checkpoint_path, check_policy)
-        with checkpoint_errors(checkpoint_path, "loaded"):
-            return cls.from_checkpoint(checkpoint).to(map_location)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Self:
-        """Return the module in the content of a checkpoint; it shares the tensors of the weights.
-
-        Raises ValueError, RuntimeError, LookupError or TypeError if its settings or weights are damaged.
-        """
-        saved, weights = checkpoint[MODULE_KEY], checkpoint["state_dict"]
-        module = cls(**{name: load_settings(kind, saved[name]) for name, kind in SETTINGS_TYPES.items()})
-        with torch.device("meta"):  # a damaged size must not allocate memory
-            module.build(PolicyShape.from_state_dict(saved["shape"]))
-        check_weights(module, weights)
-        module.load_state_dict(weights, assign=True)
-        return module
+        trainer: Any = self.trainer
+        return [] if any(isinstance(one, RolloutState) for one in trainer.callbacks) else [RolloutState()]
 
     def check(self, data: PolicyData) -> None:
         """Raise ValueError if the module's settings do not fit the environments."""
-        sequences_per_env = data.horizon // (
-            self.ppo.sequence or data.horizon
-        )  # RolloutBuffer requires whole sequences
-        if self.ppo.minibatches > data.n_envs * sequences_per_env:
-            available = (
-                f"{data.n_envs} environments"
-                if sequences_per_env == 1
-                else f"{data.n_envs * sequences_per_env} sequences"
-            )
+        # RolloutBuffer requires whole sequences.
+        available = data.n_envs * (data.horizon // (self.ppo.sequence or data.horizon))
+        if self.ppo.minibatches > available:
+            kind = "environments" if available == data.n_envs else "sequences"
             raise ValueError(
-                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} they are "
-                f"made of; lower it or raise data.n_envs"
+                f"model.ppo.minibatches is {self.ppo.minibatches}, more than the {available} {kind} they are made of; "
+                f"lower it or raise data.n_envs"
             )
         self.ppo.check_heads(data.heads)
 
     def setup(self, stage: str) -> None:
-        self.build_for(attached_data(self.trainer))
+        """Build the policy for the environments of the Trainer's data module, unless it is built already.
 
-    def build_for(self, data: PolicyData) -> None:
-        """Build the policy for the shapes of the environments. They stay outside: this module must not train hosts."""
+        The environments stay outside: this module must not train hosts.
+        """
+        data = attached_data(self.trainer)
         self.check(data)
-        self.build(policy_shape(data.pool))
+        shape = policy_shape(data.pool)
+        if self.policy_shape is None:
+            self.build(shape)
+        elif shape != self.policy_shape:
+            raise ValueError("the policy was made for other environments; give the data module of its training")
 
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
@@ -199,22 +164,12 @@ class TamiyoModule(LightningModule):
         use_ieee_float32()
         self.policy_shape = shape
         self.policy = make_policy(shape, self.policy_config)
-        self.observation_norm = self._make_norm(shape.features if shape.rows is None else shape.rows)
+        self.observation_norm = make_norm(shape.features if shape.rows is None else shape.rows, self.normalize)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
-        self.privileged_norm = self._make_norm(shape.privileged) if self.policy_config.asymmetric else None
+        self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
         self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
 
-    def _make_norm(self, features: int | RowSizes) -> nn.Module:
-        settings = self.normalize
-        if not settings.observations:
-            return nn.Identity()
-        if isinstance(features, RowSizes):
-            return RowNorm(features, momentum=settings.momentum, clip=settings.clip)
-        return RunningMeanStd((features,), settings.momentum, settings.clip)
-
     def on_fit_start(self) -> None:
-        if not any(callback.state_key == "RolloutState" for callback in attached_callbacks(self.trainer)):
-            raise ValueError("the callback RolloutState is missing: without it a run cannot be resumed; add it")
         data = attached_data(self.trainer)
         self.ranks = data.ranks
         self.collector = RolloutCollector(
@@ -228,6 +183,14 @@ class TamiyoModule(LightningModule):
             reward_norm=self.reward_norm,
             ranks=self.ranks,
         )
+
+    def on_train_start(self) -> None:
+        horizon, batches = attached_data(self.trainer).horizon, int(self.trainer.num_training_batches)
+        if horizon % batches:
+            raise ValueError(
+                f"trainer.limit_train_batches leaves {batches} batches, which do not divide the {horizon} ticks "
+                f"of a rollout; leave it out, or change data.env.horizon"
+            )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # On a GPU only a fused optimizer can skip a step without a transfer; one whose gradients are scaled unscales
@@ -247,7 +210,6 @@ class TamiyoModule(LightningModule):
             step = self.collector.last_step
             if self.trainer.is_last_batch:
                 with self.collector.pool.clock.measure("update"):
-                    self.scored = OrderedDict((name, part.clone()) for name, part in self.state_dict().items())
                     self.update(*self.collector.finish())
         self.log_dict(step.log, prog_bar=True, logger=False)
 
@@ -309,10 +271,12 @@ class TamiyoModule(LightningModule):
                 f"skipped: their loss or gradient is not finite"
             )
         self.report = UpdateReport(summary, metrics, [terms.ratio for terms in minibatch_terms[last_pass:]])
-        self.log_dict(self.critic_metrics, on_step=False, on_epoch=True, logger=False)
-        # Metrics for checkpoints and early stopping; logged once per rollout, so they are right after a resume, too.
         self.means = {"return": summary.returns.mean(), **self._log_over_ranks()}
-        self.log_dict({f"rollout/{name}": value for name, value in self.means.items()}, logger=False)
+        self.metrics = {f"rollout/{name}": float(value) for name, value in self.means.items()}
+        self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        # Logged once per rollout, so they are right after a resume, too. The key `step` is the loggers' x-axis.
+        logged = self.metrics | {"step": float(self.collector.ticks)}
+        self.log_dict(logged, on_step=False, on_epoch=True, batch_size=1, sync_dist=self.ranks.world > 1)
 
     def _log_over_ranks(self) -> Mapping[str, Any]:
         """Return the scalars to log of the last step: means over the environments of all ranks."""
@@ -325,7 +289,7 @@ class TamiyoModule(LightningModule):
     def _terms_over_ranks(self, minibatch: Rollout) -> PPOTerms:
         """Return the terms of a minibatch of all ranks, given this rank's part of it, which may be empty."""
         is_empty = minibatch.log_prob.shape[1] == 0
-        own = empty_terms(self.policy, minibatch) if is_empty else self.terms_of(self.policy, minibatch, self.ppo)
+        own = empty_terms(self.policy, minibatch) if is_empty else ppo_terms(self.policy, minibatch, self.ppo)
         return terms_over_ranks(own, list(self.policy.heads.tables), self.ppo, ranks=self.ranks)
 
     def measure_critic(self, values: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
@@ -340,8 +304,7 @@ class TamiyoModule(LightningModule):
         offset = targets.mean() if self.ranks.world == 1 else self.ranks.moments(targets).mean
         self.critic_metrics.reset()
         self.critic_metrics.update(values - offset, targets - offset)
-        found = self.critic_metrics.compute()
-        return {name.removeprefix("train/"): value.item() for name, value in found.items()}
+        return {name: value.item() for name, value in self.critic_metrics.compute().items()}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip gradients and skip a step that is not finite; in this hook gradients are unscaled in every precision."""
@@ -353,25 +316,96 @@ class TamiyoModule(LightningModule):
         """Return a controller that plays the current policy greedily."""
         return LearnedController(self.policy, self.observation_norm)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        settings = {"policy": self.policy_config, "ppo": self.ppo, "normalize": self.normalize}
-        module = {name: asdict(part) for name, part in settings.items()} | {"shape": self.policy_shape.state_dict()}
+    def validation_step(self, rng_seeds: list[int], batch_idx: int) -> None:
+        """Play one episode of fresh hosts with the most likely actions, and log their mean objective and accuracy.
+
+        Args:
+            rng_seeds: RNG seeds of the hosts.
+            batch_idx: Not used.
+        """
+        finals = []
+        with self._hosts_train(), isolate_rng():
+            for pool in self._hosts().validation_pools(len(rng_seeds)):
+                pool.reset(rng_seeds)
+                controller = self.controller()
+                controller.reset(pool)
+                steps = [pool.step(controller.act(pool)) for _ in range(pool.horizon)]
+                finals.append(steps[-1].metrics)
+        means = {
+            "objective": torch.cat([final.objective.double().cpu() for final in finals]).mean(),
+            "accuracy": torch.cat([final.accuracy.double().cpu() for final in finals]).mean(),
+        }
+        logged = {f"val/{name}": mean.float() for name, mean in means.items()}
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            logged["step"] = torch.tensor(float(self.collector.ticks))  # the loggers' x-axis
+        self.log_dict(logged | {"hp_metric": means["objective"].float()}, batch_size=1, sync_dist=self.ranks.world > 1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Compare the policy with baselines on fresh hosts and test data; see `EvaluationConfig`.
+
+        Tables and figures go to the folder `evaluation` of the run, the policy's means to the loggers.
+        """
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / EVALUATION_FOLDER
+        if not self.trainer.is_global_zero:
+            return  # one process compares; the others wait for it
+        data = self._hosts()
+        own = TrainedPolicy(data.seed, "the policy of this run", self.policy, self.observation_norm)
+        with self._hosts_train():
+            results = compare(self.evaluation, data, own, folder=folder, settings={**self.hparams, **data.hparams})
+        for task, result in results.items():
+            prefix = f"test/{task}/" if len(results) > 1 else "test/"
+            means = result.reference.mean_metrics() | {
+                name: float(result.reference.values(name).mean()) for name in ("objective", "accuracy")
+            }
+            self.log_dict(
+                {f"{prefix}{name}": mean for name, mean in means.items() if isfinite(mean)},
+                batch_size=1,
+                rank_zero_only=True,
+            )
+
+    def _hosts(self) -> HostPoolData:
         data = attached_data(self.trainer)
-        write_identity(checkpoint, run_identity(self, data), module)
+        if not isinstance(data, HostPoolData):
+            raise ValueError(f"{type(data).__name__} has no hosts to validate or test on; only `fit` is for it")
+        return data
+
+    @contextmanager
+    def _hosts_train(self) -> Iterator[None]:
+        """Let hosts train within a validation or test of Lightning, in their own precision."""
+        autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), autocast:
+            yield
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        data = attached_data(self.trainer)
+        assert self.policy_shape is not None, "it was built"
+        write_identity(checkpoint, run_identity(self, data), self.policy_shape.state_dict(), seed=data.seed)
         if (rules := data.growth_rules()) is not None:
             checkpoint[RULES_KEY] = rules
-        if self.saves_scored and self.scored is not None:
-            checkpoint[UPDATED_KEY] = checkpoint["state_dict"]
-            checkpoint["state_dict"] = self.scored
+        check_saved_policy(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if UPDATED_KEY in checkpoint:
-            checkpoint["state_dict"] = checkpoint[UPDATED_KEY]
-        attached_data(self.trainer).adapt_checkpoint(checkpoint)
+        """Check that a checkpoint fits this run, and adapt it where it may differ.
 
+        Raises ValueError if it is damaged, not of this package, or of another kind of run.
+        """
+        check_policy(checkpoint)
+        if self.policy_shape is None:  # `load_from_checkpoint`: there is no run to fit
+            self.build(PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"]))
+            return
+        data = attached_data(self.trainer)
+        check_identity(checkpoint[IDENTITY_KEY], run_identity(self, data))
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        check_schema(checkpoint)
+        check_identity({"data.seed": checkpoint[MODULE_KEY].get("seed")}, {"data.seed": data.seed})
+        data.adapt_checkpoint(checkpoint)
+        # Lightning would restore the optimizer's old settings with its state.
+        fresh = self.configure_optimizers().state_dict()["param_groups"]
+        for group, own in zip(checkpoint["optimizer_states"][0]["param_groups"], fresh, strict=True):
+            group.update(own)
+        print_status(*differences(checkpoint.get("hyper_parameters", {}), self.hparams))
 
-SETTINGS_TYPES = {"policy": PolicyConfig, "ppo": PPOConfig, "normalize": NormalizeConfig}
-"""Types of the settings of `TamiyoModule`, by argument."""
 
 POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
 NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum", "rewards")

@@ -7,27 +7,20 @@ of part has one registry. A part that settings do not name changes nothing, howe
 import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from inspect import signature
-from pathlib import PurePath
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 ENTRY_POINTS = "esper_lightning.plugins"
 """Group of the entry points of installed packages; each names a module that registers parts."""
 
-PLUGIN_SETTINGS = frozenset({"against", "blueprints", "executor", "mode"})
-"""Last words of the settings whose texts may be import paths of parts; what is not trusted is checked in these."""
-
 IMPORT_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError)
 """Errors of a package that is broken, or that was made for other versions of what it imports."""
 
 EXTENDING_HINT = "see docs/guides/extending.md for how to write and register one"
 """End of the errors about an object that is no part."""
-
-IMPORTS = "imports"
-"""Setting with the modules to import before all others are read."""
 
 Part = TypeVar("Part")
 Definition = TypeVar("Definition", bound=Callable[..., Any])
@@ -98,7 +91,7 @@ class Registry(dict[str, Part], Generic[Part]):
         import_installed()
         if name not in self:
             suggestion = suggest_name(name, list(dict.fromkeys([*others, *self])))
-            hint = "" if suggestion.endswith("?") else f"; {self.kind}s of your own need their module in {IMPORTS}"
+            hint = "" if suggestion.endswith("?") else f"; name a {self.kind} of your own by its import path"
             raise ValueError(f"unknown {self.kind} {name!r}; {suggestion}{hint}")
         return self[name]
 
@@ -186,33 +179,6 @@ def is_package_name(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
 
-def module_names(value: Any) -> list[str]:
-    """Return the modules that a value of the setting names. Raises ValueError if it is no list of names."""
-    names = value.split(",") if isinstance(value, str) else [] if value is None else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{IMPORTS} must be a list of modules, got {value!r:.80}")
-    names = [name.strip() for name in names]
-    for name in names:
-        if name.endswith(".py"):
-            raise ValueError(f"{IMPORTS}: {name!r} is a file; name its module, {PurePath(name).stem!r}")
-    return names
-
-
-_imported: dict[str, None] = {}  # names of modules in the order of their import
-
-
-def imported_modules() -> tuple[str, ...]:
-    """Return the names of the modules that `import_modules` has imported, for a further process."""
-    return tuple(_imported)
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import modules that register parts. Raises ValueError, naming the module, if `import_module` does."""
-    for name in names:
-        import_module(name, IMPORTS)
-        _imported[name] = None
-
-
 @cache
 def import_installed() -> None:
     """Import the modules that installed packages name as their parts, once.
@@ -233,6 +199,25 @@ def import_installed() -> None:
 def is_of_this_package(made: Any) -> bool:
     """Return True if a class or function is defined in this package."""
     return made.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def describe_factory(factory: Any, architecture: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a class or function with its arguments, as in a config; both are plain text and numbers.
+
+    Args:
+        factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
+        architecture: Further arguments, such as those by which hosts of a family differ.
+    """
+    arguments: dict[str, Any] = {}
+    while isinstance(factory, partial):
+        arguments = {**factory.keywords, **arguments}
+        # A config gives partial(make, …, class), where `make` calls the class.
+        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
+    module, name = factory.__module__, factory.__qualname__
+    package = module.rpartition(".")[0]
+    if getattr(importlib.import_module(package) if package else None, name, None) is factory:
+        module = package  # the public name, such as esper_lightning.hosts.CNN
+    return {"class_path": f"{module}.{name}", "init_args": arguments | dict(architecture or {})}
 
 
 def suggest_name(name: str, available: Sequence[str]) -> str:

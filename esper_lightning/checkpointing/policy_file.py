@@ -14,12 +14,12 @@ import safetensors.torch
 
 from esper_lightning import __version__
 from esper_lightning.checkpointing.validate import (
+    HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
     SCHEMA,
     SCHEMA_KEY,
-    SETTINGS_KEY,
     check_policy,
     open_checkpoint,
 )
@@ -40,7 +40,7 @@ METADATA_KEY = "policy"
 VERSIONS_KEY = "versions"
 """Part of the metadata with the versions of the software that trained the policy."""
 
-DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, SETTINGS_KEY, RULES_KEY)
+DESCRIBED = (SCHEMA_KEY, IDENTITY_KEY, MODULE_KEY, HYPER_PARAMETERS_KEY, "datamodule_hyper_parameters", RULES_KEY)
 """Parts of a checkpoint that the metadata hold."""
 
 

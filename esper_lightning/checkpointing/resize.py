@@ -10,13 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_lightning.checkpointing.shards import SHARDS_KEY, count_sharded
 from esper_lightning.serialization.checks import generator_device
-
-
-def count_saved_envs(pool: dict[str, Any]) -> int:
-    """Return the number of environments in a state of a pool, or in the files that it names."""
-    return count_sharded(pool[SHARDS_KEY]) if SHARDS_KEY in pool else len(pool["envs"])
 
 
 def resize_environments(checkpoint: dict[str, Any], n_envs: int) -> None:
@@ -72,11 +66,14 @@ def saved_on_another_device(checkpoint: dict[str, Any], device: torch.device) ->
     return generator_device(saved) not in (None, device.type)
 
 
-def move_environments(checkpoint: dict[str, Any], n_envs: int, *, device: torch.device, rng_seed: int) -> None:
+def move_environments(
+    checkpoint: dict[str, Any], pool: dict[str, Any], n_envs: int, *, device: torch.device, rng_seed: int
+) -> None:
     """Change `checkpoint` in place so that it resumes on another type of device, at the start of a rollout.
 
     Args:
         checkpoint: Checkpoint of a run on another type of device.
+        pool: State of the pool in it.
         n_envs: Number of environments from here on.
         device: Device of this run.
         rng_seed: RNG seed of the run. Exploration continues with a new generator, seeded by it and the next episode.
@@ -85,6 +82,4 @@ def move_environments(checkpoint: dict[str, Any], n_envs: int, *, device: torch.
     loop = checkpoint["callbacks"]["RolloutState"]["loop"]
     new_rng_seed = int(np.random.SeedSequence([rng_seed, loop["episode"]]).generate_state(1)[0])
     loop["generator"] = torch.Generator(device).manual_seed(new_rng_seed).get_state()
-    pool = checkpoint["HostPoolData"]["pool"]
     pool["envs"] = []  # their generators cannot move either
-    pool.pop(SHARDS_KEY, None)

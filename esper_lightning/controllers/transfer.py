@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.blueprints import suggest_name
 from esper_lightning.controllers.learned import Hosts, PolicyController
 from esper_lightning.envs import HEADS, Action, Masks, Op
 from esper_lightning.envs.spaces.actions import CHOICES_KEY, ActionConfig, ActionSpace
@@ -30,29 +29,20 @@ FEATURES_KEY = "observed features"
 
 
 class TrainingSpaces(NamedTuple):
-    """Action space and features of the training hosts, with stand-ins for blueprints that other hosts lack."""
+    """Action space and features of the training hosts."""
 
     space: ActionSpace
     features: list[str]
-    stand_ins: Mapping[str, str]
 
     @classmethod
-    def from_identity(cls, identity: Mapping[str, Any], stand_ins: Mapping[str, str]) -> "TrainingSpaces":
-        """Return the spaces recorded in a checkpoint's identity.
-
-        Raises ValueError if they are missing, or if a stand-in replaces an unknown blueprint.
-        """
+    def from_identity(cls, identity: Mapping[str, Any]) -> "TrainingSpaces":
+        """Return the spaces recorded in a checkpoint's identity. Raises ValueError if they are missing."""
         try:
             space = ActionSpace(*(_plain_list(identity[CHOICES_KEY.format(head)]) for head in HEADS))
             features = _plain_list(identity[FEATURES_KEY])
         except KeyError as error:
             raise ValueError(f"it does not contain the spaces of its policy: {error}") from error
-        for name in stand_ins:
-            if name not in space.blueprint:
-                raise ValueError(
-                    f"stand_ins: the policy has no blueprint {name!r}; {suggest_name(name, space.blueprint)}"
-                )
-        return cls(space, features, stand_ins)
+        return cls(space, features)
 
 
 class TrainingRules(NamedTuple):
@@ -95,10 +85,10 @@ class SpaceAdapter:
         self.pool = pool
         self.n_envs = pool.n_envs
         space = pool.space
-        host_names = [spaces.stand_ins.get(name, name) for name in spaces.space.blueprint]
+        host_names = spaces.space.blueprint
         growable_anywhere = pool.masks_on_cpu.blueprint[0].any(0).tolist()  # with several tasks each has its own mask
         growable = [name for name, grows in zip(space.blueprint, growable_anywhere, strict=True) if grows]
-        check_blueprints(host_names, growable, spaces)
+        check_blueprints(spaces, growable)
         self.n_host_slots, self.n_policy_slots = len(space.slot), len(spaces.space.slot)
         # Index of each of the policy's blueprints on these hosts, or 0; `is_growable` masks the missing ones.
         host_indices = [space.blueprint.index(name) if name in space.blueprint else 0 for name in host_names]
@@ -241,17 +231,12 @@ def check_slots(policy_space: ActionSpace, host_space: ActionSpace) -> None:
         )
 
 
-def check_blueprints(host_names: Sequence[str], growable: Sequence[str], spaces: TrainingSpaces) -> None:
-    """Raise ValueError if a stand-in is not growable or replaces two blueprints, or if no blueprint is growable."""
-    for name in spaces.stand_ins.values():
-        if name not in growable:
-            raise ValueError(f"stand_ins: {name!r} does not grow here; {suggest_name(name, growable)}")
-        if list(host_names).count(name) > 1:
-            raise ValueError(f"stand_ins: {name!r} would be two of the policy's blueprints; name each once")
-    if not set(host_names) & set(growable):
+def check_blueprints(spaces: TrainingSpaces, growable: Sequence[str]) -> None:
+    """Raise ValueError if none of the policy's blueprints can grow on the new hosts."""
+    if not set(spaces.space.blueprint) & set(growable):
         raise ValueError(
-            f"no blueprint of the policy ({excerpt(', '.join(spaces.space.blueprint))}) grows here; name stand_ins "
-            f"among {', '.join(growable)}"
+            f"no blueprint of the policy ({excerpt(', '.join(spaces.space.blueprint))}) grows here, where there are "
+            f"{', '.join(growable)}"
         )
 
 
@@ -338,13 +323,8 @@ class SetTransferController:
 def make_transferable(
     controller: PolicyController, spaces: TrainingSpaces, sight: ObservationConfig, *, rules: TrainingRules | None
 ) -> TransferController | SetTransferController:
-    """Return a controller that acts on other hosts than those of the training, whose `rules` it brings along.
-
-    Raises ValueError if a policy over sets, which has no use for them, is given stand-ins.
-    """
+    """Return a controller that acts on other hosts than those of the training, whose `rules` it brings along."""
     is_flat = sight.layout == "flat"
-    if not is_flat and spaces.stand_ins:
-        raise ValueError("stand_ins: a policy over sets chooses among any blueprints; leave stand_ins out")
     adapted = TransferController(controller, spaces) if is_flat else SetTransferController(controller, spaces, sight)
     adapted.rules = rules
     return adapted

@@ -1,1 +1,7 @@
-"""Lightning data modules, which own the environments of a run."""
+"""Lightning data modules, which own the environments."""
+
+from esper_lightning.datamodules.gymnasium import VectorData
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.datamodules.tasks import TaskConfig
+
+__all__ = ["HostPoolData", "TaskConfig", "VectorData"]

@@ -1,40 +1,31 @@
 """Data module that owns the environments; a Lightning batch is one tick."""
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning import LightningDataModule
 
-from esper_lightning.blueprints import check_blueprint_name
-from esper_lightning.checkpointing import shards
 from esper_lightning.checkpointing.resize import (
-    count_saved_envs,
     move_environments,
     resize_environments,
     saved_on_another_device,
 )
-from esper_lightning.checkpointing.validate import check_schema
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
 from esper_lightning.envs.execution.autotune import ExecutorChoice
-from esper_lightning.envs.seeding import check_rng_seed
+from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.plugins import describe_factory
 from esper_lightning.ranks import Ranks, pack_state, unpack_state
 from esper_lightning.tasks import Task
-from esper_lightning.user_code import find_user_part
 
 Result = TypeVar("Result")
-
-BLUEPRINT_CHOICES = CHOICES_KEY.format("blueprint")
-"""Key of the blueprints in the identity of a run."""
 
 SIGHT_KEY = "data.env.sight"
 """Key of the observation in the identity of a run whose observation is in rows."""
@@ -65,6 +56,19 @@ class TickLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._start = state["position"]
+
+
+class EpisodeLoader:
+    """Loader of one batch, an episode: the RNG seeds of its hosts. Lightning would flatten a list of lists."""
+
+    def __init__(self, rng_seeds: list[int]) -> None:
+        self.rng_seeds = rng_seeds
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield self.rng_seeds
 
 
 class PolicyData(Protocol):
@@ -115,6 +119,7 @@ class HostPoolData(LightningDataModule):
         host: Class of the network that grows; it is given the shape of an input and the number of outputs.
         env: Settings of the environment: host training, the lifecycle of seeds, rewards, and the cost of growth.
         n_envs: Hosts trained side by side. Where several processes train, each of them has an equal part.
+        val_hosts: Fresh hosts of each task on which `validate`, and the validation within `fit`, play one episode.
         seed: RNG seed of initial weights, the order of data, and exploration. The command line sets it to
             seed_everything.
         also: Further tasks, by name, whose hosts are trained at the same time. All hosts then name their slots place1,
@@ -130,40 +135,28 @@ class HostPoolData(LightningDataModule):
         env: EnvConfig = EnvConfig(),
         *,
         n_envs: int = 48,
+        val_hosts: int = 16,
         seed: int = 0,
         also: dict[str, TaskConfig] | None = None,
     ) -> None:
         super().__init__()
         check_rng_seed("data.seed", seed)
+        check_host_count("data.val_hosts", val_hosts)
+        self.val_hosts = val_hosts
         self.env = env
         self.seed = seed
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
         self.ranks = Ranks([ground.n_envs for ground in self.task_configs.values()])
         self.overseer: Overseer | None = None
-        self.saved_blueprints: list[str] | None = None  # those of the run that this one continues or evaluates
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
-        self.saved_to: Path | None = None  # path of the checkpoint that is being saved, if the trainer tells it
-
-    def keep_blueprints(self, identity: Mapping[str, Any]) -> None:
-        """Offer the blueprints of a saved run where the settings name none, so that later ones change nothing.
-
-        Args:
-            identity: Identity of the saved run; see `identity`. Hosts must not be built yet.
-
-        Raises ValueError if a blueprint of the saved run is not registered.
-        """
-        assert self._pool is None, "hosts are built for their action space"
-        saved = identity.get(BLUEPRINT_CHOICES)
-        if not isinstance(saved, list) or all(config.blueprints is not None for config in self.task_configs.values()):
-            return
-        for name in saved:
-            try:
-                check_blueprint_name(str(name))  # a name alone: a checkpoint must not import anything
-            except ValueError as error:
-                raise ValueError(f"the checkpoint is of hosts with an {error}; give its module by --imports") from error
-        self.saved_blueprints = saved
+        self._validation_pools: list[HostPool] = []
+        described = {
+            name: {"task": describe_factory(type(one.task)), "host": describe_factory(one.host), "n_envs": one.n_envs}
+            for name, one in self.task_configs.items()
+        }
+        self.save_hyperparameters({"tasks": described, "env": asdict(env), "val_hosts": val_hosts, "seed": seed})
 
     def setup(self, stage: str) -> None:
         trainer = self.trainer
@@ -184,18 +177,7 @@ class HostPoolData(LightningDataModule):
         if self._pool is not None:
             return
         self.ranks = Ranks(self.ranks.sizes, rank, world)
-        configs = self.task_configs
-        if self.saved_blueprints is not None and len(configs) == 1:
-            ((name, config),) = configs.items()
-            self.task_configs = {name: replace(config, blueprints=config.blueprints or self.saved_blueprints)}
-        try:
-            self.pools = self._make_pools(device, world)
-        except ValueError:
-            if self.task_configs is configs:
-                raise
-            # These are not the hosts of the saved run, which the check of identities tells better.
-            self.task_configs = configs
-            self.pools = self._make_pools(device, world)
+        self.pools = self._make_pools(device, world)
         for pool in self.pools.values():
             if pool.selection is not None:
                 print_status(*pool.selection.report())
@@ -208,8 +190,7 @@ class HostPoolData(LightningDataModule):
         )
         shared_space = (
             union_of_slots(
-                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values()),
-                self.saved_blueprints,
+                list(self._for_each_task(lambda name: self.loaded_tasks[name].discover_action_space()).values())
             )
             if len(self.task_configs) > 1
             else None
@@ -244,8 +225,6 @@ class HostPoolData(LightningDataModule):
             try:
                 results[name] = make(name)
             except ValueError as error:
-                if find_user_part(error) is not None:
-                    raise
                 raise ValueError(f"hosts of {name}: {error}" if len(self.task_configs) > 1 else str(error)) from error
         return results
 
@@ -289,19 +268,24 @@ class HostPoolData(LightningDataModule):
         }
 
     def growth_rules(self) -> dict[str, Any]:
-        """Return lifecycle and actions as plain data."""
-        return {"lifecycle": asdict(self.env.lifecycle), "actions": asdict(self.env.actions)}
+        """Return lifecycle, actions and observation as plain data."""
+        env = self.env
+        return {"lifecycle": asdict(env.lifecycle), "actions": asdict(env.actions), "sight": asdict(env.sight)}
 
     def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adapt a checkpoint to this run's device and number of hosts. Raises ValueError if it cannot be resumed."""
-        check_schema(checkpoint)
+        own = checkpoint.get(type(self).__qualname__)
+        if own is None:
+            raise ValueError(
+                f"the checkpoint lacks {type(self).__qualname__}, the state of its hosts; give another one"
+            )
         if saved_on_another_device(checkpoint, device := self.pool.device):
-            move_environments(checkpoint, self.n_envs, device=device, rng_seed=self.seed)
+            move_environments(checkpoint, own["pool"], self.n_envs, device=device, rng_seed=self.seed)
             print_status(
                 f"this run is on {device.type}, the run so far was on another type of device: it resumes at the next "
                 f"rollout; results differ from those of an uninterrupted run"
             )
-        elif (saved := count_saved_envs(checkpoint["HostPoolData"]["pool"])) != self.n_envs:
+        elif (saved := len(own["pool"]["envs"])) != self.n_envs:
             resize_environments(checkpoint, self.n_envs)
             print_status(
                 f"{self.n_envs} environments, the run so far had {saved}: it resumes at the next rollout; "
@@ -311,27 +295,33 @@ class HostPoolData(LightningDataModule):
     def train_dataloader(self) -> TickLoader:
         return TickLoader(self.env.horizon)
 
+    def val_dataloader(self) -> EpisodeLoader:
+        """Return the loader of one batch: the RNG seeds of the hosts of a validation, the same in every validation."""
+        return EpisodeLoader(episode_rng_seeds(self.seed, EVALUATION, 1, n_envs=self.val_hosts))
+
+    def test_dataloader(self) -> EpisodeLoader:
+        """Return the loader of one batch, which stands for the comparison: it knows its own hosts."""
+        return EpisodeLoader([])
+
+    def validation_pools(self, n_envs: int) -> list[HostPool]:
+        """Return a pool of so many hosts of each task, apart from those that the policy is trained on."""
+        if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
+            self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
+        for pool in self._validation_pools:
+            pool.oversee(self.overseer)
+        return self._validation_pools
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hosts: of all ranks on rank 0, which writes it, elsewhere of this rank."""
         state, ranks = self.pool.state_dict(), self.ranks
         if ranks.world == 1:
             return {"pool": state}
-        content = pack_state(state.pop("envs"))
-        size = int(ranks.sum(torch.tensor(len(content))))
-        if size > shards.MAX_BYTES and self.saved_to is not None:
-            token = ranks.share(secrets.token_hex(8))
-            return {"pool": state | {shards.SHARDS_KEY: shards.write_shard(self.saved_to, token, content, ranks=ranks)}}
-        of_all = [unpack_state(part) for part in ranks.gather(content)]
+        of_all = [unpack_state(part) for part in ranks.gather(pack_state(state.pop("envs")))]
         return {"pool": state | {"envs": ranks.join(of_all) if of_all else []}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = state_dict["pool"]
-        if count_saved_envs(state) != self.n_envs:
+        if len(state["envs"]) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if shards.SHARDS_KEY in state:
-            assert self.trainer is not None and self.trainer.ckpt_path is not None, "the trainer calls this"
-            envs = shards.read_shards(self.trainer.ckpt_path, state[shards.SHARDS_KEY], self.ranks)
-        else:
-            envs = self.ranks.rows(state["envs"])
-        if (note := self.pool.load_state_dict(state | {"envs": envs})) is not None:
+        if (note := self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})) is not None:
             print_status(note)

@@ -1,23 +1,20 @@
 """Trained policies loaded from checkpoints: one per training seed, and rivals that were trained in another way."""
 
-from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from esper_lightning.checkpointing.policy_file import names_policy_alone, read_policy
+from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.checkpointing.validate import (
+    HYPER_PARAMETERS_KEY,
     IDENTITY_KEY,
+    MODULE_KEY,
     RULES_KEY,
-    SETTINGS_KEY,
     check_identity,
     checkpoint_errors,
-    differences,
 )
 from esper_lightning.controllers.learned import Controller, LearnedController, SampledController
 from esper_lightning.controllers.transfer import (
@@ -29,28 +26,43 @@ from esper_lightning.controllers.transfer import (
     make_transferable,
 )
 from esper_lightning.datamodules.hosts import SIGHT_KEY, HostPoolData
-from esper_lightning.envs.spaces.observation import DEFAULT_GROUPS, ObservationConfig
-from esper_lightning.module import TamiyoModule, run_identity
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.machine import CPU
+from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
 from esper_lightning.serialization.checks import load_settings
 from esper_lightning.serialization.excerpt import excerpt
-from esper_lightning.serialization.safe_load import CPU
-from esper_lightning.tamiyo.policy import Policy
-
-SEED_SETTING = "seed_everything"
-
-IGNORED_SETTINGS = (SEED_SETTING, "data.seed", "evaluation.")
-"""Prefixes of settings in which runs may differ: RNG seeds, and settings unrelated to training."""
-
-OBSERVATION_SETTING = "data.env.sight"
-
-ADVICE = "leave --config out to evaluate on the hosts of the training, or evaluate on others with transfer"
-"""End of the error message about a policy that was trained on other hosts."""
-
-ADVICE_WITHOUT_RUN = "evaluate on others with transfer"
-"""The same for a policy without the settings of its training."""
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, use_ieee_float32
+from esper_lightning.tamiyo.set_policy import make_policy
 
 RIVAL_PREFIX = "rival "
 """Prefix of the names of rivals."""
+
+
+class SavedPolicy(NamedTuple):
+    """Policy restored from a checkpoint, without its critic's statistics and its optimizer."""
+
+    policy: Policy
+    normalise: nn.Module
+    shape: PolicyShape
+
+
+def restore_policy(checkpoint: Mapping[str, Any], device: torch.device = CPU) -> SavedPolicy:
+    """Return the policy in the content of a checkpoint, with its observation normaliser.
+
+    Raises ValueError, RuntimeError, LookupError or TypeError if its settings or weights are damaged.
+    """
+    use_ieee_float32()
+    settings, weights = checkpoint[HYPER_PARAMETERS_KEY], checkpoint["state_dict"]
+    shape = PolicyShape.from_state_dict(checkpoint[MODULE_KEY]["shape"])
+    with torch.device("meta"):  # initial weights would draw from the global random numbers
+        policy = make_policy(shape, load_settings(PolicyConfig, settings["policy"]))
+        observed = shape.features if shape.rows is None else shape.rows
+        normalise = make_norm(observed, load_settings(NormalizeConfig, settings["normalize"]))
+    for prefix, part in {"policy.": policy, "observation_norm.": normalise}.items():
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        part.load_state_dict(own, assign=True)
+        part.to(device)
+    return SavedPolicy(policy, normalise, shape)
 
 
 class TrainedPolicy(NamedTuple):
@@ -83,74 +95,48 @@ class TrainedPolicy(NamedTuple):
         return make_transferable(controller, self.training_spaces, sight, rules=self.rules)
 
 
-def path_list(paths: str | Sequence[str] | None) -> list[str]:
-    """Return paths as a list; a string holds one path, or several with commas between them."""
-    return paths.split(",") if isinstance(paths, str) else list(paths or ())
-
-
-def check_distinct(paths: Sequence[str]) -> None:
-    """Raise ValueError if a checkpoint is named twice."""
-    path_by_file: dict[Path, str] = {}
-    for path in paths:
-        same = path_by_file.setdefault(Path(path).resolve(), path)
-        if same is not path:
-            raise ValueError(f"checkpoint {path!r} is named twice; name each once")
-
-
-def load_policies(
-    model: TamiyoModule, data: HostPoolData, checkpoints: Mapping[str, dict[str, Any]]
-) -> list[TrainedPolicy]:
+def load_policies(checkpoints: Mapping[str, dict[str, Any]], data: HostPoolData) -> list[TrainedPolicy]:
     """Load policies from checkpoints of the same kind of run with different training seeds.
 
     Args:
-        model: Module that is built for `data` here; its weights are overwritten.
-        data: Hosts to evaluate on; the pool must be built.
         checkpoints: Contents of the checkpoints by path.
+        data: Hosts to evaluate on; the pool must be built.
 
     Raises ValueError, naming the checkpoint, if it is damaged, foreign or from another kind of run.
     """
 
-    model.build_for(data)
-    model.to(data.pool.device)
-
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        advice = ADVICE_WITHOUT_RUN if names_policy_alone(path) else ADVICE
-        check_identity(checkpoint[IDENTITY_KEY], run_identity(model, data), advice)
-        model.load_state_dict(checkpoint["state_dict"])
-        return TrainedPolicy(seed, path, deepcopy(model.policy), deepcopy(model.observation_norm))
+        advice = "set model.evaluation.transfer to true to evaluate it on other hosts"
+        check_identity(checkpoint[IDENTITY_KEY], data.identity(), advice)
+        saved = restore_policy(checkpoint, data.pool.device)
+        return TrainedPolicy(seed, path, saved.policy, saved.normalise)
 
-    policies = _load_each(checkpoints, load)
-    _check_training_seeds(policies)
-    return policies
+    return _of_different_seeds(_load_each(checkpoints, load))
 
 
-def load_transferred(
-    checkpoints: Mapping[str, dict[str, Any]], stand_ins: Mapping[str, str], data: HostPoolData
-) -> list[TrainedPolicy]:
+def load_transferred(checkpoints: Mapping[str, dict[str, Any]], data: HostPoolData) -> list[TrainedPolicy]:
     """Load policies from checkpoints with different training seeds, for evaluation on hosts of any kind.
 
     Args:
         checkpoints: Contents of the checkpoints by path.
-        stand_ins: Blueprints that replace those of training; see `TrainingSpaces`.
         data: Hosts to evaluate on; the pool must be built and not yet stepped.
 
     Raises ValueError, naming the checkpoint, if it is damaged or foreign, or if the hosts do not fit the policy.
     """
 
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
-        model, spaces = load_module_and_spaces(checkpoint, stand_ins, data.pool.device)
+        saved, spaces = load_with_spaces(checkpoint, data.pool.device)
         return TrainedPolicy(
             seed,
             path,
-            model.policy,
-            model.observation_norm,
+            saved.policy,
+            saved.normalise,
             training_spaces=spaces,
-            sight=set_sight(model, checkpoint),
+            sight=set_sight(saved, checkpoint),
             rules=training_rules(checkpoint),
         )
 
-    policies = _load_each(checkpoints, load)
-    _check_training_seeds(policies)
+    policies = _of_different_seeds(_load_each(checkpoints, load))
     for policy in policies:
         if policy.sight != policies[0].sight:
             raise ValueError(
@@ -164,12 +150,12 @@ def load_transferred(
     return policies
 
 
-def set_sight(module: TamiyoModule, checkpoint: Mapping[str, Any]) -> ObservationConfig | None:
+def set_sight(saved: SavedPolicy, checkpoint: Mapping[str, Any]) -> ObservationConfig | None:
     """Return the observation that a policy over sets was trained on; None for another policy, which pools adapt to.
 
     Raises ValueError if it is missing in the checkpoint, or damaged.
     """
-    if module.policy_shape.rows is None:
+    if saved.shape.rows is None:
         return None
     return load_settings(ObservationConfig, checkpoint[IDENTITY_KEY].get(SIGHT_KEY))
 
@@ -179,21 +165,18 @@ def training_rules(checkpoint: Mapping[str, Any]) -> TrainingRules | None:
     return TrainingRules.from_saved(checkpoint[RULES_KEY]) if RULES_KEY in checkpoint else None
 
 
-def load_module_and_spaces(
-    checkpoint: Mapping[str, Any], stand_ins: Mapping[str, str], device: torch.device
-) -> tuple[TamiyoModule, TrainingSpaces]:
-    """Return the module in a checkpoint of a run on hosts, and the spaces of these hosts.
+def load_with_spaces(checkpoint: Mapping[str, Any], device: torch.device) -> tuple[SavedPolicy, TrainingSpaces]:
+    """Return the policy in a checkpoint of a run on hosts, and the spaces of these hosts.
 
     Raises ValueError, RuntimeError, LookupError or TypeError if one of them is damaged, or if they do not belong
     together.
     """
-    spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY], stand_ins)
-    module = TamiyoModule.from_checkpoint(checkpoint).to(device)
-    shape = module.policy_shape
-    n_features = shape.features + shape.slot_features + shape.blueprint_features
-    if (shape.space, n_features) != (spaces.space, len(spaces.features)):
+    spaces = TrainingSpaces.from_identity(checkpoint[IDENTITY_KEY])
+    saved = restore_policy(checkpoint, device)
+    n_features = saved.shape.features + saved.shape.slot_features + saved.shape.blueprint_features
+    if (saved.shape.space, n_features) != (spaces.space, len(spaces.features)):
         raise ValueError("its policy is not one for the hosts that it names")
-    return module, spaces
+    return saved, spaces
 
 
 def load_controller(path: str | Path, device: torch.device = CPU) -> TransferController | SetTransferController:
@@ -212,10 +195,10 @@ def load_controller(path: str | Path, device: torch.device = CPU) -> TransferCon
     """
     checkpoint = read_policy(path)
     with checkpoint_errors(path, "loaded"):
-        module, spaces = load_module_and_spaces(checkpoint, {}, device)
-        sight = set_sight(module, checkpoint) or ObservationConfig()
+        saved, spaces = load_with_spaces(checkpoint, device)
+        sight = set_sight(saved, checkpoint) or ObservationConfig()
         rules = training_rules(checkpoint)
-    return make_transferable(module.controller(), spaces, sight, rules=rules)
+    return make_transferable(LearnedController(saved.policy, saved.normalise), spaces, sight, rules=rules)
 
 
 def load_rivals(
@@ -238,16 +221,15 @@ def load_rivals(
     def load(seed: int | None, path: str, checkpoint: dict[str, Any]) -> TrainedPolicy:
         identity = checkpoint[IDENTITY_KEY]
         check_identity(identity, hosts, "a rival must have been trained on these hosts, with these actions")
-        spaces = TrainingSpaces.from_identity(identity, {})
-        sight = _observation_config(checkpoint.get(SETTINGS_KEY, {}))
+        sight = load_settings(ObservationConfig, checkpoint[RULES_KEY]["sight"])
+        saved, spaces = load_with_spaces(checkpoint, data.pool.device)
         features = data.make_pool(1, sight=sight).feature_names
         if spaces.features != features:  # some features exist only where compute has a price
             raise ValueError(
                 f"observed features: the checkpoint and this run differ in "
                 f"{excerpt(sorted({*spaces.features} ^ {*features}))}; set data.env.objective as in its training"
             )
-        model, _ = load_module_and_spaces(checkpoint, {}, data.pool.device)
-        return TrainedPolicy(seed, path, model.policy, model.observation_norm, sight=sight)
+        return TrainedPolicy(seed, path, saved.policy, saved.normalise, sight=sight)
 
     return dict(zip(rival_names([*checkpoints], compared), _load_each(checkpoints, load), strict=True))
 
@@ -273,19 +255,6 @@ def rival_names(paths: Sequence[str], compared: Sequence[str]) -> list[str]:
     return names
 
 
-def _observation_config(settings: Mapping[str, str]) -> ObservationConfig:
-    """Return the settings of the observation in a checkpoint. Raises ValueError if they are missing or damaged."""
-    try:
-        # Text is recorded without quotes.
-        texts = {field.name: settings[f"{OBSERVATION_SETTING}.{field.name}"] for field in fields(ObservationConfig)}
-        values: dict[str, Any] = {
-            name: text if text in DEFAULT_GROUPS else literal_eval(text) for name, text in texts.items()
-        }
-        return ObservationConfig(**values)
-    except (KeyError, SyntaxError) as error:
-        raise ValueError(f"its settings of the observation are missing or damaged: {error}") from error
-
-
 def _load_each(
     checkpoints: Mapping[str, dict[str, Any]], load: Callable[[int | None, str, dict[str, Any]], TrainedPolicy]
 ) -> list[TrainedPolicy]:
@@ -296,12 +265,12 @@ def _load_each(
     policies = []
     for path, checkpoint in checkpoints.items():
         with checkpoint_errors(path, "evaluated"):
-            policies.append(load(training_seed(checkpoint), path, checkpoint))
+            policies.append(load(checkpoint[MODULE_KEY].get("seed"), path, checkpoint))
     return policies
 
 
-def _check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
-    """Raise ValueError if two policies have the same training seed."""
+def _of_different_seeds(policies: list[TrainedPolicy]) -> list[TrainedPolicy]:
+    """Return the policies. Raises ValueError if two of them have the same training seed."""
     path_by_seed: dict[int, str] = {}
     for policy in policies:
         seed, path = policy.training_seed, policy.source
@@ -309,23 +278,4 @@ def _check_training_seeds(policies: Sequence[TrainedPolicy]) -> None:
             raise ValueError(
                 f"checkpoint {path!r} and {same!r} are both of training seed {seed}; give one per training seed"
             )
-
-
-def training_seed(checkpoint: Mapping[str, Any]) -> int | None:
-    """Return the RNG seed of the run that wrote the checkpoint, or None if it is not recorded."""
-    text = checkpoint.get(SETTINGS_KEY, {}).get(SEED_SETTING, "")
-    return int(text) if text.isdecimal() else None
-
-
-def setting_differences(checkpoints: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return one line per setting in which a further checkpoint differs from the first, apart from RNG seeds."""
-    compared = {
-        path: {k: v for k, v in checkpoint.get(SETTINGS_KEY, {}).items() if not k.startswith(IGNORED_SETTINGS)}
-        for path, checkpoint in checkpoints.items()
-    }
-    first = next(iter(compared.values()), {})
-    return [
-        f"{path}: {line.replace(' before, ', ' in the first, ').removesuffix(' now')} here"
-        for path, settings in compared.items()
-        for line in differences(first, settings)
-    ]
+    return policies

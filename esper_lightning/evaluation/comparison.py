@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -128,68 +128,96 @@ class ComparisonResult(NamedTuple):
         return mean_interval(lead), effect_size(lead)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Settings of the comparison of a policy with other controllers on the same fresh hosts and test data."""
+
+    hosts: int = 64
+    """Number of hosts. Their test samples are never used for rewards. 0: `fit` ends without a comparison."""
+
+    seed: int = 0
+    """RNG seed that selects the hosts. The same number gives the same hosts in every run."""
+
+    against: list[str] | None = None
+    """Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best fixed`,
+    `best per price`, and your own by name or import path. None: all of this package."""
+
+    controls: bool = True
+    """Play static controls: the final networks of the policy and of the best baseline compared, complete from the first
+    tick, with as many host epochs and with as much training compute."""
+
+    held_out: bool = False
+    """Draw hosts from the held-out contexts of the family, which training never uses."""
+
+    policies: list[str] | None = None
+    """Trained policies to test in place of the module's own: checkpoints, safetensors files, or `tamiyo`, the policy of
+    the package. Several are of several training seeds. An empty list: rules and schedules are compared alone, with the
+    first of `against`, by default `small static`."""
+
+    transfer: bool = False
+    """The `policies` were trained on other hosts."""
+
+    rivals: list[str] | None = None
+    """Checkpoints trained on the same hosts in another way, such as with another reward; each is a row of the table."""
+
+    search: SearchConfig | None = None
+    """Search for the best fixed schedule, which takes minutes. None: no search."""
+
+    schedules: dict[str, str] | None = None
+    """Files of schedules to add to the comparison, by the names under which they appear in the table."""
+
+    save_networks: int = 0
+    """Number of hosts to save as grown networks, in `networks` in the folder: those with the best objective."""
+
+    jobs: int = 1
+    """Processes that play the controllers, and search schedules, side by side; each has its own copy of the data. The
+    number does not change the result."""
+
+    heuristic: HeuristicConfig = HeuristicConfig()
+    """Settings of the heuristic baseline."""
+
+    climbing: ClimbingConfig = ClimbingConfig()
+    """Settings of hill climbing, which is compared with and without its rule about seeds without gradient."""
+
+    periodic: PeriodicConfig = PeriodicConfig()
+    """Settings of the periodic baseline."""
+
+    credit: CreditConfig = CreditConfig()
+    """Number of hosts whose fossilized seeds are analysed, and how precisely."""
+
+    def __post_init__(self) -> None:
+        if self.hosts < 0 or self.hosts == 1:
+            raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {self.hosts}")
+        check_host_count("evaluation.hosts", self.hosts, least=0)
+        check_rng_seed("evaluation.seed", self.seed)
+        check_jobs(self.jobs)
+        if self.save_networks < 0:
+            raise ValueError(f"evaluation.save_networks must be at least 0, got {self.save_networks}")
+        if self.credit.hosts > self.hosts:
+            raise ValueError(
+                f"evaluation.credit.hosts is {self.credit.hosts}, more than the {self.hosts} that are evaluated"
+            )
+
+
 class Comparison:
     """Compares controllers on the same fresh hosts and the same data.
 
     Args:
-        hosts: Number of hosts. Their test samples are never used for rewards. 0: no evaluation.
-        seed: RNG seed that selects the hosts. The same number gives the same hosts in every run.
-        heuristic: Settings of the heuristic baseline.
-        credit: Number of hosts whose fossilized seeds are analysed, and how precisely.
-        climbing: Settings of hill climbing, which is compared with and without its rule about seeds without gradient.
-        periodic: Settings of the periodic baseline.
-        search: Settings of the search for the best fixed schedule, which takes minutes. None: no search.
-        schedule: File with a schedule to add to the comparison.
-        schedules: Further schedule files, by the names under which they appear in the table.
-        against: Names of the controllers to compare with: baselines, schedules, `sampled`, `replayed`, `yoked`, `best
-            fixed`, `best per price`, and your own by name or import path. None: all of this package. Without a trained
-            policy the other rows are compared with the first name, by default `small static`.
-        controls: Play static controls: the final networks of the policy and of the best baseline compared, complete
-            from the first tick, with as many host epochs and with as much training compute.
-        held_out: Draw hosts from the held-out contexts of the family, which training never uses.
-        jobs: Processes that play the controllers, and search schedules, side by side; each has its own copy of the
-            data. The number does not change the result.
+        config: Settings of the comparison.
+
+    Raises ValueError if a controller or a schedule that they name does not exist.
     """
 
-    def __init__(
-        self,
-        *,
-        hosts: int = 64,
-        seed: int = 0,
-        heuristic: HeuristicConfig = HeuristicConfig(),
-        credit: CreditConfig = CreditConfig(),
-        climbing: ClimbingConfig = ClimbingConfig(),
-        periodic: PeriodicConfig = PeriodicConfig(),
-        search: SearchConfig | None = None,
-        schedule: str | None = None,
-        schedules: dict[str, str] | None = None,
-        against: list[str] | None = None,
-        controls: bool = True,
-        held_out: bool = False,
-        jobs: int = 1,
-    ) -> None:
-        if hosts < 0 or hosts == 1:
-            raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {hosts}")
-        check_host_count("evaluation.hosts", hosts, least=0)
-        check_rng_seed("evaluation.seed", seed)
-        check_jobs(jobs)
-        if credit.hosts > hosts:
-            raise ValueError(f"evaluation.credit.hosts is {credit.hosts}, more than the {hosts} that are evaluated")
-        self.hosts = hosts
-        self.seed = seed
-        self.credit = credit
-        self.search = search
+    def __init__(self, config: EvaluationConfig) -> None:
+        self.config = config
+        self.hosts, self.seed, self.credit, self.search = config.hosts, config.seed, config.credit, config.search
+        self.against, self.controls, self.held_out = config.against, config.controls, config.held_out
+        against, search, schedules = config.against, config.search, config.schedules
         self.found_schedules = None if search is None or search.found is None else read_best_schedules(search.found)
-        self.against = against
-        self.controls = controls
-        self.held_out = held_out
-        self.jobs = jobs
-        self.rule_configs = {"heuristic": heuristic, "climbing": climbing, "periodic": periodic}
-        self.schedules = read_schedules(({} if schedule is None else {"schedule": schedule}) | (schedules or {}))
-        if schedule is not None and "schedule" in (schedules or {}):
-            raise ValueError("evaluation.schedule and a 'schedule' in evaluation.schedules: give the file once")
+        self.rule_configs = {"heuristic": config.heuristic, "climbing": config.climbing, "periodic": config.periodic}
+        self.schedules = read_schedules(schedules or {})
         reserved = [*DERIVED, BEST_FIXED, BEST_PER_PRICE]
-        taken = {TAMIYO, *reserved, *make_baselines(seed, **self.rule_configs)}
+        taken = {TAMIYO, *reserved, *make_baselines(self.seed, **self.rule_configs)}
         for name in schedules or {}:
             if name in taken or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
                 raise ValueError(f"evaluation.schedules: {name!r} is another controller's name; choose a new one")
@@ -290,8 +318,8 @@ class Comparison:
             executor: Has a method `map(function, items)`, which plays the episodes and searches the schedules. None:
                 this process, or as many as `jobs` says.
         """
-        if executor is None and self.jobs > 1:
-            executor = Processes(self.jobs)
+        if executor is None and self.config.jobs > 1:
+            executor = Processes(self.config.jobs)
         make_pool = partial(data.make_pool, task=task, sight=policies[0].sight if policies else None)
         pool = make_pool(self.hosts, held_out=self.held_out)
         rng_seeds = episode_rng_seeds(self.seed, EVALUATION, 0, n_envs=self.hosts)

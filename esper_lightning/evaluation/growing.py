@@ -18,7 +18,6 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.registry import CONTROLLERS, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs import HostPool, StepResult
-from esper_lightning.errors import one_line_errors
 from esper_lightning.evaluation.checkpoints import load_controller
 from esper_lightning.evaluation.figures import DPI, timeline_figure
 from esper_lightning.evaluation.networks import (
@@ -116,8 +115,7 @@ def grow_host(pool: HostPool, name: str, controller: Controller, *, rng_seed: in
     steps = [measure("before training", before), measure("grown", grown.network)]
     save_host(grown, folder)
     steps.append(measure(f"loaded from {NETWORK_FILE}", load_host(folder, grown.description)))
-    with one_line_errors():  # a host of the user's own may be nothing that torch can export
-        export(grown.network, grown.samples, folder / PROGRAM_FILE, "pt2")
+    export(grown.network, grown.samples, folder / PROGRAM_FILE, "pt2")
     program = torch.export.load(folder / PROGRAM_FILE).module()
     steps.append(measure(f"program {PROGRAM_FILE}", program))
     folded = deepcopy(grown.network)

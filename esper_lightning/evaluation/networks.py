@@ -18,16 +18,18 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from esper_lightning.console import print_status
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.spaces.action_discovery import pad_slots
 from esper_lightning.evaluation.play import Outcome
+from esper_lightning.growth.export import SUFFIXES, TOLERANCE, Format, export
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.stages import Stage
+from esper_lightning.plugins import describe_factory, import_object
 from esper_lightning.serialization.replace import replace_durably
 from esper_lightning.tasks import Split
-from esper_lightning.user_code import find_user_part
 
 NETWORK_FILE, HOST_FILE, SAMPLES_FILE = "network.safetensors", "host.json", "samples.safetensors"
 
@@ -104,25 +106,6 @@ def test_data_of(pool: HostPool, env: HostEnv) -> Split:
     return pool.data.test.to(env.device).variant(env.context.variant_index).to(torch.device("cpu"))
 
 
-def describe_factory(factory: Any, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the class of a host and its arguments, as in a config; both are plain text and numbers.
-
-    Args:
-        factory: A class or function, or one with arguments, as a config or `functools.partial` gives it.
-        architecture: Arguments by which hosts of a family differ.
-    """
-    arguments: dict[str, Any] = {}
-    while isinstance(factory, partial):
-        arguments = {**factory.keywords, **arguments}
-        # A config gives partial(make, …, class), where `make` calls the class.
-        factory = next((arg for arg in reversed(factory.args) if callable(arg)), factory.func)
-    module, name = factory.__module__, factory.__qualname__
-    package = module.rpartition(".")[0]
-    if getattr(import_module(package) if package else None, name, None) is factory:
-        module = package  # the public name, such as esper_lightning.hosts.CNN
-    return {"class_path": f"{module}.{name}", "init_args": arguments | dict(architecture)}
-
-
 def save_host(grown: GrownHost, folder: Path) -> None:
     """Write a grown host into a folder; files of an earlier one are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,8 +158,6 @@ def load_host(folder: Path, description: Mapping[str, Any]) -> nn.Module:
         check_host_size(build, folder)
         network = build()
     except BUILD_ERRORS as error:
-        if find_user_part(error) is not None:
-            raise
         raise ValueError(f"{folder / HOST_FILE}: the host cannot be made: {error!s:.300}") from error
     if description["slots"] is not None:
         if len(slots_of(network)) > len(description["slots"]):
@@ -234,3 +215,41 @@ def save_best(hosts: Sequence[GrownHost], folder: Path) -> list[Path]:
     for grown, path in zip(hosts, folders, strict=True):
         save_host(grown, path)
     return folders
+
+
+def export_grown(
+    source: str, to: Format, *, out: str | None = None, network: str | None = None, inputs: str | None = None
+) -> None:
+    """Write a grown network as a file that other programs run, and check it on real inputs.
+
+    Args:
+        source: Folder that `grow` or `test` with `save_networks` has written, or a file of `growth.save`. The class of
+            the host that a folder names is imported and called: name only folders that you trust.
+        to: pt2: a program of torch.export, which runs without this package. onnx: a model of ONNX; needs the extra
+            [onnx]. state_dict: weights with the record of what grew, for a network with the same slots.
+        out: File to write. None: `network` in the folder, or the name of the file, with a suffix.
+        network: For a file: import path of a class or function that makes the network as it was before growth.
+        inputs: For a file: safetensors file with real inputs of the network as the tensor `inputs`.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if network is not None or inputs is not None:
+            raise ValueError("--network and --inputs are for a file; a folder tells them itself, so leave them out")
+        grown = load_host(path, read_description(path))
+        samples = read_samples(path / SAMPLES_FILE)
+        with torch.no_grad():
+            outputs = grown(samples["inputs"])
+        if "outputs" not in samples or not torch.allclose(outputs, samples["outputs"], rtol=TOLERANCE, atol=TOLERANCE):
+            raise ValueError(f"{path}: the network gives other outputs than when it was saved; save it again")
+        examples, target = samples["inputs"], path / NETWORK_FILE
+    else:
+        if network is None or inputs is None:
+            raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
+        if not path.is_file():
+            raise ValueError(f"there is no folder or file {source!r}; name one with a grown network")
+        grown = import_object(network, "--network")()
+        load(grown, path)
+        examples, target = read_samples(Path(inputs))["inputs"], path
+    target = target.with_suffix(SUFFIXES[to]) if out is None else Path(out)
+    difference = export(grown.eval(), examples, target, to)
+    print_status(f"written to {target}: on {len(examples)} inputs its outputs differ by at most {difference:.2g}")

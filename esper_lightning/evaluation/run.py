@@ -1,17 +1,23 @@
 """Output of a comparison: tables on the terminal, files and figures in a folder."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from esper_lightning.checkpointing.policy_file import read_policy
 from esper_lightning.console import print_status, wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.comparison import Comparison, ComparisonResult
+from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies, load_rivals, load_transferred
+from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.figures import write_figures
 from esper_lightning.evaluation.networks import remove_saved, save_best
 from esper_lightning.evaluation.report import RESULTS_FILE, credit_table, make_tables, write_credits, write_report
+from esper_lightning.parallel import Mapper
+from esper_lightning.provenance import provenance
+
+EVALUATION_FOLDER = "evaluation"
+"""Subfolder of a run folder for the results of a comparison."""
 
 EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png|seeds\.csv")
 """Pattern of the names of files that not every comparison writes."""
@@ -20,38 +26,62 @@ NETWORKS_FOLDER = "networks"
 """Subfolder with the grown hosts of a comparison, numbered from the best."""
 
 
-def run_comparison(
-    comparison: Comparison,
+def compare(
+    config: EvaluationConfig,
     data: HostPoolData,
-    policies: Sequence[TrainedPolicy],
+    own: TrainedPolicy | None,
     *,
-    rivals: Mapping[str, TrainedPolicy],
-    folder: Path,
-    record: Mapping[str, Any],
-    save_networks: int = 0,
+    folder: Path | None,
+    settings: Mapping[str, Any],
+    executor: Mapper | None = None,
 ) -> dict[str, ComparisonResult]:
     """Run the comparison on hosts of each task and publish the results, with several tasks in one folder per task.
 
-    Returns the results by task.
-
     Args:
-        comparison: Settings of the comparison.
+        config: Settings of the comparison.
         data: Hosts; the pool must be built and is not modified.
-        policies: Trained policies, one per training seed. Empty: rules and schedules are compared alone.
-        rivals: Further trained policies, by the names of their rows.
-        folder: Output folder.
-        record: Description of this process, saved in `evaluation.json`.
-        save_networks: Number of grown hosts to save.
+        own: Policy to compare, unless the settings name others. None: they do.
+        folder: Output folder. None: the tables are only printed.
+        settings: Settings of the run, saved in `evaluation.json`.
+        executor: Has a method `map(function, items)`, which plays the controllers in other processes.
+
+    Returns the results by task. Raises ValueError if the settings do not fit the hosts.
     """
+    if config.hosts == 0:
+        raise ValueError("evaluation.hosts is 0, so there is nothing to compare; give at least 2")
+    comparison = Comparison(config)
+    if config.policies is None:
+        assert own is not None, "there is one, or the settings name some"
+        policies = [own]
+    else:
+        load = load_transferred if config.transfer else load_policies
+        policies = load({path: read_policy(path) for path in config.policies}, data)
+    if not policies:
+        comparison.check_without_policy()
+    rivals = load_rivals(
+        {path: read_policy(path) for path in config.rivals or ()}, [policy.source for policy in policies], data
+    )
+    record = {
+        "settings": dict(settings),
+        "run": provenance(data.seed, data.pool.device, str(data.pool.executor_choice), precision=data.precision),
+    }
     results = {}
     for task, pool in data.pools.items():
+        comparison.check(pool)
         several = len(data.pools) > 1
         if several:
             print_status(f"hosts of {task}")
-        own_folder = folder / task if several else folder
-        announce_replacement(own_folder)
-        results[task] = result = comparison.run(data, policies, rivals, task=task, save_networks=save_networks)
-        publish(comparison, result, pool.space.slot, folder=own_folder, record=record)
+        own_folder = folder / task if folder is not None and several else folder
+        if own_folder is not None:
+            announce_replacement(own_folder)
+        results[task] = result = comparison.run(
+            data, policies, rivals, task=task, save_networks=config.save_networks, executor=executor
+        )
+        if own_folder is not None:
+            publish(comparison, result, pool.space.slot, folder=own_folder, record=record)
+        else:
+            for table in make_tables(result):
+                wide_console().print(table)
     return results
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from esper_lightning.errors import user_code_as_part_error
 from esper_lightning.parallel import Mapper, seeded_generators
 
 Result = TypeVar("Result")
@@ -34,8 +33,7 @@ def run_all(
         executor: Has a method `map(function, items)`, which runs the pieces in other processes, each with a copy of
             what it holds. None: one after the other in this process.
 
-    Raises ValueError if the executor runs a piece in this process, as one of threads does. Raises PartError if code of
-    the user raises an exception in another process, after that process has printed its traceback.
+    Raises ValueError if the executor runs a piece in this process, as one of threads does.
     """
     if executor is None:
         return {name: [_run(piece) for piece in pieces] for name, pieces in work.items()}
@@ -80,5 +78,4 @@ def _run_alike(origin: tuple[str, int], threads: int, allow_tf32: bool, work: _C
         raise ValueError("executor: threads share hosts and random numbers; give an executor of processes")
     torch.set_num_threads(threads)
     torch.backends.cudnn.allow_tf32 = allow_tf32
-    with user_code_as_part_error():
-        return _Copied(work.name, _run(work.content))
+    return _Copied(work.name, _run(work.content))

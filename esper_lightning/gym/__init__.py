@@ -5,7 +5,7 @@ Importing this package registers one id for each shipped config of one task, as 
 made.
 """
 
-from esper_lightning.cli.configs import config_names
+from esper_lightning.config_files import config_paths
 
 try:
     import gymnasium
@@ -23,7 +23,7 @@ CONFIGS_OF_SEVERAL_TASKS = frozenset({"general", "mixed"})
 def register_configs() -> None:
     """Register an id for each shipped config, `DigitsFamily-v0` for `digits_family.yaml`, and one for any config."""
     kwargs_by_name: dict[str, dict[str, str]] = {"Growth": {}}
-    for config in config_names():
+    for config in (path.stem for path in config_paths()):
         if config not in CONFIGS_OF_SEVERAL_TASKS:
             kwargs_by_name["".join(word.capitalize() for word in config.split("_"))] = {"config": config}
     for name, kwargs in kwargs_by_name.items():

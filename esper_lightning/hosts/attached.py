@@ -12,7 +12,6 @@ from esper_lightning.growth.attach import attach_from_records, attach_slots, att
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.machine import check_memory
 from esper_lightning.plugins import import_object
-from esper_lightning.user_code import find_user_part
 
 CPU = torch.device("cpu")
 """Device for trial networks; the host itself may be on the meta device, which has no values."""
@@ -138,8 +137,6 @@ def make_network(make: Callable[..., nn.Module], settings: dict[str, Any]) -> nn
     try:
         network = make(**settings)
     except (TypeError, ValueError) as error:
-        if find_user_part(error) is not None:
-            raise
         raise ValueError(f"host Attached: {error}; see data.host.init_args.settings and classes_as") from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"host Attached: data.host.init_args.network made a {type(network).__name__}, not a network")

@@ -1,10 +1,40 @@
 """Running mean and variance, stored as module buffers, so that checkpoints contain them."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs.spaces.rows import RowSizes
 from esper_lightning.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizeConfig:
+    """Running normalisation of observations and rewards."""
+
+    observations: bool = True
+    """Normalise features by their running mean and standard deviation."""
+
+    momentum: float | None = None
+    """Weight of the previous statistics at the update after a rollout. None: all observations so far count equally."""
+
+    clip: float = 10.0
+    """Normalised features are clipped to this absolute value."""
+
+    rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted sum of rewards. Advantages and value targets
+    are normalised anyway, so this changes only the meaning of model.ppo.advantage_floor."""
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0.0 < self.momentum < 1.0:
+            raise ValueError(f"normalize.momentum must lie in (0, 1), got {self.momentum}")
+        if not 0.0 < self.clip <= LARGEST_CLIP:
+            raise ValueError(f"normalize.clip must be positive and at most {LARGEST_CLIP:g}, got {self.clip}")
+
+
+LARGEST_CLIP = 1e30
+"""Largest absolute value to clip to: ten times as much must be finite in float32."""
 
 
 class RunningMeanStd(nn.Module):
@@ -118,3 +148,12 @@ class RowNorm(nn.Module):
 
 ObservationNorm = RunningMeanStd | RowNorm
 """Normaliser of observations."""
+
+
+def make_norm(features: int | RowSizes, settings: NormalizeConfig) -> nn.Module:
+    """Return the normaliser of observations with so many features, or of observations in rows."""
+    if not settings.observations:
+        return nn.Identity()
+    if isinstance(features, RowSizes):
+        return RowNorm(features, momentum=settings.momentum, clip=settings.clip)
+    return RunningMeanStd((features,), settings.momentum, settings.clip)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from math import isfinite
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -98,12 +98,19 @@ def load_settings(kind: type[Settings], saved: Any) -> Settings:
     types = get_type_hints(kind)
     values = dict(check_keys(f"the settings {kind.__name__}", saved, ()))
     for name, value in values.items():
-        if is_dataclass(types.get(name)):
-            values[name] = load_settings(types[name], value)
+        hint = types.get(name)
+        nested: Any = next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
+        if nested is not None and isinstance(value, Mapping):
+            values[name] = load_settings(nested, value)
     try:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"the settings {kind.__name__} do not fit: {error}") from error
+
+
+def as_settings(kind: type[Settings], given: Any) -> Settings:
+    """Return settings of type `kind`, given these or the plain data that `dataclasses.asdict` has made of them."""
+    return given if isinstance(given, kind) else load_settings(kind, given)
 
 
 def check_weights(module: nn.Module, saved: Any) -> dict[str, Any]:

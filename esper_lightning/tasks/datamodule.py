@@ -8,8 +8,8 @@ from lightning import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from esper_lightning.machine import total_memory
 from esper_lightning.parallel import seeded_generators
-from esper_lightning.process import main_memory
 from esper_lightning.tasks.task import Split, Task, TaskData
 
 LOADERS = {"training": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
@@ -83,7 +83,7 @@ def concatenate_batches(make_loader: Callable[[], Any], source: str) -> Split:
         check_batch(batch, source)
         batches.append(batch)
         size += sum(part.nbytes for part in batch)
-        if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * main_memory():
+        if len(batches) > MAX_BATCHES or size > MAX_MEMORY_SHARE * total_memory():
             raise ValueError(
                 f"FromDataModule: {source} data have no end after {len(batches)} batches of {size / 2**30:.1f} GiB "
                 f"together; give a loader that ends, with at most {MAX_BATCHES} batches in a quarter of the memory"

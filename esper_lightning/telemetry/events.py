@@ -147,16 +147,6 @@ class LevelChanged(NamedTuple):
     cause: str
 
 
-class CheckpointSaved(NamedTuple):
-    """A checkpoint was written to disk completely."""
-
-    tick: int
-    path: str
-    """Path of the checkpoint, relative to the run's folder if it lies inside."""
-    seconds: float
-    """Time that writing took, in seconds."""
-
-
 Event = (
     Started
     | SeedChanged
@@ -169,7 +159,6 @@ Event = (
     | RatioExploded
     | AnomalyChanged
     | LevelChanged
-    | CheckpointSaved
 )
 
 EVENT_CLASSES: dict[str, type[Event]] = {
@@ -184,7 +173,6 @@ EVENT_CLASSES: dict[str, type[Event]] = {
     "ratio": RatioExploded,
     "anomaly": AnomalyChanged,
     "level": LevelChanged,
-    "checkpoint": CheckpointSaved,
 }
 """Class of event by the `type` of a line."""
 

@@ -1,6 +1,5 @@
-"""TensorBoard output beside scalars: layout, histograms, figures, texts and hyper-parameters."""
+"""TensorBoard output beside scalars: layout, histograms, figures and texts."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from esper_lightning.telemetry.tags import guide
 
@@ -41,12 +39,6 @@ CUSTOM_SCALARS = {
 }
 """Custom-scalar charts by category. `Multiline` takes patterns of tags; `Margin` a tag, its lower and upper bound."""
 
-HPARAM_METRICS = ("rollout/objective", "rollout/accuracy", "rollout/parameters")
-"""Metrics shown in TensorBoard's HParams table."""
-
-MAX_SETTING_LENGTH = 100
-"""Most characters of a setting that the HParams table shows."""
-
 
 class TensorBoardWriter:
     """Writes to one run's TensorBoard files.
@@ -70,14 +62,10 @@ class TensorBoardWriter:
         """True if an earlier process has written to this folder."""
         return len(list(Path(self.writer.log_dir).glob("events.out.tfevents.*"))) > 1
 
-    def write_static(self, settings: Mapping[str, str]) -> None:
-        """Write what does not change in a run: the layout, the guide to all plots, and the hyper-parameters."""
+    def write_static(self) -> None:
+        """Write what does not change in a run: the layout, and the guide to all plots."""
         self.writer.add_custom_scalars(CUSTOM_SCALARS)
         self.writer.add_text("guide", guide(), 0)
-        values = {name: parse_setting(value) for name, value in settings.items()}
-        assert self.writer.file_writer is not None, "the run's logger is open"
-        for summary in hparams(values, dict.fromkeys(HPARAM_METRICS, 0.0)):
-            self.writer.file_writer.add_summary(summary)
 
     def histogram(self, tag: str, values: Tensor, tick: int) -> None:
         """Write a histogram of the finite `values`; write nothing if there are none."""
@@ -93,13 +81,3 @@ class TensorBoardWriter:
     def text(self, tag: str, text: str, tick: int) -> None:
         """Write a text in Markdown."""
         self.writer.add_text(tag, text, tick)
-
-
-def parse_setting(value: str) -> float | bool | str:
-    """Return a setting as a boolean or number where it is one, so that TensorBoard can sort runs by it."""
-    if value in ("True", "False"):
-        return value == "True"
-    try:
-        return float(value)
-    except ValueError:
-        return value if len(value) <= MAX_SETTING_LENGTH else f"{value[:MAX_SETTING_LENGTH]}…"

@@ -25,7 +25,6 @@ from esper_lightning.envs.spaces.action_discovery import (
 from esper_lightning.envs.spaces.actions import ActionSpace
 from esper_lightning.profiling import HostTimer, make_timer
 from esper_lightning.tasks import Split, Task, TaskData, make_variants
-from esper_lightning.user_code import find_user_part
 
 
 class EnvFactory:
@@ -158,8 +157,6 @@ class EnvFactory:
             built = build_on(device, build, torch.Generator(device).manual_seed(0))
             return built if self.shared_space is None else pad_slots(built, self.shared_space.slots, device)
         except TypeError as error:
-            if find_user_part(error) is not None:
-                raise
             if context.architecture:
                 near = self._nearest_argument(error)
                 raise ValueError(

@@ -27,15 +27,14 @@ class SharedSpace(NamedTuple):
     """Names of the blueprints that can grow on the hosts of at least one task."""
 
 
-def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]], only: Sequence[str] | None = None) -> SharedSpace:
+def union_of_slots(spaces: Sequence[tuple[ActionSpace, Tensor]]) -> SharedSpace:
     """Return the union of the tasks' action spaces: the largest number of slots, and every blueprint.
 
     Args:
         spaces: Action space of each task, and which of its blueprints can grow in which slot.
-        only: Names of the blueprints to leave out all others. None: every blueprint.
     """
     num_slots = max(len(space.slot) for space, _ in spaces)
-    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint if only is None or name in only)
+    blueprints = dict.fromkeys(name for space, _ in spaces for name in space.blueprint)
     return SharedSpace([f"place{i + 1}" for i in range(num_slots)], list(blueprints))
 
 

@@ -1,0 +1,223 @@
+"""Command line: LightningCLI with `fit`, `validate` and `test`, and the small commands, which are functions."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import ArgumentError, auto_cli, set_parsing_settings
+from jsonargparse.typing import PositiveInt
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
+from esper_lightning.config_files import configs, find_config, init
+from esper_lightning.console import print_status
+from esper_lightning.datamodules import HostPoolData
+from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.comparison import Comparison
+from esper_lightning.evaluation.growing import find_controller, grow_host
+from esper_lightning.evaluation.networks import export_grown
+from esper_lightning.module import TamiyoModule
+from esper_lightning.plugins import is_of_this_package
+from esper_lightning.sweep import sweep
+
+PROGRAM = "esper-lightning"
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Subfolder of a run folder in which Lightning saves checkpoints."""
+
+THREADS_HELP = """Threads that torch may use for one operator on the CPU. Operators of a small policy and small hosts
+are too short to split: on a busy machine waiting threads made such a run ten times slower. Raise it for large hosts."""
+
+
+class Parser(LightningArgumentParser):
+    """Argument parser whose error is one line, without the usage of 200 options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            raise ArgumentError(None, message) from ex
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class SaveFitConfig(SaveConfigCallback):
+    """Saves config.yaml in the folder of the run; `validate` and `test` leave that of `fit` as it is."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+class EsperCLI(LightningCLI):
+    """LightningCLI with the callbacks, the logger and the checkpoint writer that a run usually has.
+
+    `fit` ends with `test`, unless `model.evaluation.hosts` is 0. Each default is a setting that a config may replace.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
+        parser.link_arguments("seed_everything", "data.seed")
+        for name in ("gamma", "horizon_is_end"):
+            parser.link_arguments(f"model.ppo.{name}", f"data.env.reward.{name}")
+        parser.set_defaults({"trainer.callbacks": DEFAULT_CALLBACKS})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+        config = self.config.get(str(self.config.get("subcommand")), self.config)
+        if config.get("ckpt_path") in ("last", "best"):
+            config.ckpt_path = find_checkpoint(config.ckpt_path, Path(config.trainer.default_root_dir or "runs"))
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: the settings of a checkpoint would replace those that the user has given."""
+
+    def before_instantiate_classes(self) -> None:
+        threads = self._get(self.config, "threads_per_operator")
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the other processes of a run
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self._get(self.config_init, "trainer")
+        config.callbacks = last_of_each_class(config.callbacks or [])
+        if config.logger in (None, True):
+            run = run_folder(self._get(self.config_init, "ckpt_path"))
+            root, version = (config.default_root_dir or "runs", None) if run is None else (run.parent, run.name)
+            config.logger = TensorBoardLogger(root, name="", version=version)
+        if not sys.stdout.isatty() and not any(isinstance(one, ProgressBar) for one in config.callbacks):
+            config.enable_progress_bar = False  # bars fill a file with lines
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Build the hosts and check the closing comparison before anything is written."""
+        trainer, evaluation = self.trainer, self.model.evaluation
+        self.model.check(self.datamodule)
+        self.datamodule.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
+        if evaluation.hosts and isinstance(self.datamodule, HostPoolData):
+            comparison = Comparison(evaluation)
+            for pool in self.datamodule.pools.values():
+                comparison.check(pool)
+            comparison.check_controllers(self.datamodule)
+
+    def after_fit(self) -> None:
+        trainer: Any = self.trainer  # Lightning does not declare all attributes
+        if self.model.evaluation.hosts and isinstance(self.datamodule, HostPoolData) and not trainer.fast_dev_run:
+            trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+
+
+def last_of_each_class(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks without those of this package that a later one of the same class replaces."""
+    last = {type(one): one for one in callbacks}
+    return [one for one in callbacks if one is last[type(one)] or not is_of_this_package(type(one))]
+
+
+def governor_of(trainer: Any) -> Governor | None:
+    """Return the Governor among the callbacks of a trainer."""
+    return next((one for one in trainer.callbacks if isinstance(one, Governor)), None)
+
+
+def run_folder(checkpoint: str | Path | None) -> Path | None:
+    """Return the run folder in which a checkpoint lies, or None if it lies elsewhere."""
+    if checkpoint is None or Path(checkpoint).parent.name != CHECKPOINTS_FOLDER:
+        return None
+    return Path(checkpoint).absolute().parents[1]
+
+
+def find_checkpoint(name: str, root: Path) -> str:
+    """Return the path of the newest checkpoint `last` or `best` below a folder. Raises ValueError if there is none."""
+    found = [*root.rglob(f"{CHECKPOINTS_FOLDER}/{name}.ckpt")]
+    if not found:
+        raise ValueError(f"ckpt_path {name}: there is no run with a {name}.ckpt below {str(root)!r}; name a checkpoint")
+    return str(max(found, key=lambda path: path.stat().st_mtime_ns))
+
+
+def make_cli(args: list[str], **settings: Any) -> EsperCLI:
+    """Return the command line with parsed arguments, after the subcommand that they name has run."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Lightning sets this variable so that torch looks for GPUs through NVML, and Adam looks at every step: 130 µs
+    # instead of 5, a tenth of a tiny host's step. It is meant for processes that fork later, which none does here.
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    return EsperCLI(
+        TamiyoModule,
+        HostPoolData,
+        args=args,
+        parser_class=Parser,
+        seed_everything_default=0,
+        trainer_defaults={
+            "devices": 1,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "plugins": [{"class_path": "esper_lightning.checkpointing.atomic_io.AtomicCheckpointIO"}],
+        },
+        save_config_callback=SaveFitConfig,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        **settings,
+    )
+
+
+def load_config(config: str | Path, *overrides: str) -> EsperCLI:
+    """Return `model`, `datamodule` and `trainer` of a config, as `fit` makes them.
+
+    Args:
+        config: Path of a YAML file, or the name of a config of the package, as `digits`.
+        overrides: Further settings as on the command line, such as `--data.n_envs=8`.
+
+    Raises ValueError, naming the file, if a setting is not valid.
+    """
+    try:
+        args = ["--config", str(find_config(config)), *overrides]
+        return make_cli(args, run=False, parser_kwargs={"exit_on_error": False})
+    except ArgumentError as error:
+        raise ValueError(f"{config}: {' '.join(str(error).split())}") from error
+
+
+def from_config(config: str | Path, *overrides: str) -> tuple[TamiyoModule, HostPoolData]:
+    """Return the module and the data module of a config; see `load_config`."""
+    made = load_config(config, *overrides)
+    return made.model, made.datamodule
+
+
+def grow(config: str, controller: str, *, out: str = "runs/grown") -> None:
+    """Train one host of a config while a controller grows it, and save the network for use in other programs.
+
+    Args:
+        config: Path of a config, or the name of one of the package, as `digits`.
+        controller: A rule (`periodic`, `climbing`, `heuristic`, `wait` …), the import path of your own, the file of a
+            schedule (.json), a trained policy (.ckpt or .safetensors), or `tamiyo`, the one of the package.
+        out: Folder for the network, its exported program, the network with folded seeds, accuracies and a figure.
+    """
+    made = load_config(config)
+    data, rules = made.datamodule, Comparison(made.model.evaluation).make_controllers()
+    data.build(made.trainer.strategy.root_device)
+    data.oversee(governor_of(made.trainer))
+    chosen = find_controller(controller, rules, data.pool.device)
+    pool = data.make_pool(1, sight=getattr(chosen, "sight", None))  # that of a policy over sets
+    (rng_seed,) = episode_rng_seeds(data.seed, EVALUATION, 0, n_envs=1)
+    grow_host(pool, controller, chosen, rng_seed=rng_seed, folder=Path(out))
+    print_status(f"written to {out}")
+
+
+COMMANDS: dict[str, Callable[..., object]] = {
+    "grow": grow,
+    "export": export_grown,
+    "sweep": sweep,
+    "configs": configs,
+    "init": init,
+}
+"""Commands that are functions, by name."""
+
+
+def run(args: list[str]) -> None:
+    """Run the command line with the arguments behind the program's name."""
+    if args and args[0] in COMMANDS:
+        auto_cli(COMMANDS[args[0]], args=args[1:], prog=f"{PROGRAM} {args[0]}", as_positional=True, parser_class=Parser)
+        return
+    args = [
+        str(find_config(arg)) if before == "--config" else arg for before, arg in zip(["", *args], args, strict=False)
+    ]
+    epilog = f"Further commands, each with its own --help: {', '.join(COMMANDS)}."
+    make_cli(args, parser_kwargs={"prog": PROGRAM, "epilog": epilog})

@@ -1,3 +1,0 @@
-"""Command line of Esper Lightning."""
-
-PROGRAM = "esper-lightning"
