@@ -64,7 +64,7 @@ class Preemption(Checkpoint):
         folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         folder = next(filter(None, folders), trainer.log_dir or trainer.default_root_dir)
         path = Path(folder) / f"{self.filename}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             print_status(f"stopped by {signal.Signals(number).name}; go on from ckpt_path {path}")
         trainer.strategy.barrier()  # the first process to end makes Lightning end the others
