@@ -1,7 +1,7 @@
-"""Long description of the package: README.md with links that lead somewhere outside of the repository, too.
+"""Long description and folders of the package; all other metadata stand in pyproject.toml.
 
-All other metadata stand in pyproject.toml. The links are relative to `Repository` in [project.urls]; without it they
-become plain text, and pictures are left out.
+The description is README.md with links that lead somewhere outside of the repository, too. They are relative to
+`Repository` in [project.urls]; without it they become plain text, and pictures are left out.
 """
 
 import re
@@ -27,10 +27,18 @@ def absolute_links(text: str, repository: str | None) -> str:
 
 
 if __name__ == "__main__":
-    from setuptools import setup  # here, so that a test can read the function without it
+    from setuptools import find_packages, setup  # here, so that a test can read the function without it
 
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    # callbacks/ and configs/ lie at the top of the repository. Once installed they are part of the package, since
+    # projects of users have a `callbacks` of their own. The links below esper_lightning/ are for tools that read the
+    # source; a clone without symbolic links has none.
+    moved = {f"esper_lightning.{name}": name for name in ("callbacks", "configs")}
+    found = find_packages(str(ROOT), include=["esper_lightning", "esper_lightning.*", "callbacks", "callbacks.*"])
+    packages = {f"esper_lightning.{name}" if name.startswith("callbacks") else name for name in found} | set(moved)
     setup(
+        packages=sorted(packages),
+        package_dir=moved,
         long_description=absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), urls.get("Repository")),
         long_description_content_type="text/markdown",
     )

@@ -5,9 +5,14 @@ in any training loop. The names of `EXPORTS` are imported at their first use.
 """
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
+
+if not (Path(__file__).parent / "callbacks").is_dir():
+    # `callbacks` lies at the top of the repository. A clone without symbolic links has a text file in place of the link.
+    __path__.append(str(Path(__file__).parents[1]))
 
 EXPORTS = {
     "train": "api",
