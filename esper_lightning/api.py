@@ -102,7 +102,7 @@ def train(
         accelerator=accelerator,
         devices=1,
         max_epochs=rollouts,
-        logger=TensorBoardLogger(root, name="", version=version),
+        logger=TensorBoardLogger(Path(root).absolute(), name="", version=version),
         callbacks=[*callbacks, *usual],
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,

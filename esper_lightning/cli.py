@@ -85,7 +85,8 @@ class EsperCLI(LightningCLI):
         if config.logger in (None, True):
             run = run_folder(self._get(self.config_init, "ckpt_path"))
             root, version = (config.default_root_dir or "runs", None) if run is None else (run.parent, run.name)
-            config.logger = TensorBoardLogger(root, name="", version=version)
+            # Absolute, because a resumed ModelCheckpoint forgets its best score if its folder is named in another way.
+            config.logger = TensorBoardLogger(Path(root).absolute(), name="", version=version)
         if not sys.stdout.isatty() and not any(isinstance(one, ProgressBar) for one in config.callbacks):
             config.enable_progress_bar = False  # bars fill a file with lines
         return super().instantiate_trainer(**kwargs)
