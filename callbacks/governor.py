@@ -31,7 +31,7 @@ class Governor(Overseer, Callback):
 
     def __init__(self, rules: GovernorConfig = GovernorConfig(), *, lines: int = 5) -> None:
         if lines < 0:
-            raise ValueError(f"governor.lines must not be negative, got {lines}")
+            raise ValueError(f"Governor.lines must not be negative, got {lines}")
         super().__init__(rules)
         self.lines = lines
 

@@ -84,11 +84,11 @@ class Telemetry(Callback):
         anomalies: AnomalyConfig = AnomalyConfig(),
     ) -> None:
         if every_n_ticks < 1:
-            raise ValueError(f"telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
+            raise ValueError(f"Telemetry.every_n_ticks must be at least 1, got {every_n_ticks}")
         counts = {"figures_every": figures_every, "credit_hosts": credit_hosts, "layer_hosts": layer_hosts}
         for name, value in (counts | {"raised_ticks": raised_ticks}).items():
             if value < 0:
-                raise ValueError(f"telemetry.{name} must not be negative, got {value}")
+                raise ValueError(f"Telemetry.{name} must not be negative, got {value}")
         self.every_n_ticks = every_n_ticks
         self.figures_every = figures_every
         self.credit_hosts = credit_hosts

@@ -11,7 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 if not (Path(__file__).parent / "callbacks").is_dir():
-    # `callbacks` lies at the top of the repository; a clone without symbolic links has a text file in place of the link.
+    # `callbacks` lies at the top of the repository; a clone without symbolic links has a text file for the link.
     __path__.append(str(Path(__file__).parents[1]))
 
 EXPORTS = {

@@ -187,15 +187,15 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if self.hosts < 0 or self.hosts == 1:
-            raise ValueError(f"evaluation.hosts must be 0 (none) or at least 2 (for an interval), got {self.hosts}")
-        check_host_count("evaluation.hosts", self.hosts, least=0)
-        check_rng_seed("evaluation.seed", self.seed)
+            raise ValueError(f"model.evaluation.hosts must be 0 or at least 2 (for an interval), got {self.hosts}")
+        check_host_count("model.evaluation.hosts", self.hosts, least=0)
+        check_rng_seed("model.evaluation.seed", self.seed)
         check_jobs(self.jobs)
         if self.save_networks < 0:
-            raise ValueError(f"evaluation.save_networks must be at least 0, got {self.save_networks}")
+            raise ValueError(f"model.evaluation.save_networks must be at least 0, got {self.save_networks}")
         if self.credit.hosts > self.hosts:
             raise ValueError(
-                f"evaluation.credit.hosts is {self.credit.hosts}, more than the {self.hosts} that are evaluated"
+                f"model.evaluation.credit.hosts is {self.credit.hosts}, more than the {self.hosts} that are evaluated"
             )
 
 
@@ -220,14 +220,14 @@ class Comparison:
         taken = {TAMIYO, *reserved, *make_baselines(self.seed, **self.rule_configs)}
         for name in schedules or {}:
             if name in taken or name.startswith((RIVAL_PREFIX, TWIN_PREFIX)):
-                raise ValueError(f"evaluation.schedules: {name!r} is another controller's name; choose a new one")
+                raise ValueError(f"model.evaluation.schedules: {name!r} is another controller's name; choose a new one")
         known = [*reserved, *self._named_controllers()]
         self.own = [name for name in against or () if name not in known]
         for name in self.own:
             try:
                 CONTROLLERS.find(name, known)
             except ValueError as error:
-                raise ValueError(f"evaluation.against: {error}") from error
+                raise ValueError(f"model.evaluation.against: {error}") from error
         self.hand_written = (*HAND_WRITTEN, *self.own)
         self.make_controllers()  # raises ValueError now if one cannot be made
         per_price = search is not None and (
@@ -236,7 +236,7 @@ class Comparison:
         for name, is_available in ((BEST_FIXED, search is not None), (BEST_PER_PRICE, per_price)):
             if name in (against or ()) and not is_available:
                 setting = "search.steps" if name == BEST_FIXED else "search.per_price"
-                raise ValueError(f"evaluation.against: {name!r} must be searched first; set evaluation.{setting}")
+                raise ValueError(f"model.evaluation.against: {name!r} must be searched first; set its {setting}")
 
     def includes(self, name: str) -> bool:
         """Return True if the comparison includes this controller."""
@@ -246,14 +246,13 @@ class Comparison:
         """Raise ValueError unless there is something to compare without a trained policy."""
         for name in DERIVED:
             if name in (self.against or ()):
-                raise ValueError(f"evaluation.against: {name!r} needs a trained policy; give --ckpt_path")
+                raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
         if self.against == []:
             raise ValueError(
-                "there is nothing to compare: evaluation.against is empty and there is no policy; name controllers, "
-                "or give --ckpt_path"
+                "there is nothing to compare: model.evaluation.against is empty and there is no policy; name controllers"
             )
         if self.credit.hosts:
-            raise ValueError("evaluation.credit analyses the seeds of a trained policy; give --ckpt_path")
+            raise ValueError("model.evaluation.credit analyses the seeds of a trained policy; name one in policies")
 
     def check(self, pool: HostPool) -> None:
         """Raise ValueError if a schedule does not fit the pool's hosts or the search budget is too small.
@@ -272,12 +271,12 @@ class Comparison:
         contexts = pool.config.family.contexts(self.held_out)
         if self.controls and any(context.horizon is not None for context in contexts):
             raise ValueError(
-                "evaluation.controls: static controls train beyond the horizon, which hosts with the variable horizon "
-                "do not; set evaluation.controls to false"
+                "model.evaluation.controls: static controls train beyond the horizon, which hosts with the variable "
+                "horizon do not; set it to false"
             )
         if self.held_out and not pool.config.family.held_out:
             raise ValueError(
-                "evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
+                "model.evaluation.held_out: there are no held-out contexts; name some in data.env.family.held_out"
             )
 
     def check_controllers(self, data: HostPoolData) -> None:

@@ -48,7 +48,7 @@ def compare(
     Returns the results by task. Raises ValueError if the settings do not fit the hosts.
     """
     if config.hosts == 0:
-        raise ValueError("evaluation.hosts is 0, so there is nothing to compare; give at least 2")
+        raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
     comparison = Comparison(config)
     if config.policies is None:
         assert own is not None, "there is one, or the settings name some"

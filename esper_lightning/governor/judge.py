@@ -52,17 +52,17 @@ class GovernorConfig:
     def __post_init__(self) -> None:
         for name in ("window", "patience", "snapshot_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"governor.rules.{name} must be at least 1 host epoch, got {getattr(self, name)}")
+                raise ValueError(f"Governor.rules.{name} must be at least 1 host epoch, got {getattr(self, name)}")
         for name in ("cooldown", "max_rollbacks", "penalty"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"governor.rules.{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"Governor.rules.{name} must not be negative, got {getattr(self, name)}")
         for name in ("max_loss", "max_ratio", "learned", "guessing"):
             if not getattr(self, name) > 0.0:
-                raise ValueError(f"governor.rules.{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"Governor.rules.{name} must be positive, got {getattr(self, name)}")
         if not 0.0 < self.lr_factor <= 1.0:
-            raise ValueError(f"governor.rules.lr_factor must lie in (0, 1], got {self.lr_factor}")
+            raise ValueError(f"Governor.rules.lr_factor must lie in (0, 1], got {self.lr_factor}")
         if self.max_growth is not None and not self.max_growth >= 1.0:
-            raise ValueError(f"governor.rules.max_growth must be at least 1 (the host alone), got {self.max_growth}")
+            raise ValueError(f"Governor.rules.max_growth must be at least 1 (the host alone), got {self.max_growth}")
 
 
 class GovernorState(NamedTuple):
@@ -246,6 +246,6 @@ def veto_reasons(op: str, growth: float, state: GovernorState, *, config: Govern
     if op == "GERMINATE" and config.max_growth is not None and growth > config.max_growth:
         reasons.append(
             f"it would have {growth:.3g} times the parameters it began with, more than "
-            f"governor.rules.max_growth = {config.max_growth:g}"
+            f"Governor.rules.max_growth = {config.max_growth:g}"
         )
     return reasons

@@ -30,7 +30,7 @@ from esper_lightning.tamiyo.policy import Policy, RecurrentState
 REWARD = "the reward"
 
 REMEDY = (
-    "for a reward lower data.env.reward, data.env.objective or governor.rules.penalty, for a feature look at the "
+    "for a reward lower data.env.reward, data.env.objective or Governor.rules.penalty, for a feature look at the "
     "environment, else lower model.ppo.lr"
 )
 """Advice where no environment of a rollout can be learned from."""

@@ -214,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="grad_norm_high", metric="grad_norm_ratio", side="above",
         cause="the policy's gradient has grown: rewards or values have left their usual range",
-        settings=("model.ppo.lr", "model.ppo.max_grad_norm", "governor.rules.penalty"),
+        settings=("model.ppo.lr", "model.ppo.max_grad_norm", "Governor.rules.penalty"),
     ),
     Rule(
         name="grad_norm_low", metric="grad_norm_ratio", side="below",
@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="rolled_back", metric="rolled_back", side="above", cause="hosts diverge",
-        settings=("data.env.training.lr", "data.env.training.max_grad_norm", "governor.rules"),
+        settings=("data.env.training.lr", "data.env.training.max_grad_norm", "Governor.rules"),
     ),
     Rule(
         name="reliance", metric="reliance", side="above",

@@ -1,1 +1,1 @@
-"""Search for fixed schedules and the value of information."""
+"""Search for fixed schedules."""
