@@ -36,8 +36,8 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
     if module._compiler_ctx is not None or module._compiled_call_impl is not None:
         raise ValueError(
-            f"Grow: {type(module).__name__} is compiled, and its network does not see its slots; train it without "
-            f"torch.compile"
+            f"Grow: {type(module).__name__} is compiled, which hides its parts; compile its training_step, or a "
+            f"function that calls the network"
         )
     if trainer.precision not in PRECISIONS:
         raise ValueError(f"Grow: precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}")
@@ -62,7 +62,10 @@ def check_network(network: nn.Module, name: str) -> None:
     for part_name, part in network.named_modules():
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             where = f"{name}.{part_name}" if part_name else name
-            raise ValueError(f"Grow: {where!r} is compiled, and does not see its slots; train it without torch.compile")
+            raise ValueError(
+                f"Grow: {where!r} is compiled, which hides its parts; compile training_step, or a function that calls "
+                f"the network"
+            )
 
 
 def check_wrapper(trainer: Trainer) -> None:
