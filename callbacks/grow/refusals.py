@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -17,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach_checks import parse_slot_requests
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.param_groups import check_optimizer
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
 
@@ -145,10 +144,7 @@ def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer
         many = "several optimizers train" if owners else "no optimizer trains"
         raise ValueError(f"Grow: {many} the parameters of {name!r}; name a network that exactly one optimizer trains")
     (optimizer,) = owners
-    if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
-        raise ValueError(
-            f"Grow: {type(optimizer).__name__} cannot hold parameter groups that come and go; use SGD, Adam or AdamW"
-        )
+    check_optimizer(optimizer)
     precision = trainer.precision_plugin
     is_scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if is_scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
