@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -17,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from esper_lightning.blueprints import suggest_name
 from esper_lightning.growth.attach_checks import parse_slot_requests
 from esper_lightning.growth.lifecycle import slots_of
+from esper_lightning.growth.param_groups import check_optimizer
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
 
@@ -36,8 +35,8 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
     if module._compiler_ctx is not None or module._compiled_call_impl is not None:
         raise ValueError(
-            f"Grow: {type(module).__name__} is compiled, and its network does not see its slots; train it without "
-            f"torch.compile"
+            f"Grow: {type(module).__name__} is compiled, which hides its parts; compile its training_step, or a "
+            f"function that calls the network"
         )
     if trainer.precision not in PRECISIONS:
         raise ValueError(f"Grow: precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}")
@@ -62,7 +61,10 @@ def check_network(network: nn.Module, name: str) -> None:
     for part_name, part in network.named_modules():
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             where = f"{name}.{part_name}" if part_name else name
-            raise ValueError(f"Grow: {where!r} is compiled, and does not see its slots; train it without torch.compile")
+            raise ValueError(
+                f"Grow: {where!r} is compiled, which hides its parts; compile training_step, or a function that calls "
+                f"the network"
+            )
 
 
 def check_wrapper(trainer: Trainer) -> None:
@@ -142,10 +144,7 @@ def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer
         many = "several optimizers train" if owners else "no optimizer trains"
         raise ValueError(f"Grow: {many} the parameters of {name!r}; name a network that exactly one optimizer trains")
     (optimizer,) = owners
-    if isinstance(optimizer, torch.optim.LBFGS | ZeroRedundancyOptimizer):
-        raise ValueError(
-            f"Grow: {type(optimizer).__name__} cannot hold parameter groups that come and go; use SGD, Adam or AdamW"
-        )
+    check_optimizer(optimizer)
     precision = trainer.precision_plugin
     is_scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if is_scaled and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -144,7 +144,12 @@ class VariantMeter:
 
         handle = self.network.register_forward_pre_hook(see, with_kwargs=True)
         try:
-            with evaluation_mode(self.module), isolate_rng(), self.trainer.precision_plugin.val_step_context():
+            with (
+                evaluation_mode(self.module),
+                isolate_rng(),
+                self.trainer.precision_plugin.val_step_context(),
+                torch.compiler.set_stance("force_eager"),  # compiled code does not call a hook that comes later
+            ):
                 _Listener(self.module).run(self._to_device(self.batches[0]), 0)
         finally:
             handle.remove()

@@ -1,6 +1,7 @@
 """Slots for any network: forward hooks insert them after modules that were not written for growth."""
 
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -134,7 +135,7 @@ def attach_slots(
         ValueError: A name is unknown or given twice; a module does not run, or does not return features [B, C, H, W],
             [B, T, C] or [B, C]; the example has only one sample. The network is then unchanged.
     """
-    if hasattr(network, "_orig_mod"):
+    if hasattr(network, "_orig_mod") or network._compiled_call_impl is not None:
         raise ValueError("the network is compiled, and would not see its slots; attach them first, compile then")
     requests = parse_slot_requests(network, names, channels_last)
     with evaluation_mode(network), torch.no_grad(), ExitStack() as undo:
@@ -298,6 +299,10 @@ def _attach(network: nn.Module, site: SlotSite, slot: SeedSlot) -> None:
     container.sites[slot.name] = site
     hook = _SlotHook(slot, site)
     container.hook_handles[slot.name] = network.get_submodule(site.module).register_forward_hook(hook)
+    # torch.compile does not guard hooks: what it compiled before would go on without the slot. Importing it takes
+    # seconds, and before that nothing is compiled.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _container(network: nn.Module) -> AttachedSlots | None:

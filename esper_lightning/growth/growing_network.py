@@ -27,6 +27,7 @@ from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.param_groups import (
     SEED_GROUP_PREFIX,
     add_group,
+    check_optimizer,
     group_names,
     has_group,
     match_groups,
@@ -114,6 +115,7 @@ class GrowingNetwork:
         carry_over: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
+        check_optimizer(optimizer)
         self.module = module
         self.optimizer = optimizer
         self.horizon = horizon

@@ -12,6 +12,21 @@ HOST_GROUP = "host"
 SEED_GROUP_PREFIX = "seed."
 """Prefix of the names of seeds' parameter groups."""
 
+UNFIT_OPTIMIZERS = {
+    "LBFGS": "cannot hold parameter groups that come and go",
+    "ZeroRedundancyOptimizer": "cannot hold parameter groups that come and go",
+    "Muon": "trains matrices alone, and seeds have other parameters",
+    "SparseAdam": "takes sparse gradients alone, and those of seeds are dense",
+}
+"""Optimizers of torch that cannot train seeds, and the reasons."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError if the optimizer is of a kind that cannot train seeds."""
+    kind = type(optimizer).__name__
+    if kind in UNFIT_OPTIMIZERS:
+        raise ValueError(f"{kind} {UNFIT_OPTIMIZERS[kind]}; use SGD, Adam or AdamW")
+
 
 def seed_group_name(slot: str) -> str:
     """Return the name of the parameter group of the seed in `slot`."""
@@ -29,10 +44,14 @@ def add_group(optimizer: Optimizer, name: str, module: nn.Module, **options: flo
     named_parameters = [(f"{name}.{own_name}", p) for own_name, p in module.named_parameters()]
     params = named_parameters if has_names else [parameter for _, parameter in named_parameters]
     # A learning-rate scheduler may have changed the first group; the new group follows it.
-    first_options = {key: optimizer.param_groups[0][key] for key in optimizer.defaults}
-    if "initial_lr" in optimizer.param_groups[0]:
-        first_options["initial_lr"] = options.get("lr", optimizer.param_groups[0]["initial_lr"])
+    first = optimizer.param_groups[0]
+    first_options = {key: first[key] for key in optimizer.defaults if key in first}
+    if "initial_lr" in first:
+        first_options["initial_lr"] = options.get("lr", first["initial_lr"])
     optimizer.add_param_group({**first_options, **options, "params": params, "name": name})
+    # When it loads a state, torch adds an option to the defaults of optimizers whose groups are made without it.
+    for key in optimizer.defaults.keys() - first.keys():
+        optimizer.param_groups[-1].pop(key, None)
 
 
 def remove_group(optimizer: Optimizer, name: str) -> None:

@@ -55,7 +55,10 @@ class SeedSlot(Recorded):
             may split the batch here. False if a shortcut bypasses the slot.
 
     Attributes:
-        stage: Lifecycle stage of the seed.
+        occupied: True if the slot contains a seed.
+        live: True if the slot contains a seed that is not fossilized.
+        isolated: True if the seed learns without an effect on the host's output.
+        blended: True if the seed's output is part of the host's feature; only then can it contribute.
         seed: The growing module; an identity if the slot is empty.
         blueprint: Name of the seed's blueprint, or None.
         style: Function that blends the seed's output into the host's feature.
@@ -115,24 +118,18 @@ class SeedSlot(Recorded):
         return conv.to(self.alpha.dtype)
 
     @property
-    def occupied(self) -> bool:
-        """True if the slot contains a seed."""
-        return self.stage in OCCUPIED
+    def stage(self) -> Stage:
+        """Lifecycle stage of the seed; assigning it sets the attributes that depend on it."""
+        return self._stage
 
-    @property
-    def live(self) -> bool:
-        """True if the slot contains a seed that is not fossilized."""
-        return self.stage in LIVE
-
-    @property
-    def isolated(self) -> bool:
-        """True if the seed learns without an effect on the host's output."""
-        return self.stage in ISOLATED
-
-    @property
-    def blended(self) -> bool:
-        """True if the seed's output is part of the host's feature; only then can it contribute."""
-        return self.stage in BLENDED
+    @stage.setter
+    def stage(self, stage: Stage) -> None:
+        self._stage = stage
+        # `forward` reads these: torch.compile would not notice another stage in `stage in BLENDED`, but guards bools.
+        self.occupied = stage in OCCUPIED
+        self.live = stage in LIVE
+        self.isolated = stage in ISOLATED
+        self.blended = stage in BLENDED
 
     @property
     def ramping(self) -> bool:
@@ -203,7 +200,7 @@ class SeedSlot(Recorded):
             return (proximal if self.isolation == "proximal" else straight_through)(x, self.trial_output(x))
         if not self.blended:
             return x
-        at_full_alpha = self.stage is Stage.FOSSILIZED and self.ramp.target == 1.0
+        at_full_alpha = not self.live and self.ramp.target == 1.0
         return self._mix(x, x.detach() if self.detach_input and self.live else x, None if at_full_alpha else self.alpha)
 
     def trial_output(self, x: Tensor) -> Tensor:

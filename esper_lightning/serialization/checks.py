@@ -165,7 +165,7 @@ def _merge_saved_group(saved: Any, group: dict[str, Any]) -> dict[str, Any]:
     for name, value in group.items():
         if type(value) in (int, float):
             check_numbers(f"the optimizer's {name}", [saved.get(name, value)])
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and None not in value:
             saved[name] = tuple(check_numbers(f"the optimizer's {name}", saved[name], len(value)))
         elif name != "params":
             saved[name] = value

@@ -248,5 +248,8 @@ def test_slots_of_its_own_and_attached_ones_are_saved_and_loaded_together(tmp_pa
 
 
 def test_a_network_that_is_compiled_already_gets_no_slots() -> None:
-    with pytest.raises(ValueError, match="attach them first, compile then"):
-        attach_slots(torch.compile(small_cnn([]), backend="eager"), ["norms.1"], small_batch()[0])
+    in_place = small_cnn([])
+    in_place.compile(backend="eager")
+    for network in (torch.compile(small_cnn([]), backend="eager"), in_place):
+        with pytest.raises(ValueError, match="attach them first, compile then"):
+            attach_slots(network, ["norms.1"], small_batch()[0])

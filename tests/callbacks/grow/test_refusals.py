@@ -67,7 +67,7 @@ SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 ELSEWHERE = with_optimizer(lambda module: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 
-COMPILED = "is compiled.*train it without torch.compile"
+COMPILED = "is compiled, which hides its parts; compile .*training_step, or a function"
 
 REFUSED: dict[str, tuple[Callable[[Classifier], None], dict[str, Any], dict[str, Any], str]] = {
     "AveragedModel": (averaged, {}, {"network": "net"}, "AveragedModel.*second run"),

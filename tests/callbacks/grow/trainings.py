@@ -56,10 +56,10 @@ def trainer(*callbacks: Callback, epochs: int = 6, **settings: Any) -> Trainer:
     return Trainer(callbacks=list(callbacks), **{**defaults, **settings})
 
 
-def classifier(scheduler: str | None = None, **settings: Any) -> Classifier:
+def classifier(scheduler: str | None = None, kind: type[Classifier] = Classifier, **settings: Any) -> Classifier:
     """Return a classifier with the same weights every time."""
     L.seed_everything(0, verbose=False)
-    return Classifier(scheduler, **settings)
+    return kind(scheduler, **settings)
 
 
 def train(

@@ -1,0 +1,84 @@
+"""Grow trains a module that runs compiled code exactly as it trains the same module uncompiled."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from esper_lightning.envs import Op
+from esper_lightning.growth import slots_of
+from esper_lightning.growth.stages import Stage
+from tests.callbacks.grow.modules import Classifier
+from tests.callbacks.grow.trainings import classifier, grow, train
+from tests.decisions import cull, decide, germinate
+
+LIFE = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0), 7: cull(1)}
+"""One seed is kept, another one is removed."""
+
+
+class Whole(nn.Module):
+    """Network with a forward pass of its own, which does not run the slots as an nn.Sequential runs its children."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Plain(Classifier):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.net = Whole(self.net)  # type: ignore[assignment]
+
+
+class CompiledFunction(Plain):
+    """Both steps call a compiled function, which the check of the validation before the training compiles."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.run = torch.compile(lambda images: self.net(images), backend="eager")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.run(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        outputs = self.run(batch[0])
+        self.accuracy(outputs, batch[1])
+        self.log("val_acc", self.accuracy)
+        self.log("val_loss", F.cross_entropy(outputs, batch[1]), sync_dist=True)
+
+
+class CompiledTraining(Plain):
+    training_step = torch.compile(Plain.training_step, backend="aot_eager")
+
+
+class CompiledSteps(Plain):
+    training_step = torch.compile(Plain.training_step, backend="eager")
+    validation_step = torch.compile(Plain.validation_step, backend="eager")
+
+
+def grown(kind: type[Classifier]) -> tuple[dict[str, Tensor], dict[str, float], list[Stage]]:
+    """Return weights, metrics and stages after a training of 8 epochs."""
+    torch.compiler.reset()
+    module = classifier(kind=kind)
+    ended = train(module, grow(LIFE, slots=["layers.3", "layers.5"]), epochs=8)
+    metrics = {name: float(value) for name, value in ended.callback_metrics.items()}
+    return module.state_dict(), metrics, [slot.stage for slot in slots_of(module).values()]
+
+
+@pytest.mark.parametrize(
+    "kind", [CompiledFunction, CompiledTraining, pytest.param(CompiledSteps, marks=pytest.mark.slow)]
+)
+def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one(kind: type[Classifier]) -> None:
+    (weights, metrics, stages), (expected, expected_metrics, _) = grown(kind), grown(Plain)
+
+    assert stages == [Stage.FOSSILIZED, Stage.CULLED]
+    assert metrics == expected_metrics
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())

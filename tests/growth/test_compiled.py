@@ -1,0 +1,228 @@
+"""A compiled network computes what the uncompiled one does, whatever has grown in it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from esper_lightning.governor.snapshot import Snapshot
+from esper_lightning.growth import GrowingNetwork, attach_slots, fold
+from esper_lightning.growth.blend import Isolation
+from esper_lightning.growth.counterfactual import forward_variants
+from esper_lightning.growth.stages import Stage
+from tests.growth.attached import Residual, images, small_network
+from tests.growth.by_hand import BY_HAND
+from tests.growth.grown import CALM, STYLES, add_noise, batch_of, generator_of, grow, host_of
+
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+
+HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+BLUEPRINTS = {"image": "conv_light", "sequence": "lora", "vector": "mlp_small"}
+
+
+class Subject(NamedTuple):
+    """Network with a slot in which a seed grows, and a batch."""
+
+    network: nn.Module
+    slot: str
+    blueprint: str
+    inputs: Tensor
+    classes: Tensor
+
+
+def built_in(layout: Any) -> Subject:
+    slot = "block1" if layout == "image" else "first"
+    return Subject(host_of(layout), slot, BLUEPRINTS[layout], *batch_of(layout, samples=6))
+
+
+def attached(layout: str) -> Subject:
+    network, slot = small_network(), {"image": "2", "vector": "5"}[layout]
+    attach_slots(network, [slot], images())
+    return Subject(network, slot, BLUEPRINTS[layout], images(6), torch.arange(6) % 2)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    **{f"built-in {layout}": lambda layout=layout: built_in(layout) for layout in BLUEPRINTS},
+    **{f"attached {layout}": lambda layout=layout: attached(layout) for layout in ("image", "vector")},
+}
+
+
+class Caller(nn.Module):
+    """Module whose forward pass is a compiled function that calls the network."""
+
+    def __init__(self, network: nn.Module, backend: str) -> None:
+        super().__init__()
+        self.network = network
+        self.call = torch.compile(lambda inputs: network(inputs), backend=backend, fullgraph=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.call(inputs)
+
+
+def as_a_module(network: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(network, backend=backend, fullgraph=True)  # type: ignore[return-value]
+
+
+def in_place(network: nn.Module, backend: str) -> nn.Module:
+    network.compile(backend=backend, fullgraph=True)
+    return network
+
+
+FORMS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
+    "module": as_a_module,
+    "in place": in_place,
+    "function": Caller,
+}
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """A compiler without code of other tests, which fails where it would otherwise run a network uncompiled."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield
+    torch.compiler.reset()
+
+
+def life(growing: GrowingNetwork, subject: Subject, style: Any) -> Iterator[str]:
+    """Lead a slot through everything that its forward pass depends on; yields a name of each state."""
+    network, name = subject.network, subject.slot
+    slot = growing.slots[name]
+
+    def end_epoch() -> None:
+        growing.end_epoch({name: 2.0} if slot.blended else None, {name: CALM})
+
+    yield "DORMANT"
+    before_growth = deepcopy(network.state_dict())
+    growing.germinate(name, subject.blueprint, ticks=3, style=style)
+    add_noise(slot.seed)
+    yield "GERMINATED"
+    end_epoch()
+    yield "TRAINING"
+    in_training = deepcopy(growing.state_dict())
+    growing.advance(name)
+    for _ in range(3):
+        yield f"BLENDING at {slot.alpha_now:.2f}"
+        end_epoch()
+    snapshot = Snapshot()
+    snapshot.take(growing.state_dict())
+    growing.advance(name)
+    end_epoch()
+    yield "PROBATIONARY"
+    growing.fossilize(name)
+    yield "FOSSILIZED"
+    growing.load_state_dict(snapshot.copy())
+    yield "BLENDING after a rollback"
+    growing.load_state_dict(in_training)
+    yield "TRAINING after its state was loaded"
+    network.load_state_dict(before_growth)
+    growing.sync_seed_groups()
+    yield "DORMANT after its state was loaded"
+    growing.load_state_dict(snapshot.copy())
+    growing.cull(name)
+    yield "CULLED"
+    while slot.stage is not Stage.DORMANT:
+        end_epoch()
+    growing.germinate(name, subject.blueprint, ticks=3, style=style, stage="BLENDING")
+    add_noise(slot.seed, seed=1)
+    end_epoch()
+    yield "BLENDING of another seed"
+    growing.set_alpha(name, 0.5, ticks=0)
+    end_epoch()
+    growing.advance(name)
+    end_epoch()
+    growing.fossilize(name)
+    yield "FOSSILIZED at 0.5"
+    fold(network, subject.inputs)
+    yield "folded"
+
+
+def computed(network: nn.Module, run: nn.Module, subject: Subject) -> dict[str, list[Tensor]]:
+    """Return what passes of `run`, which calls `network`, compute in both modes, and with and without the seed."""
+    results: dict[str, list[Tensor]] = {}
+    for mode in ("evaluation", "training"):
+        run.train(mode == "training")
+        network.zero_grad()
+        outputs = run(subject.inputs)
+        F.cross_entropy(outputs, subject.classes).backward()
+        results[f"outputs in {mode}"] = [outputs.detach()]
+        results[f"gradients in {mode}"] = [p.new_zeros(()) if p.grad is None else p.grad for p in network.parameters()]
+        results[f"buffers in {mode}"] = [buffer.clone() for buffer in network.buffers()]
+    run.eval()
+    with torch.no_grad():
+        results["counterfactual outputs"] = [
+            forward_variants(run, [frozenset(), frozenset({subject.slot})], subject.inputs)[0]
+        ]
+    return results
+
+
+def differing(subject: Subject, form: str, backend: str, *, style: str, isolation: Any) -> list[str]:
+    """Return the states of a life, and what is computed in them, in which the compiled network differs."""
+    network = subject.network
+    lifecycle = replace(BY_HAND, isolation=isolation)
+    optimizer = SGD(network.parameters(), lr=0.05)
+    growing = GrowingNetwork(network, optimizer, horizon=50, lifecycle=lifecycle, generator=generator_of(1))
+    run = FORMS[form](network, backend)
+    tolerance: dict[str, Any] = (
+        {} if backend == "inductor" else {"rtol": 0.0, "atol": 0.0}
+    )  # inductor rounds differently
+    found = []
+    for state in life(growing, subject, style):
+        twin = deepcopy(network)
+        expected, results = computed(twin, twin, subject), computed(network, run, subject)
+        for name, values in expected.items():
+            try:
+                torch.testing.assert_close(results[name], values, **tolerance)
+            except AssertionError:
+                found.append(f"{state}: {name}")
+    return found
+
+
+FEW = [
+    ("eager", "built-in vector", "module", "add", "straight_through"),
+    ("eager", "attached vector", "function", "gate", "trial"),
+    ("eager", "built-in sequence", "in place", "multiply", "proximal"),
+    ("aot_eager", "attached image", "function", "multiply", "straight_through"),
+    ("aot_eager", "built-in vector", "module", "gate", "proximal"),
+]
+
+EVERY = list(product(["eager", "aot_eager"], SUBJECTS, ["function"], STYLES, ISOLATIONS))
+
+WITH_INDUCTOR = [
+    ("inductor", "built-in vector", "module", "gate", "straight_through"),
+    ("inductor", "attached vector", "function", "multiply", "proximal"),
+]
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in FEW] + [
+    pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")])
+    for case in WITH_INDUCTOR
+]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("backend", "kind", "form", "style", "isolation"), [*FEW, *SLOW])
+def test_a_compiled_network_computes_what_the_uncompiled_one_does_in_every_stage(
+    backend: str, kind: str, form: str, style: str, isolation: str
+) -> None:
+    assert differing(SUBJECTS[kind](), form, backend, style=style, isolation=isolation) == []
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_function_that_was_compiled_and_called_before_slots_were_attached_runs_their_seeds() -> None:
+    network, inputs = Residual().eval(), torch.randn(4, 5, generator=generator_of())
+    call = torch.compile(lambda x: network(x), backend="eager")
+    plain = call(inputs)
+
+    grow(attach_slots(network, ["stem"], inputs)["stem"], Stage.FOSSILIZED, "mlp_small")
+
+    assert torch.equal(call(inputs), network(inputs))
+    assert not torch.equal(network(inputs), plain)
