@@ -249,7 +249,7 @@ class Comparison:
                 raise ValueError(f"model.evaluation.against: {name!r} needs a trained policy; name one in policies")
         if self.against == []:
             raise ValueError(
-                "there is nothing to compare: model.evaluation.against is empty and there is no policy; name controllers"
+                "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
             )
         if self.credit.hosts:
             raise ValueError("model.evaluation.credit analyses the seeds of a trained policy; name one in policies")
