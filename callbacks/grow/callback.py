@@ -1,15 +1,17 @@
 """Callback that grows the network of a LightningModule while its Trainer trains it."""
 
 import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,7 +59,7 @@ from esper_lightning.growth.nested import ExampleInput, batch_size, call_network
 from esper_lightning.growth.schedules import follow, host_groups
 from esper_lightning.rewards import ObjectiveConfig
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4
@@ -81,8 +83,8 @@ class Grow(Callback):
         blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network's
             features.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; or any object with
-            `reset(pool)` and `act(pool)`.
+            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
+            nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
         score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.
@@ -161,6 +163,8 @@ class Grow(Callback):
         self._config(1)  # raises ValueError now if settings contradict each other
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
+        self.network: nn.Module = nn.Identity()
+        """The network that grows; a stand-in before `setup` finds it."""
         self._forget()
 
     def _forget(self) -> None:
@@ -168,12 +172,11 @@ class Grow(Callback):
         self.pool: SinglePool | None = None
         """The network as deciders see it; None before training."""
         self.validations = 0
-        self._growing: GrowingNetwork | None = None
-        self._restored: dict[str, Any] = {}
+        self._restored: dict[str, Any] | None = None
+        """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
         self._potentials: dict[str, float] = {}
         self._pending: Measured | None = None
-        self._may_skip_steps = False
         self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
@@ -215,18 +218,23 @@ class Grow(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
-        self.network_name, self.network = find_network(pl_module, self.network_name, self.slot_names)
+        self.network_name, network = find_network(pl_module, self.network_name, self.slot_names)
+        if network is not self.network:
+            self._forget()
+        self.network = network
         self._own_slots = frozenset([*slots_of(self.network), *self.slot_names])
         load = pl_module.on_load_checkpoint
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
+            self._restored = checkpoint.get("callbacks", {}).get(self.state_key, {})
+            self._resumes = True
             self._attach_saved(checkpoint)
             load(checkpoint)
 
         vars(pl_module)["on_load_checkpoint"] = attach_first
+        self._resumes = False
         if stage == "fit":
-            self._forget()
             check_trainer(trainer, pl_module)
             check_network(self.network, self.network_name)
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
@@ -253,7 +261,7 @@ class Grow(Callback):
     def _attach_saved(self, checkpoint: Mapping[str, Any]) -> None:
         """Attach the slots that a checkpoint tells of and that the network lacks."""
         existing = slots_of(self.network)
-        records = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("attached", [])
+        records = (self._restored or {}).get("attached", [])
         attach_from_records(self.network, [record for record in records if record["slot"] not in existing])
         attach_from_state_dict(self.network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
 
@@ -262,7 +270,14 @@ class Grow(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_wrapper(trainer)
         self.optimizer = find_optimizer(trainer, self.network, str(self.network_name))
-        if slots_of(self.network):
+        self._growing: GrowingNetwork | None = None
+        slots = slots_of(self.network)
+        if self._resumes and not self._restored and any(slot.occupied for slot in slots.values()):
+            raise ValueError(
+                "Grow: the checkpoint holds a grown network, and no state of Grow by which growth goes on; resume one "
+                "that was saved with Grow, or load the weights (attach_from_state_dict) and begin a new training"
+            )
+        if slots:
             # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
             self._hold_seeds(trainer)
 
@@ -283,7 +298,7 @@ class Grow(Callback):
                 follow(config.scheduler, self._growing)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state, self._restored = self._restored, {}
+        state = (self._restored or {}) if self._resumes else {}
         # A run of this callback that goes on counts from its own beginning; epochs before it are over.
         epochs_over = 0 if state else trainer.current_epoch
         horizon = self.horizon or count_ticks(trainer, self.every, epochs_over=epochs_over)
@@ -307,16 +322,17 @@ class Grow(Callback):
         if self._growing is None:
             self._hold_seeds(trainer)
         assert self._growing is not None, "the network has slots"
+        meter = self._variant_meter
+        self._forget()
+        self._variant_meter = meter
         self._growing.horizon = horizon
         config = self._config(horizon)
         flops = self._count_flops() if config.sight.needs_flops else None
         subject = Subject(self._growing, space, actions=self.actions, objective=self.objective, flops=flops)
         self.pool = SinglePool(subject, growable, config)
-        if state:
-            self._continue(trainer, state)
-        self._report = GrowthReport(trainer, self.pool, is_resumed=bool(state))
-        if not state:
-            self._begin(trainer)
+        events = self._continue(trainer, state) if state else self._begin(trainer)
+        self._report = GrowthReport(trainer, self.pool, unit=self.scale.unit, is_resumed=bool(state))
+        self._report.tell(events, {})
 
     def _find_space(self, example: ExampleInput) -> tuple[ActionSpace, Tensor]:
         """Return the choices of each head, and which blueprint can grow in which slot, by a trial on a few samples."""
@@ -343,8 +359,8 @@ class Grow(Callback):
         with isolate_rng(), default_dtype_of(trial):
             return count_flops(trial, lambda: call_network(trial, row))
 
-    def _begin(self, trainer: Trainer) -> None:
-        """Measure the network before its first epoch, and let the decider choose its first action."""
+    def _begin(self, trainer: Trainer) -> list[SeedEvent]:
+        """Measure the network before its first epoch, and carry out the first decision."""
         pool, meter = self._pool, self._meter
         blended = frozenset(slot.name for slot in pool.subject.slots if slot.blended)
         (metric,) = meter.measure([blended])
@@ -352,7 +368,7 @@ class Grow(Callback):
         loss = None if self.loss is None else meter.measure_logged([blended], self.loss)[0]
         pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), pool.space.slot))
         self.decider.reset(pool)
-        self._told.tell(self._decide(trainer), {})
+        return self._decide(trainer)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
@@ -363,15 +379,34 @@ class Grow(Callback):
             )
         slots = [name for name in slots_of(self.network) if name in self._own_slots]
         slots += [name for name in self.slot_names if name not in slots]
-        if state["slots"] != slots:
-            raise ValueError(f"Grow: the checkpoint is of slots {state['slots']}, the run of {slots}; name the same")
-        if self.actions.blueprints not in (None, state["blueprints"]):
-            raise ValueError(
-                f"Grow: the checkpoint is of blueprints {state['blueprints']}, these are {self.actions.blueprints}; "
-                f"name the same, or leave them out"
-            )
+        blueprints = self.actions.blueprints or state["blueprints"]
+        ours = {"slots": slots, "blueprints": blueprints, **self._settings()}
+        saved = {"slots": state["slots"], "blueprints": state["blueprints"], **state["settings"]}
+        for name, value in ours.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"Grow: the checkpoint is of {name} {saved.get(name)}, the run of {value}; give the same"
+                )
 
-    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
+    def _settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the run of its checkpoint, by name."""
+        score = self.meter.score
+        actions = asdict(self.actions)
+        del actions["blueprints"]  # those that fit the network are saved
+        return {
+            "monitor": self.meter.monitor,
+            "mode": self.scale.mode,
+            "score": score and getattr(score, "__qualname__", type(score).__name__),
+            "loss": self.loss,
+            "batches": self.num_batches,
+            "every": self.every,
+            "price": self.objective.price,
+            "seed_options": self.seed_options,
+            **{f"lifecycle.{name}": value for name, value in asdict(self.lifecycle).items()},
+            **{f"actions.{name}": value for name, value in actions.items()},
+        }
+
+    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> list[SeedEvent]:
         """Continue a training from the state of a checkpoint."""
         pool = self._pool
         # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
@@ -388,6 +423,7 @@ class Grow(Callback):
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
                 config.scheduler.step(value)
+        return []
 
     # One tick: a validation is measured, and followed by a decision before the next training batch.
 
@@ -446,11 +482,22 @@ class Grow(Callback):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pool = self._pool
-        events = pool.record(
-            EpochResult(self._training_stats(pending), self.scale.validation(pending, pool.space.slot))
-        )
-        if pool.subject.tick < pool.subject.horizon:
+        pool, growing = self._pool, self.growing
+        result = EpochResult(self._training_stats(pending), self.scale.validation(pending, pool.space.slot))
+        numbers = {
+            self.meter.monitor: pending.metric,
+            self.loss: pending.loss,
+            "the training loss": result.training.loss,
+        }
+        broken = [str(name) for name, number in numbers.items() if not math.isfinite(number or 0.0)]
+        broken = trainer.strategy.broadcast(broken)  # each process has a training loss of its own
+        if broken:
+            rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
+            growing.lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False, auto_cull=False)
+        events = pool.record(result)
+        growing.lifecycle = self.lifecycle
+        self.scale.warn_if_stuck(pool.subject.history)
+        if pool.subject.tick < pool.subject.horizon and not broken:
             events += self._decide(trainer)
         self._told.tell(events, pending.contributions)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
@@ -509,11 +556,14 @@ class Grow(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the network, the optimizer and the schedulers do not hold."""
+        if self._restored is not None:
+            return self._restored
         if self.pool is None:
             return {}
         pool = self.pool
         return {
             "format": STATE_FORMAT,
+            "settings": self._settings(),
             "slots": pool.space.slot,
             "attached": attachment_records(self.network),
             "blueprints": pool.space.blueprint,
@@ -530,7 +580,7 @@ class Grow(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add to the callback's state the values with which schedulers on a plateau are still to be stepped."""
-        if self.state_key in checkpoint["callbacks"]:
+        if self._restored is None and self.state_key in checkpoint["callbacks"]:
             metrics = trainer.callback_metrics
             checkpoint["callbacks"][self.state_key]["plateaus"] = [
                 float(metrics[config.monitor])
@@ -538,9 +588,6 @@ class Grow(Callback):
                 else None
                 for config in trainer.lr_scheduler_configs
             ]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._told.tell_end(str(self.network_name))

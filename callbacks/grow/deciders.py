@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from esper_lightning import load_controller
 from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs.single_pool import SinglePool
@@ -32,6 +33,8 @@ def make_decider(decider: str | Decider) -> Decider:
     if not isinstance(decider, str):
         check_methods(decider, "Grow: decider")
         return decider
+    if decider == "wait":
+        return WaitOnly()
     if decider.endswith(SCHEDULE_SUFFIX):
         return FixedSchedule(read_schedule(decider))
     if names_policy(decider):
@@ -41,7 +44,7 @@ def make_decider(decider: str | Decider) -> Decider:
     except ValueError as error:
         raise ValueError(
             f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}), a policy ({CHECKPOINT_SUFFIX} or "
-            f"{POLICY_SUFFIX}), or tamiyo"
+            f"{POLICY_SUFFIX}), tamiyo, or wait"
         ) from error
     return make_controller(decider)
 

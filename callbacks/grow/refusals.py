@@ -20,6 +20,9 @@ from esper_lightning.growth.lifecycle import slots_of
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
 
+COMPILED = "_torchdynamo_orig_callable"
+"""Attribute of a function that torch.compile made."""
+
 CONFLICTING_CALLBACKS = {
     WeightAveraging: "averages parameters by their place, which growth changes",
     StochasticWeightAveraging: "averages parameters by their place, which growth changes",
@@ -34,7 +37,7 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"Grow: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, or "
             f"strategy='ddp'"
         )
-    if module._compiler_ctx is not None or module._compiled_call_impl is not None:
+    if module._compiler_ctx is not None or is_compiled(module) or hasattr(module.training_step, COMPILED):
         raise ValueError(
             f"Grow: {type(module).__name__} is compiled, and its network does not see its slots; train it without "
             f"torch.compile"
@@ -57,10 +60,16 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile made the module, its forward, or compiled it in place."""
+    in_place = module._compiled_call_impl is not None
+    return hasattr(module, "_orig_mod") or hasattr(module.forward, COMPILED) or in_place
+
+
 def check_network(network: nn.Module, name: str) -> None:
     """Raise ValueError if the network or a part of it is compiled."""
     for part_name, part in network.named_modules():
-        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+        if is_compiled(part):
             where = f"{name}.{part_name}" if part_name else name
             raise ValueError(f"Grow: {where!r} is compiled, and does not see its slots; train it without torch.compile")
 

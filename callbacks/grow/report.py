@@ -41,11 +41,12 @@ class GrowthReport:
     Args:
         trainer: Trainer in a fit.
         pool: The network.
+        unit: Unit of contributions.
         is_resumed: True if the training goes on; events after its present tick are then removed.
     """
 
-    def __init__(self, trainer: Trainer, pool: SinglePool, *, is_resumed: bool) -> None:
-        self.pool = pool
+    def __init__(self, trainer: Trainer, pool: SinglePool, *, unit: str, is_resumed: bool) -> None:
+        self.pool, self.unit = pool, unit
         self.is_silent = not trainer.is_global_zero
         self._log: EventLog | None = None
         folder = getattr(trainer.logger, "log_dir", None)
@@ -65,7 +66,7 @@ class GrowthReport:
         tick = self.pool.subject.tick
         for change in changes:
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
-            print_status(f"Grow, tick {tick}: {change}{worth}")
+            print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.unit}"))
         if self._log is not None:
             events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick)
             if contributions:

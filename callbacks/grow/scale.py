@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, History, Score, Validation
 
 MIN_ACCURACY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
@@ -16,6 +16,10 @@ MAX_VISIBLE_LOSS = 7.0
 
 ROUNDING = 1e-5
 """Excess over 1 of a share that is due to rounding."""
+
+
+STUCK_TICKS, STUCK_POINTS = 10, 2.0
+"""Ticks after which a metric should have improved, and by how much: in points of 100, or for a loss in percent."""
 
 
 class Measured(NamedTuple):
@@ -32,6 +36,11 @@ class Scale(NamedTuple):
 
     monitor: str
     mode: Literal["max", "min"]
+
+    @property
+    def unit(self) -> str:
+        """Unit of contributions."""
+        return "points" if self.mode == "max" else "% of the loss"
 
     def points(self, better: float, worse: float) -> float:
         """Return by how much one metric is better than another: in points of 100, or for a loss in percent.
@@ -75,6 +84,16 @@ class Scale(NamedTuple):
                 f"Grow: {self.monitor} is {metric:.4g}, and deciders see exp(-loss) as the accuracy, "
                 f"{self.accuracy(metric):.2g}; log a loss from 0 to {MAX_VISIBLE_LOSS:g} for Grow, such as a share of "
                 f"the first one"
+            )
+
+    def warn_if_stuck(self, history: History) -> None:
+        """Warn once if the metric has hardly improved since training began."""
+        first, *others = history.accuracy if self.mode == "max" else history.loss
+        best = max(others) if self.mode == "max" else min(others)
+        if len(others) == STUCK_TICKS and self.points(best, first) < STUCK_POINTS:
+            rank_zero_warn(
+                f"Grow: in {STUCK_TICKS} ticks {self.monitor} came from {first:.4g} no further than {best:.4g}; growth "
+                f"does not help a network that does not learn: check data, loss and learning rate"
             )
 
     def validation(self, measured: Measured, slots: Iterable[str]) -> Validation:

@@ -40,6 +40,14 @@ def compiled_as_a_whole(module: Classifier) -> None:
     module.compile()
 
 
+def compiled_forward(module: Classifier) -> None:
+    module.net.forward = torch.compile(module.net.forward, backend="eager")
+
+
+def compiled_step(module: Classifier) -> None:
+    module.training_step = torch.compile(module.training_step, backend="eager")  # type: ignore[method-assign]
+
+
 def averaged(module: Classifier) -> None:
     module.average = AveragedModel(module.net)
 
@@ -112,7 +120,7 @@ def test_what_cannot_grow_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [compiled, compiled_in_place, compiled_as_a_whole])
+@pytest.mark.parametrize("change", [compiled, compiled_in_place, compiled_as_a_whole, compiled_forward, compiled_step])
 def test_a_compiled_network_is_refused(change: Callable[[Classifier], None]) -> None:
     """Slow, because torch.compile imports its compiler."""
     assert re.search(COMPILED, refused(change, {}, {}))
