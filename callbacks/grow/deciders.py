@@ -11,8 +11,6 @@ from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
 
-SCHEDULE_SUFFIX = ".json"
-
 
 class Decider(Protocol):
     """Chooses what grows, once per tick. If it has `state_dict` and `load_state_dict(pool, state)`, runs can resume."""
@@ -35,7 +33,7 @@ def make_decider(decider: str | Decider) -> Decider:
         return decider
     if decider == "wait":
         return WaitOnly()
-    if decider.endswith(SCHEDULE_SUFFIX):
+    if decider.endswith(".json"):
         return FixedSchedule(read_schedule(decider))
     if names_policy(decider):
         return load_controller(decider)
@@ -43,24 +41,19 @@ def make_decider(decider: str | Decider) -> Decider:
         CONTROLLERS.find(decider)
     except ValueError as error:
         raise ValueError(
-            f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}), a policy ({CHECKPOINT_SUFFIX} or "
+            f"Grow: {error}; a decider may also be a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or "
             f"{POLICY_SUFFIX}), tamiyo, or wait"
         ) from error
     return make_controller(decider)
 
 
-def decider_name(decider: str | Decider) -> str:
-    """Return a decider in the words of the user: a name or a file, or the class of an object."""
-    return decider if isinstance(decider, str) else type(decider).__name__
-
-
-def decider_state(decider: Decider, name: str) -> dict[str, Any]:
+def decider_state(decider: Any, name: str) -> dict[str, Any]:
     """Return the class and the name of a decider, and its state: None if it has none."""
-    state_dict = getattr(decider, "state_dict", None)
-    return {"class": type(decider).__name__, "name": name, "state": None if state_dict is None else state_dict()}
+    state = decider.state_dict() if hasattr(decider, "state_dict") else None
+    return {"class": type(decider).__name__, "name": name, "state": state}
 
 
-def resume_decider(decider: Decider, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
+def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
     """Let a decider continue from what `decider_state` returned. Raises ValueError if it cannot."""
     if saved["class"] != type(decider).__name__:
         raise ValueError(
@@ -68,8 +61,7 @@ def resume_decider(decider: Decider, name: str, pool: SinglePool, *, saved: dict
         )
     if saved["state"] is None:
         raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
-    load_state_dict: Any = getattr(decider, "load_state_dict")  # noqa: B009 not every decider has it
     try:
-        load_state_dict(pool, saved["state"])
+        decider.load_state_dict(pool, saved["state"])
     except ValueError as error:
         raise ValueError(f"Grow: {name} cannot continue the run of {saved['name']}: {error}") from error

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from esper_lightning.growth.schedules import host_groups, seed_groups
@@ -30,8 +29,7 @@ def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
     def validations_in(epochs: int) -> float:
         if trainer.check_val_every_n_epoch is None:
             return epochs * batches // interval
-        per_epoch = 1 if math.isinf(interval) else batches // interval
-        return epochs // trainer.check_val_every_n_epoch * per_epoch
+        return epochs // trainer.check_val_every_n_epoch * (1 if math.isinf(interval) else batches // interval)
 
     validations = validations_in(epochs) - validations_in(epochs_over)
     if not math.isfinite(validations) or validations < every:
@@ -58,25 +56,11 @@ def may_be_last_step(trainer: Trainer) -> bool:
 
     A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch.
     """
-    interval = trainer.val_check_batch
+    interval, loop = trainer.val_check_batch, trainer.fit_loop.epoch_loop
     if trainer.is_last_batch or interval is None:  # None: validations are due by the clock
         return True
-    if math.isinf(interval):
-        return False
-    loop = trainer.fit_loop.epoch_loop
     batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
-    return -batches % interval < trainer.accumulate_grad_batches
-
-
-def may_skip_steps(trainer: Trainer) -> bool:
-    """Return True if a training batch may end without an optimizer step, so that the last one before a validation may.
-
-    It may with a loss scale, under manual optimization, and if gradients are accumulated.
-    """
-    precision = trainer.precision_plugin
-    has_loss_scale = isinstance(precision, MixedPrecision) and precision.scaler is not None
-    is_manual = not trainer.lightning_module.automatic_optimization
-    return has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
+    return not math.isinf(interval) and -batches % interval < trainer.accumulate_grad_batches
 
 
 def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
@@ -84,12 +68,11 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
 
     def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, *args: Any, **kwargs: Any) -> None:
         raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
-        if not (gradient_clip_val or trainer.gradient_clip_val):  # Lightning calls this after every step
-            clip(raw, gradient_clip_val, *args, **kwargs)
-            return
         groups = list(raw.param_groups)
+        is_clipped = gradient_clip_val or trainer.gradient_clip_val  # Lightning calls this after every step
+        parts = [host_groups(raw), *([seed] for seed in seed_groups(raw))] if is_clipped else [groups]
         try:
-            for part in (host_groups(raw), *([seed] for seed in seed_groups(raw))):
+            for part in parts:
                 raw.param_groups[:] = part
                 clip(raw, gradient_clip_val, *args, **kwargs)
         finally:
@@ -110,10 +93,3 @@ def average_gradients(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
         mean = trainer.strategy.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduce_op="mean")
         for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
             parameter.grad = part.view_as(parameter).clone()
-
-
-def share_buffers(seeds: Iterable[nn.Module]) -> None:
-    """Give the buffers of seeds, such as running statistics, the values of the first process."""
-    for seed in seeds:
-        for buffer in seed.buffers():
-            torch.distributed.broadcast(buffer, src=0)
