@@ -16,18 +16,17 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.grow.deciders import Decider, decider_state, make_decider, resume_decider
+from esper_lightning.callbacks.grow.deciders import Decider, make_decider, resume_decider
 from esper_lightning.callbacks.grow.fitting import (
     average_gradients,
     count_ticks,
-    default_dtype_of,
     may_be_last_step,
     separate_clipping,
 )
 from esper_lightning.callbacks.grow.refusals import check_network, check_trainer, find_network, find_optimizer
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
-from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows, load_batches
+from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
 from esper_lightning.controllers.transfer import TrainingRules
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.flops import count_flops
@@ -72,16 +71,14 @@ class Grow(Callback):
             nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
-        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.
-            All combinations of seeds are then measured in one pass of the network; batches must be pairs.
+        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: all
+            seeds are then measured in one pass of the network. Batches must be pairs.
         loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
-        batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones of
-            the loader. Shuffle validation data that are sorted by class.
+        batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
-        lifecycle: Conditions under which seeds change their stage. None: those of the training of a trained policy,
-            otherwise the defaults.
+        lifecycle: When seeds change their stage. None: as in the training of a trained policy, else the defaults.
         actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
@@ -267,9 +264,8 @@ class Grow(Callback):
         is_manual = not pl_module.automatic_optimization
         # A training batch may end without an optimizer step, so that the last one before a validation may.
         self._may_skip_steps = self._has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
-        batches = load_batches(trainer, self.num_batches)
         self._meter = VariantMeter(
-            trainer, pl_module, self.network, monitor=self.monitor, score=self.score, batches=batches
+            trainer, pl_module, self.network, monitor=self.monitor, score=self.score, count=self.num_batches
         )
         if state:
             self._check_state(state)
@@ -282,7 +278,7 @@ class Grow(Callback):
             outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
             return torch.stack([(x.float() - 1.0).square().mean() for x in outputs]).sum()
 
-        with isolate_rng(), default_dtype_of(self.network):
+        with isolate_rng(), precision.tensor_init_context():
             missing = [name for name in self.slot_names if name not in slots_of(self.network)]
             if missing:
                 attach_slots(self.network, missing, example)
@@ -491,6 +487,7 @@ class Grow(Callback):
         if self.pool is None:
             return {}
         pool = self.pool
+        decider: Any = self.decider
         return {
             "format": STATE_FORMAT,
             "settings": self._settings(),
@@ -500,7 +497,11 @@ class Grow(Callback):
             "growable": pool.growable.tolist(),
             "record": pool.subject.record_state(),
             **self.growing.measurement_state(),
-            "decider": decider_state(self.decider, self.decider_name),
+            "decider": {
+                "class": type(self.decider).__name__,
+                "name": self.decider_name,
+                "state": decider.state_dict() if hasattr(decider, "state_dict") else None,
+            },
             "validations": self.validations,
             "pending": None if self._pending is None else list(self._pending),
             "gradients": None if self._gradients is None else self._gradients.cpu(),

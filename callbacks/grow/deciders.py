@@ -47,14 +47,8 @@ def make_decider(decider: str | Decider) -> Decider:
     return make_controller(decider)
 
 
-def decider_state(decider: Any, name: str) -> dict[str, Any]:
-    """Return the class and the name of a decider, and its state: None if it has none."""
-    state = decider.state_dict() if hasattr(decider, "state_dict") else None
-    return {"class": type(decider).__name__, "name": name, "state": state}
-
-
 def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
-    """Let a decider continue from what `decider_state` returned. Raises ValueError if it cannot."""
+    """Let a decider continue from its class, name and state in a checkpoint. Raises ValueError if it cannot."""
     if saved["class"] != type(decider).__name__:
         raise ValueError(
             f"Grow: the checkpoint is of decider: {saved['name']}, the run of decider: {name}; give the same"

@@ -1,8 +1,7 @@
 """Parts of a fit that have to know of seeds: its length, the clipping of gradients, and several processes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,17 +37,6 @@ def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
             f"for longer, or give Grow(horizon=…)"
         )
     return int(validations) // every
-
-
-@contextmanager
-def default_dtype_of(network: nn.Module) -> Iterator[None]:
-    """Within this context new tensors have the dtype of the network's parameters, as in a step under `bf16-true`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(next(network.parameters()).dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def may_be_last_step(trainer: Trainer) -> bool:
@@ -87,9 +75,6 @@ def average_gradients(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
     DistributedDataParallel knows the parameters that it began with and no others. Averages of accumulated gradients
     are accumulated averages, so this may follow every backward pass.
     """
-    parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
-    if parameters:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        mean = trainer.strategy.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduce_op="mean")
-        for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+    for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = trainer.strategy.reduce(gradient, reduce_op="mean")

@@ -27,23 +27,6 @@ from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_te
 from esper_lightning.growth.slot import SeedSlot
 
 
-def load_batches(trainer: Trainer, count: int) -> list[Any]:
-    """Return the first `count` validation batches, or all if there are fewer. Raises ValueError for several loaders."""
-    if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
-    loaders: Any = trainer.val_dataloaders
-    if isinstance(loaders, Mapping | list | tuple):
-        loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
-        if len(loaders) > 1:
-            raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
-        (loaders,) = loaders
-    limit = min(count, *trainer.num_val_batches)
-    with isolate_rng():
-        return list(islice(loaders, int(limit)))
-
-
 @contextmanager
 def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterator[None]:
     """Within this context the seeds named by `variant` are active, and all others switched off."""
@@ -66,7 +49,9 @@ class VariantMeter:
         network: Network whose seeds are switched.
         monitor: Logged metric that is measured.
         score: Score of each sample that is measured in its place, if any.
-        batches: Validation batches as the loader gives them.
+        count: Number of validation batches, the first ones; all if there are fewer.
+
+    Raises ValueError if there are several validation loaders.
     """
 
     def __init__(
@@ -77,10 +62,23 @@ class VariantMeter:
         *,
         monitor: str,
         score: ScoreFunction | None,
-        batches: list[Any],
+        count: int,
     ) -> None:
         self.trainer, self.module, self.network = trainer, module, network
-        self.monitor, self.score, self.batches = monitor, score, batches
+        self.monitor, self.score = monitor, score
+        if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        loaders: Any = trainer.val_dataloaders
+        if isinstance(loaders, Mapping | list | tuple):
+            loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+            if len(loaders) > 1:
+                raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
+            (loaders,) = loaders
+        limit = min(count, *trainer.num_val_batches)
+        with isolate_rng():
+            self.batches = list(islice(loaders, int(limit)))
 
     @torch.no_grad()
     def measure(self, variants: Sequence[SeedVariant], name: str | None = None) -> list[float]:
