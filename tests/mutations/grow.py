@@ -34,6 +34,20 @@ DEFECTS: tuple[Defect, ...] = (
         f"{CALLBACK}test_a_resumed_run_equals_one_that_never_stopped",
     ),
     Defect(
+        "A fit with no epoch left saves a grown network without the state of its growth",
+        "callbacks/grow/callback.py",
+        "if self._restored is not None:",
+        "if False:",
+        "tests/callbacks/grow/test_saved_state.py::test_a_fit_with_no_epoch_left_saves_what_it_has_restored",
+    ),
+    Defect(
+        "A network whose numbers are broken grows on",
+        "callbacks/grow/callback.py",
+        "pool.subject.tick < pool.subject.horizon and not broken",
+        "pool.subject.tick < pool.subject.horizon",
+        f"{CALLBACK}test_nothing_grows_and_no_seed_is_removed_while_a_number_is_not_finite",
+    ),
+    Defect(
         "A resumed run forgets the validation that no decision has followed",
         "callbacks/grow/callback.py",
         "None if self._pending is None else list(self._pending)",
