@@ -3,7 +3,9 @@
 All of them can be imported from `esper_lightning`. They raise ValueError where the command line ends with one line.
 """
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,6 +235,19 @@ def _check_batches(name: str, batches: Any) -> None:
         raise ValueError(f"{name} begins with no minibatch of inputs and classes; put the data into a DataLoader")
 
 
+@contextmanager
+def _keyboard_interrupts() -> Iterator[None]:
+    """Within this context Ctrl-C raises KeyboardInterrupt, where Lightning ignores it from then on and exits."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)
+        raise end.__context__ from None
+
+
 @quieter_lightning()
 def grow(
     network: nn.Module,
@@ -259,7 +274,7 @@ def grow(
         slots: Names of its modules, as in `named_modules`, behind which seeds may grow.
         epochs: Epochs of training; after each, the controller chooses one action.
         controller: `tamiyo`, the policy that comes with the package; the name of a rule; an import path; a schedule
-            (`x.json`); a policy of your own (`x.ckpt` or `x.safetensors`); or an object.
+            (`x.json`); a policy of your own (`x.ckpt` or `x.safetensors`); an object; or `wait`: nothing grows.
         blueprints: Kinds of seeds, by name or import path. None: all of this package that fit.
         lr: Learning rate.
         loss: Function of outputs and targets.
@@ -268,9 +283,11 @@ def grow(
 
     Returns the network after the last epoch, which need not be the best one.
 
-    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, or if the data are no
-    minibatches that can be read in every epoch.
+    Raises ValueError if a slot or a blueprint does not exist, if nothing can grow there, if the data are no
+    minibatches that can be read in every epoch, or if the trained network's weights or loss are not finite.
     """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
     for name, batches in {"training": training, "validation": validation}.items():
         _check_batches(name, batches)
     seed_everything(rng_seed, verbose=False)
@@ -290,7 +307,11 @@ def grow(
         enable_model_summary=False,
     )
     first, second = (_Loader(part) if isinstance(part, Sequence) else part for part in (training, validation))
-    trainer.fit(module, first, second)
+    with _keyboard_interrupts():
+        trainer.fit(module, first, second)
+    weights_are_finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
+    if not (weights_are_finite and bool(trainer.callback_metrics["val_loss"].isfinite())):
+        raise ValueError(f"grow: the training has diverged: weights or loss are not finite; lower lr, which is {lr:g}")
     filled = {name: slot for name, slot in growing.growing.slots.items() if slot.stage in OCCUPIED}
     return GrownNetwork(
         network, module.accuracy, {name: f"{slot.blueprint} {slot.stage.name}" for name, slot in filled.items()}

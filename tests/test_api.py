@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -321,6 +322,45 @@ def test_a_network_that_was_left_in_evaluation_mode_is_trained() -> None:
     grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=1, accelerator="cpu")
 
     assert any(modes)
+
+
+def network_of_digits() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+def test_the_ungrown_control_of_a_network_has_its_parameters_alone() -> None:
+    network = network_of_digits()
+    names = [name for name, _ in network.named_parameters()]
+
+    grown = grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=3, controller="wait", accelerator="cpu")
+
+    assert grown.seeds == {} and [name for name, _ in network.named_parameters()] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epochs": 0}, "^epochs must be at least 1, got 0$"),
+        ({"epochs": 2, "lr": 1e30}, "^grow: the training has diverged: .* lower lr, which is 1e.30$"),
+    ],
+)
+def test_a_training_without_a_result_is_a_value_error(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        grow(network_of_digits(), batches(64)[:4], batches(64)[20:22], ["2"], accelerator="cpu", **options)
+
+
+def test_ctrl_c_reaches_the_program_that_grows_a_network_and_so_does_the_next_one() -> None:
+    network, handler = network_of_digits(), signal.getsignal(signal.SIGINT)
+    hook = network.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            grow(network, batches(64)[:4], batches(64)[20:22], ["2"], epochs=2, accelerator="cpu")
+
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        hook.remove()
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_every_name_of_the_package_is_there() -> None:

@@ -1,48 +1,35 @@
 """Callback that grows the network of a LightningModule while its Trainer trains it."""
 
 import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_lightning.callbacks.grow.deciders import (
-    Decider,
-    decider_name,
-    decider_state,
-    make_decider,
-    resume_decider,
-)
+from esper_lightning.callbacks.grow.deciders import Decider, make_decider, resume_decider
 from esper_lightning.callbacks.grow.fitting import (
     average_gradients,
     count_ticks,
-    default_dtype_of,
     may_be_last_step,
-    may_skip_steps,
     separate_clipping,
-    share_buffers,
 )
-from esper_lightning.callbacks.grow.refusals import (
-    check_network,
-    check_trainer,
-    check_wrapper,
-    find_network,
-    find_optimizer,
-)
+from esper_lightning.callbacks.grow.refusals import check_network, check_trainer, find_network, find_optimizer
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
 from esper_lightning.callbacks.grow.scale import Measured, Scale
-from esper_lightning.callbacks.grow.scoring import Meter, VariantMeter, first_rows, load_batches
+from esper_lightning.callbacks.grow.scoring import VariantMeter, first_rows
 from esper_lightning.controllers.transfer import TrainingRules
-from esper_lightning.envs import ActionConfig, ActionSpace, EnvConfig
-from esper_lightning.envs.flops import HostFlops, count_flops
+from esper_lightning.envs import ActionConfig, EnvConfig
+from esper_lightning.envs.flops import count_flops
 from esper_lightning.envs.measurements import EpochResult, TrainingStats
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.action_discovery import probe_action_space
@@ -53,18 +40,18 @@ from esper_lightning.growth.attach import attach_from_records, attachment_record
 from esper_lightning.growth.counterfactual import ScoreFunction
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
-from esper_lightning.growth.nested import ExampleInput, batch_size, call_network, iter_tensors
+from esper_lightning.growth.nested import batch_size, call_network, iter_tensors
 from esper_lightning.growth.schedules import follow, host_groups
 from esper_lightning.rewards import ObjectiveConfig
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 """Version of the callback's state in a checkpoint."""
 
 PROBE_ROWS = 4
 """Samples on which each blueprint is tried once, before training; two at least, for BatchNorm."""
 
-NO_GRADIENT_SEEN = GradientStats(norm=0.0, rms=0.0, vanished=1.0, exploded=0.0)
-"""Statistics of parameters that no gradient has reached since the last tick."""
+WRAPPED = ("on_load_checkpoint", "clip_gradients", "on_validation_model_zero_grad")
+"""Methods of the LightningModule in whose place others run during a run of the Trainer."""
 
 
 class Grow(Callback):
@@ -78,26 +65,21 @@ class Grow(Callback):
     Args:
         slots: Modules of the network behind which seeds may grow, as in `attach_slots`. Empty: it has slots already.
         network: Name of the network in the LightningModule. None: its only child with parameters and these slots.
-        blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network's
-            features.
+        blueprints: Kinds of seeds on offer, by name or import path. None: all of this package that fit the network.
         decider: `heuristic`, `climbing`, `periodic`, or the name or import path of your own; a schedule (`x.json`); a
-            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; or any object with
-            `reset(pool)` and `act(pool)`.
+            trained policy (`x.ckpt` or `x.safetensors`), or `tamiyo`, the policy of the package; `wait`, by which
+            nothing grows; or any object with `reset(pool)` and `act(pool)`.
         monitor: Name of the logged validation metric by which seeds are judged.
         mode: `max` for a share from 0 to 1, such as accuracy; `min` for a loss.
-        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`.
-            All combinations of seeds are then measured in one pass of the network; batches must be pairs.
-        loss: Name of the logged validation loss that deciders see. None: the monitored loss in mode `min`, otherwise
-            -ln of the metric.
-        batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones of
-            the loader. Shuffle validation data that are sorted by class.
+        score: Function of outputs and targets that returns a number from 0 to 1 per sample, in place of `monitor`: all
+            seeds are then measured in one pass of the network. Batches must be pairs.
+        loss: Name of the logged validation loss that deciders see. None: the monitored loss, or -ln of the metric.
+        batches: Validation batches, kept in memory, on which each seed is compared with its absence: the first ones.
         every: Validations per tick; a decision follows each tick.
         horizon: Ticks of the whole training; afterwards nothing is decided. None: from the trainer's `max_epochs`.
         price: Share of the metric (0 to 1) that a growth by a factor of e must add to be worth it.
-        lifecycle: Conditions under which seeds change their stage. None: those of the training of a trained policy,
-            otherwise the defaults.
-        actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`; a trained
-            policy needs those of its training.
+        lifecycle: When seeds change their stage. None: as in the training of a trained policy, else the defaults.
+        actions: Further choices of the decider, such as the speeds of blending. None: as for `lifecycle`.
         seed_options: Options of the optimizer for seeds, such as `lr`; all others are those of its first group.
         rng_seed: RNG seed of the seeds' weights.
     """
@@ -135,32 +117,31 @@ class Grow(Callback):
         if score is not None and mode == "min":
             raise ValueError("Grow: a score grows with quality; leave mode at 'max'")
         self.decider = make_decider(decider)
-        self.decider_name = decider_name(decider)
+        self.decider_name = decider if isinstance(decider, str) else type(decider).__name__
         rules = getattr(self.decider, "rules", None) or TrainingRules(LifecycleConfig(), ActionConfig())
-        lifecycle, actions = lifecycle or rules.lifecycle, actions or rules.actions
-        if lifecycle.isolation == "trial":
+        self.lifecycle: LifecycleConfig = lifecycle or rules.lifecycle
+        self.actions: ActionConfig = actions or rules.actions
+        if self.lifecycle.isolation == "trial":
             raise ValueError(
                 "Grow: lifecycle.isolation trial needs a backward pass of its own, which a Trainer does not make; use "
                 "proximal or straight_through"
             )
+        if blueprints is not None:
+            if self.actions.blueprints is not None:
+                raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
+            named = [blueprints] if isinstance(blueprints, str) else blueprints
+            self.actions = replace(self.actions, blueprints=named or None)
         self.slot_names = [slots] if isinstance(slots, str) else list(slots)
         self.network_name = network
-        if blueprints is not None and actions.blueprints is not None:
-            raise ValueError("Grow: blueprints are named twice; leave actions.blueprints out")
-        if isinstance(blueprints, str):
-            blueprints = [blueprints]
-        self.actions = replace(actions, blueprints=blueprints or actions.blueprints)
-        self.meter = Meter(monitor, score)
+        self.monitor, self.score, self.loss = monitor, score, loss
         self.scale = Scale(monitor, mode)
-        self.loss = loss
-        self.num_batches = batches
-        self.every = every
-        self.horizon = horizon
+        self.num_batches, self.every, self.horizon = batches, every, horizon
         self.objective = ObjectiveConfig(price=price)
-        self.lifecycle = lifecycle
         self._config(1)  # raises ValueError now if settings contradict each other
         self.seed_options = {name: float(value) for name, value in (seed_options or {}).items()}
         self.rng_seed = rng_seed
+        self.network: nn.Module = nn.Identity()
+        """The network that grows; a stand-in before `setup` finds it."""
         self._forget()
 
     def _forget(self) -> None:
@@ -168,28 +149,27 @@ class Grow(Callback):
         self.pool: SinglePool | None = None
         """The network as deciders see it; None before training."""
         self.validations = 0
-        self._growing: GrowingNetwork | None = None
-        self._restored: dict[str, Any] = {}
+        self._restored: dict[str, Any] | None = None
+        """State of the checkpoint whose weights the network has, empty if it holds none; None once training begins."""
         self._contributions: dict[str, float] = {}
         self._potentials: dict[str, float] = {}
         self._pending: Measured | None = None
-        self._may_skip_steps = False
         self._gradients: Tensor | None = None  # [1 + K, 4]: those of the host, then of the seed in each slot
         self._train_loss: Tensor | float = 0.0  # sum over batches since the last tick
         self._train_batches = 0
         self._plateau_due = False
-        self._report: GrowthReport | None = None
-        self._variant_meter: VariantMeter | None = None
 
     def _config(self, horizon: int) -> EnvConfig:
         """Return the settings that deciders see."""
+        sight = getattr(self.decider, "sight", ObservationConfig())  # that of a policy over sets
         return EnvConfig(
-            horizon=horizon,
-            lifecycle=self.lifecycle,
-            actions=self.actions,
-            objective=self.objective,
-            sight=getattr(self.decider, "sight", ObservationConfig()),  # that of a policy over sets
+            horizon=horizon, lifecycle=self.lifecycle, actions=self.actions, objective=self.objective, sight=sight
         )
+
+    @property
+    def _pool(self) -> SinglePool:
+        assert self.pool is not None, "training has begun"
+        return self.pool
 
     @property
     def growing(self) -> GrowingNetwork:
@@ -197,80 +177,71 @@ class Grow(Callback):
         return self._pool.subject.growing
 
     @property
-    def _meter(self) -> VariantMeter:
-        assert self._variant_meter is not None, "training has begun, and has not ended"
-        return self._variant_meter
-
-    @property
-    def _told(self) -> GrowthReport:
-        assert self._report is not None, "training has begun"
-        return self._report
-
-    @property
-    def _pool(self) -> SinglePool:
-        assert self.pool is not None, "training has begun"
-        return self.pool
+    def _blended(self) -> list[str]:
+        return [slot.name for slot in self._pool.subject.slots if slot.blended]
 
     # The network is found, and takes the slots of a checkpoint before its weights are loaded.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)  # an earlier run may have failed
-        self.network_name, self.network = find_network(pl_module, self.network_name, self.slot_names)
-        self._own_slots = frozenset([*slots_of(self.network), *self.slot_names])
-        load = pl_module.on_load_checkpoint
+        self.network_name, network = find_network(pl_module, self.network_name, self.slot_names)
+        if network is not self.network:
+            self._forget()
+        self.network, self._resumes = network, False
+        self._own_slots = frozenset([*slots_of(network), *self.slot_names])
+        load, zero_grad = pl_module.on_load_checkpoint, pl_module.on_validation_model_zero_grad
 
         def attach_first(checkpoint: dict[str, Any]) -> None:
             # Callbacks are restored after the module, whose weights are loaded strictly.
-            self._attach_saved(checkpoint)
+            self._restored, self._resumes = checkpoint.get("callbacks", {}).get(self.state_key, {}), True
+            existing, records = slots_of(network), (self._restored or {}).get("attached", [])
+            attach_from_records(network, [record for record in records if record["slot"] not in existing])
+            attach_from_state_dict(network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
             load(checkpoint)
+
+        def measure_first() -> None:
+            # A timer may have stopped the training after a step that no validation was expected to follow.
+            if self._gradients is None and not self._may_skip_steps:
+                self._gradients = self.growing.gradient_stats_tensor()
+            zero_grad()
 
         vars(pl_module)["on_load_checkpoint"] = attach_first
         if stage == "fit":
-            self._forget()
             check_trainer(trainer, pl_module)
-            check_network(self.network, self.network_name)
+            check_network(network, self.network_name)
             vars(pl_module)["clip_gradients"] = separate_clipping(pl_module.clip_gradients, trainer)
-            zero_grad = pl_module.on_validation_model_zero_grad
-
-            def measure_first() -> None:
-                # A timer may have stopped the training after a step that no validation was expected to follow.
-                if self._gradients is None and not self._may_skip_steps:
-                    self._gradients = self.growing.gradient_stats_tensor()
-                zero_grad()
-
             vars(pl_module)["on_validation_model_zero_grad"] = measure_first
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._unwrap(pl_module)
-        self._variant_meter = None  # releases its batches
-        if self._report is not None:
-            self._report.close()
+        vars(self).pop("_meter", None)  # releases its batches
+        if (report := vars(self).pop("_report", None)) is not None:
+            report.close()
 
     def _unwrap(self, module: LightningModule) -> None:
-        for name in ("on_load_checkpoint", "clip_gradients", "on_validation_model_zero_grad"):
+        for name in WRAPPED:
             vars(module).pop(name, None)
-
-    def _attach_saved(self, checkpoint: Mapping[str, Any]) -> None:
-        """Attach the slots that a checkpoint tells of and that the network lacks."""
-        existing = slots_of(self.network)
-        records = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("attached", [])
-        attach_from_records(self.network, [record for record in records if record["slot"] not in existing])
-        attach_from_state_dict(self.network, checkpoint["state_dict"], prefix=f"{self.network_name}.")
 
     # Training begins.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_wrapper(trainer)
         self.optimizer = find_optimizer(trainer, self.network, str(self.network_name))
-        if slots_of(self.network):
+        self._growing: GrowingNetwork | None = None
+        slots = slots_of(self.network)
+        if self._resumes and not self._restored and any(slot.occupied for slot in slots.values()):
+            raise ValueError(
+                "Grow: the checkpoint holds a grown network, and no state of Grow by which growth goes on; resume one "
+                "that was saved with Grow, or load the weights (attach_from_state_dict) and begin a new training"
+            )
+        if slots:
             # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
-            self._hold_seeds(trainer)
+            self._growing = self._hold_seeds(trainer)
 
-    def _hold_seeds(self, trainer: Trainer) -> None:
+    def _hold_seeds(self, trainer: Trainer) -> GrowingNetwork:
         device = next(iter(slots_of(self.network).values())).alpha.device
         host = host_groups(self.optimizer)[0]
         host.setdefault("initial_lr", host["lr"])  # a rate that is set by hand has no scheduler that remembers it
-        self._growing = GrowingNetwork(
+        growing = GrowingNetwork(
             self.network,
             self.optimizer,
             horizon=1,  # until the number of batches is known, when training begins
@@ -280,79 +251,82 @@ class Grow(Callback):
         )
         for config in trainer.lr_scheduler_configs:
             if config.scheduler.optimizer == self.optimizer:
-                follow(config.scheduler, self._growing)
+                follow(config.scheduler, growing)
+        return growing
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state, self._restored = self._restored, {}
+        state = (self._restored or {}) if self._resumes else {}
         # A run of this callback that goes on counts from its own beginning; epochs before it are over.
         epochs_over = 0 if state else trainer.current_epoch
         horizon = self.horizon or count_ticks(trainer, self.every, epochs_over=epochs_over)
-        self._may_skip_steps = may_skip_steps(trainer)
-        batches = load_batches(trainer, self.num_batches)
-        self._variant_meter = VariantMeter(trainer, pl_module, self.network, meter=self.meter, batches=batches)
+        precision = trainer.precision_plugin
+        self._has_loss_scale = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        is_manual = not pl_module.automatic_optimization
+        # A training batch may end without an optimizer step, so that the last one before a validation may.
+        self._may_skip_steps = self._has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
+        self._meter = VariantMeter(
+            trainer, pl_module, self.network, monitor=self.monitor, score=self.score, count=self.num_batches
+        )
         if state:
             self._check_state(state)
-            space = self.actions.make_space(state["slots"], state["blueprints"])
-            growable = torch.tensor(state["growable"])
-        else:
-            example = self._meter.example_input(str(self.network_name))
-            missing = [name for name in self.slot_names if name not in slots_of(self.network)]
-            if batch_size(example) < 2:
-                raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
-            with isolate_rng(), default_dtype_of(self.network):
-                if missing:
-                    attach_slots(self.network, missing, example)
-                space, growable = self._find_space(example)
-            growable = trainer.strategy.broadcast(growable)
-        if self._growing is None:
-            self._hold_seeds(trainer)
-        assert self._growing is not None, "the network has slots"
-        self._growing.horizon = horizon
-        config = self._config(horizon)
-        flops = self._count_flops() if config.sight.needs_flops else None
-        subject = Subject(self._growing, space, actions=self.actions, objective=self.objective, flops=flops)
-        self.pool = SinglePool(subject, growable, config)
-        if state:
-            self._continue(trainer, state)
-        self._report = GrowthReport(trainer, self.pool, is_resumed=bool(state))
-        if not state:
-            self._begin(trainer)
-
-    def _find_space(self, example: ExampleInput) -> tuple[ActionSpace, Tensor]:
-        """Return the choices of each head, and which blueprint can grow in which slot, by a trial on a few samples."""
-        rows = first_rows(example, PROBE_ROWS)
-        trial = self._emptied_network()
+        example = self._meter.example_input(str(self.network_name))
+        if batch_size(example) < 2:
+            raise ValueError("Grow: the first validation batch has one sample; give the loader a batch_size of 2")
+        rows, row = first_rows(example, PROBE_ROWS), first_rows(example, 1)
 
         def loss_of(network: nn.Module) -> Tensor:
             outputs = [x for x in iter_tensors(call_network(network, rows)) if x.is_floating_point()]
             return torch.stack([(x.float() - 1.0).square().mean() for x in outputs]).sum()
 
-        return probe_action_space(trial, loss_of, actions=self.actions, birth=self.lifecycle.birth)
+        with isolate_rng(), precision.tensor_init_context():
+            missing = [name for name in self.slot_names if name not in slots_of(self.network)]
+            if missing:
+                attach_slots(self.network, missing, example)
+            trial = copy.deepcopy(self.network)
+            for slot in slots_of(trial).values():
+                slot.empty()
+            config = self._config(horizon)
+            flops = count_flops(trial, lambda: call_network(trial, row)) if config.sight.needs_flops else None
+            if state:
+                space = self.actions.make_space(state["slots"], state["blueprints"])
+                growable = torch.tensor(state["growable"])
+            else:
+                space, growable = probe_action_space(trial, loss_of, actions=self.actions, birth=self.lifecycle.birth)
+        growing = self._growing or self._hold_seeds(trainer)
+        growing.horizon = horizon
+        self._forget()
+        subject = Subject(growing, space, actions=self.actions, objective=self.objective, flops=flops)
+        self.pool = SinglePool(subject, trainer.strategy.broadcast(growable), config)
+        events = self._continue(trainer, state) if state else self._begin(trainer)
+        self._report = GrowthReport(trainer, self.pool, unit=self.scale.unit, is_resumed=bool(state))
+        self._report.tell(events, {})
 
-    def _emptied_network(self) -> nn.Module:
-        """Return a copy of the network with empty slots."""
-        trial = copy.deepcopy(self.network)
-        for slot in slots_of(trial).values():
-            slot.empty()
-        return trial
-
-    def _count_flops(self) -> HostFlops:
-        """Return the FLOPs of the network with empty slots for one sample."""
-        trial = self._emptied_network()
-        row = first_rows(self._meter.example_input(str(self.network_name)), 1)
-        with isolate_rng(), default_dtype_of(trial):
-            return count_flops(trial, lambda: call_network(trial, row))
-
-    def _begin(self, trainer: Trainer) -> None:
-        """Measure the network before its first epoch, and let the decider choose its first action."""
-        pool, meter = self._pool, self._meter
-        blended = frozenset(slot.name for slot in pool.subject.slots if slot.blended)
-        (metric,) = meter.measure([blended])
+    def _begin(self, trainer: Trainer) -> list[SeedEvent]:
+        """Measure the network before its first epoch, and carry out the first decision."""
+        pool, variants = self._pool, [frozenset(self._blended)]
+        (metric,) = self._meter.measure(variants)
         self.scale.warn_if_blind(metric)
-        loss = None if self.loss is None else meter.measure_logged([blended], self.loss)[0]
+        loss = None if self.loss is None else self._meter.measure(variants, self.loss)[0]
         pool.begin(self.scale.validation(Measured(metric, loss, {}, {}), pool.space.slot))
         self.decider.reset(pool)
-        self._told.tell(self._decide(trainer), {})
+        return self._decide(trainer)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the run of its checkpoint, by name."""
+        lifecycle, actions = asdict(self.lifecycle), asdict(self.actions)
+        del actions["blueprints"]  # those that fit the network are saved
+        return {
+            "monitor": self.monitor,
+            "mode": self.scale.mode,
+            "score": self.score and getattr(self.score, "__qualname__", type(self.score).__name__),
+            "loss": self.loss,
+            "batches": self.num_batches,
+            "every": self.every,
+            "price": self.objective.price,
+            "seed_options": self.seed_options,
+            **{f"lifecycle.{name}": value for name, value in lifecycle.items()},
+            **{f"actions.{name}": value for name, value in actions.items()},
+        }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state of a checkpoint does not belong to this network and these settings."""
@@ -363,21 +337,21 @@ class Grow(Callback):
             )
         slots = [name for name in slots_of(self.network) if name in self._own_slots]
         slots += [name for name in self.slot_names if name not in slots]
-        if state["slots"] != slots:
-            raise ValueError(f"Grow: the checkpoint is of slots {state['slots']}, the run of {slots}; name the same")
-        if self.actions.blueprints not in (None, state["blueprints"]):
-            raise ValueError(
-                f"Grow: the checkpoint is of blueprints {state['blueprints']}, these are {self.actions.blueprints}; "
-                f"name the same, or leave them out"
-            )
+        blueprints = self.actions.blueprints or state["blueprints"]
+        saved = {"slots": state["slots"], "blueprints": state["blueprints"], **state["settings"]}
+        for name, value in {"slots": slots, "blueprints": blueprints, **self._settings()}.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"Grow: the checkpoint is of {name} {saved.get(name)}, the run of {value}; give the same"
+                )
 
-    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
+    def _continue(self, trainer: Trainer, state: dict[str, Any]) -> list[SeedEvent]:
         """Continue a training from the state of a checkpoint."""
         pool = self._pool
         # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
         # read the ticks that were left when a seed was fossilized.
         pool.subject.load_record_state(state["record"], max_ticks_left=sys.maxsize)
-        pool.subject.growing.load_measurement_state(state)
+        self.growing.load_measurement_state(state)
         pool.update()
         resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])
         self.validations = state["validations"]
@@ -388,8 +362,12 @@ class Grow(Callback):
         for config, value in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
             if value is not None:
                 config.scheduler.step(value)
+        return []
 
     # One tick: a validation is measured, and followed by a decision before the next training batch.
+
+    def _is_validation_of_fit(self, trainer: Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_validation_of_fit(trainer):
@@ -398,36 +376,33 @@ class Grow(Callback):
         self._contributions, self._potentials = {}, {}
         if self.validations % self.every != 0:
             return
-        slots = self._pool.subject.slots
-        blended = [slot.name for slot in slots if slot.blended]
+        slots, blended, points = self._pool.subject.slots, self._blended, self.scale.points
         isolated = [slot.name for slot in slots if slot.isolated and self.lifecycle.min_potential is not None]
-        if trainer.world_size > 1:
-            share_buffers(slot.seed for slot in slots)
+        if trainer.world_size > 1:  # running statistics and other buffers are those of the first process
+            for buffer in (buffer for slot in slots for buffer in slot.seed.buffers()):
+                torch.distributed.broadcast(buffer, src=0)
         if blended or isolated:
             seeds = frozenset(blended)
             variants = [seeds, *(seeds - {name} for name in blended), *(seeds | {name} for name in isolated)]
             whole, *others = self._meter.measure(variants)
-            without, trials = others[: len(blended)], others[len(blended) :]
-            points = self.scale.points
-            self._contributions = {name: points(whole, other) for name, other in zip(blended, without, strict=True)}
-            self._potentials = {name: points(trial, whole) for name, trial in zip(isolated, trials, strict=True)}
+            changed = dict(zip(blended + isolated, others, strict=True))
+            self._contributions = {name: points(whole, changed[name]) for name in blended}
+            self._potentials = {name: points(changed[name], whole) for name in isolated}
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_validation_of_fit(trainer):
-            return
-        metrics = growth_metrics(self._pool, self._contributions, self._potentials)
-        pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
+        if self._is_validation_of_fit(trainer):
+            metrics = growth_metrics(self._pool, self._contributions, self._potentials)
+            pl_module.log_dict(metrics, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_validation_of_fit(trainer):
             return
         self._plateau_due = trainer.is_last_batch
         if self.validations % self.every == 0:
-            if self.meter.score is None:
-                metric = self._logged(trainer, self.meter.monitor)
+            if self.score is None:
+                metric = self._logged(trainer, self.monitor)
             else:
-                blended = frozenset(slot.name for slot in self._pool.subject.slots if slot.blended)
-                (metric,) = self._meter.measure([blended])
+                (metric,) = self._meter.measure([frozenset(self._blended)])
             loss = None if self.loss is None else self._logged(trainer, self.loss)
             self._pending = Measured(metric, loss, self._contributions, self._potentials)
 
@@ -446,34 +421,33 @@ class Grow(Callback):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pool = self._pool
-        events = pool.record(
-            EpochResult(self._training_stats(pending), self.scale.validation(pending, pool.space.slot))
-        )
-        if pool.subject.tick < pool.subject.horizon:
+        pool, growing = self._pool, self.growing
+        validation = self.scale.validation(pending, pool.space.slot)
+        score, train_loss = validation.all_seeds, float(self._train_loss)
+        loss = train_loss / self._train_batches if self._train_batches else score.loss
+        gradients = [[0.0, 0.0, 1.0, 0.0]] * (1 + len(growing.slots))  # no gradient has been seen: all have vanished
+        if self._gradients is not None:
+            gradients = self._gradients.tolist()
+        host, *seeds = (GradientStats(*row) for row in gradients)
+        numbers = {self.monitor: pending.metric, self.loss: pending.loss, "the training loss": loss}
+        broken = [str(name) for name, number in numbers.items() if not math.isfinite(number or 0.0)]
+        broken = trainer.strategy.broadcast(broken)  # each process has a training loss of its own
+        if broken:
+            rank_zero_warn(f"Grow: {' and '.join(broken)} is not finite; seeds stay as they are until it is")
+            growing.lifecycle = replace(self.lifecycle, auto_blend=False, auto_probation=False, auto_cull=False)
+        # The accuracy on training data is unknown; deciders see that of validation.
+        events = pool.record(EpochResult(TrainingStats(loss, score.accuracy, 0, host, seeds), validation))
+        growing.lifecycle = self.lifecycle
+        self.scale.warn_if_stuck(pool.subject.history)
+        if pool.subject.tick < pool.subject.horizon and not broken:
             events += self._decide(trainer)
-        self._told.tell(events, pending.contributions)
+        self._report.tell(events, pending.contributions)
         self._gradients, self._train_loss, self._train_batches = None, 0.0, 0
 
     def _decide(self, trainer: Trainer) -> list[SeedEvent]:
         """Carry out the decision of the first process in all of them."""
         action = self._pool.choose(self.decider) if trainer.is_global_zero else []
         return self._pool.apply(trainer.strategy.broadcast(action))
-
-    def _training_stats(self, measured: Measured) -> TrainingStats:
-        """Return the statistics of the training since the last tick.
-
-        The accuracy is that of validation, and so is the loss if no training step has returned one.
-        """
-        num_groups = 1 + len(self._pool.subject.slots)
-        rows = [NO_GRADIENT_SEEN] * num_groups if self._gradients is None else self._gradients.tolist()
-        host, *seeds = (GradientStats(*row) for row in rows)
-        batches = self._train_batches
-        loss = float(self._train_loss) / batches if batches else self.scale.loss(measured)
-        return TrainingStats(loss, self.scale.accuracy(measured.metric), 0, host, seeds)
-
-    def _is_validation_of_fit(self, trainer: Trainer) -> bool:
-        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
 
     # What happens in a training step.
 
@@ -485,13 +459,12 @@ class Grow(Callback):
         """Measure gradients before a validation, unscaled and before clipping: Lightning releases them first."""
         # Those of the first step are used if the last one overflowed, or if a manual optimization skips it.
         is_due = may_be_last_step(trainer) or (self._may_skip_steps and self._gradients is None)
-        if not is_due or optimizer is not self.optimizer:
-            return
-        measured, precision = self._pool.subject.growing.gradient_stats_tensor(), trainer.precision_plugin
-        if self._gradients is not None and isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            # The scaler skips a step whose gradients overflowed fp16.
-            measured = torch.where(measured.isfinite().all(), measured, self._gradients.to(measured))
-        self._gradients = measured
+        if is_due and optimizer is self.optimizer:
+            measured = self.growing.gradient_stats_tensor()
+            if self._gradients is not None and self._has_loss_scale:
+                # The scaler skips a step whose gradients overflowed fp16.
+                measured = torch.where(measured.isfinite().all(), measured, self._gradients.to(measured))
+            self._gradients = measured
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -509,18 +482,26 @@ class Grow(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the network, the optimizer and the schedulers do not hold."""
+        if self._restored is not None:
+            return self._restored
         if self.pool is None:
             return {}
         pool = self.pool
+        decider: Any = self.decider
         return {
             "format": STATE_FORMAT,
+            "settings": self._settings(),
             "slots": pool.space.slot,
             "attached": attachment_records(self.network),
             "blueprints": pool.space.blueprint,
             "growable": pool.growable.tolist(),
             "record": pool.subject.record_state(),
-            **pool.subject.growing.measurement_state(),
-            "decider": decider_state(self.decider, self.decider_name),
+            **self.growing.measurement_state(),
+            "decider": {
+                "class": type(self.decider).__name__,
+                "name": self.decider_name,
+                "state": decider.state_dict() if hasattr(decider, "state_dict") else None,
+            },
             "validations": self.validations,
             "pending": None if self._pending is None else list(self._pending),
             "gradients": None if self._gradients is None else self._gradients.cpu(),
@@ -530,7 +511,7 @@ class Grow(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add to the callback's state the values with which schedulers on a plateau are still to be stepped."""
-        if self.state_key in checkpoint["callbacks"]:
+        if self._restored is None and self.state_key in checkpoint["callbacks"]:
             metrics = trainer.callback_metrics
             checkpoint["callbacks"][self.state_key]["plateaus"] = [
                 float(metrics[config.monitor])
@@ -539,8 +520,5 @@ class Grow(Callback):
                 for config in trainer.lr_scheduler_configs
             ]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._told.tell_end(str(self.network_name))
+        self._report.tell_end(str(self.network_name))

@@ -5,12 +5,11 @@ from typing import Any, Protocol
 from esper_lightning import load_controller
 from esper_lightning.checkpointing.policy_file import CHECKPOINT_SUFFIX, POLICY_SUFFIX, names_policy
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
+from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.controllers.registry import CONTROLLERS, check_methods, make_controller
 from esper_lightning.controllers.schedule import read_schedule
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.envs.spaces.actions import Action
-
-SCHEDULE_SUFFIX = ".json"
 
 
 class Decider(Protocol):
@@ -32,7 +31,9 @@ def make_decider(decider: str | Decider) -> Decider:
     if not isinstance(decider, str):
         check_methods(decider, "Grow: decider")
         return decider
-    if decider.endswith(SCHEDULE_SUFFIX):
+    if decider == "wait":
+        return WaitOnly()
+    if decider.endswith(".json"):
         return FixedSchedule(read_schedule(decider))
     if names_policy(decider):
         return load_controller(decider)
@@ -40,33 +41,21 @@ def make_decider(decider: str | Decider) -> Decider:
         CONTROLLERS.find(decider)
     except ValueError as error:
         raise ValueError(
-            f"Grow: {error}; a decider may also be a schedule ({SCHEDULE_SUFFIX}), a policy ({CHECKPOINT_SUFFIX} or "
-            f"{POLICY_SUFFIX}), or tamiyo"
+            f"Grow: {error}; a decider may also be a schedule (.json), a policy ({CHECKPOINT_SUFFIX} or "
+            f"{POLICY_SUFFIX}), tamiyo, or wait"
         ) from error
     return make_controller(decider)
 
 
-def decider_name(decider: str | Decider) -> str:
-    """Return a decider in the words of the user: a name or a file, or the class of an object."""
-    return decider if isinstance(decider, str) else type(decider).__name__
-
-
-def decider_state(decider: Decider, name: str) -> dict[str, Any]:
-    """Return the class and the name of a decider, and its state: None if it has none."""
-    state_dict = getattr(decider, "state_dict", None)
-    return {"class": type(decider).__name__, "name": name, "state": None if state_dict is None else state_dict()}
-
-
-def resume_decider(decider: Decider, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
-    """Let a decider continue from what `decider_state` returned. Raises ValueError if it cannot."""
+def resume_decider(decider: Any, name: str, pool: SinglePool, *, saved: dict[str, Any]) -> None:
+    """Let a decider continue from its class, name and state in a checkpoint. Raises ValueError if it cannot."""
     if saved["class"] != type(decider).__name__:
         raise ValueError(
             f"Grow: the checkpoint is of decider: {saved['name']}, the run of decider: {name}; give the same"
         )
     if saved["state"] is None:
         raise ValueError(f"Grow: {name} cannot continue a run; give it state_dict and load_state_dict(pool, state)")
-    load_state_dict: Any = getattr(decider, "load_state_dict")  # noqa: B009 not every decider has it
     try:
-        load_state_dict(pool, saved["state"])
+        decider.load_state_dict(pool, saved["state"])
     except ValueError as error:
         raise ValueError(f"Grow: {name} cannot continue the run of {saved['name']}: {error}") from error

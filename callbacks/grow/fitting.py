@@ -1,13 +1,11 @@
 """Parts of a fit that have to know of seeds: its length, the clipping of gradients, and several processes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from esper_lightning.growth.schedules import host_groups, seed_groups
@@ -30,8 +28,7 @@ def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
     def validations_in(epochs: int) -> float:
         if trainer.check_val_every_n_epoch is None:
             return epochs * batches // interval
-        per_epoch = 1 if math.isinf(interval) else batches // interval
-        return epochs // trainer.check_val_every_n_epoch * per_epoch
+        return epochs // trainer.check_val_every_n_epoch * (1 if math.isinf(interval) else batches // interval)
 
     validations = validations_in(epochs) - validations_in(epochs_over)
     if not math.isfinite(validations) or validations < every:
@@ -42,41 +39,16 @@ def count_ticks(trainer: Trainer, every: int, *, epochs_over: int) -> int:
     return int(validations) // every
 
 
-@contextmanager
-def default_dtype_of(network: nn.Module) -> Iterator[None]:
-    """Within this context new tensors have the dtype of the network's parameters, as in a step under `bf16-true`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(next(network.parameters()).dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def may_be_last_step(trainer: Trainer) -> bool:
     """Return True if a validation may come before the next optimizer step.
 
     A step is expected after every `accumulate_grad_batches` batches, and after the last batch of an epoch.
     """
-    interval = trainer.val_check_batch
+    interval, loop = trainer.val_check_batch, trainer.fit_loop.epoch_loop
     if trainer.is_last_batch or interval is None:  # None: validations are due by the clock
         return True
-    if math.isinf(interval):
-        return False
-    loop = trainer.fit_loop.epoch_loop
     batches = 1 + (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx)
-    return -batches % interval < trainer.accumulate_grad_batches
-
-
-def may_skip_steps(trainer: Trainer) -> bool:
-    """Return True if a training batch may end without an optimizer step, so that the last one before a validation may.
-
-    It may with a loss scale, under manual optimization, and if gradients are accumulated.
-    """
-    precision = trainer.precision_plugin
-    has_loss_scale = isinstance(precision, MixedPrecision) and precision.scaler is not None
-    is_manual = not trainer.lightning_module.automatic_optimization
-    return has_loss_scale or is_manual or trainer.accumulate_grad_batches > 1
+    return not math.isinf(interval) and -batches % interval < trainer.accumulate_grad_batches
 
 
 def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
@@ -84,12 +56,11 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
 
     def clip_gradients(optimizer: Any, gradient_clip_val: float | None = None, *args: Any, **kwargs: Any) -> None:
         raw = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer in manual optimization
-        if not (gradient_clip_val or trainer.gradient_clip_val):  # Lightning calls this after every step
-            clip(raw, gradient_clip_val, *args, **kwargs)
-            return
         groups = list(raw.param_groups)
+        is_clipped = gradient_clip_val or trainer.gradient_clip_val  # Lightning calls this after every step
+        parts = [host_groups(raw), *([seed] for seed in seed_groups(raw))] if is_clipped else [groups]
         try:
-            for part in (host_groups(raw), *([seed] for seed in seed_groups(raw))):
+            for part in parts:
                 raw.param_groups[:] = part
                 clip(raw, gradient_clip_val, *args, **kwargs)
         finally:
@@ -104,16 +75,6 @@ def average_gradients(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
     DistributedDataParallel knows the parameters that it began with and no others. Averages of accumulated gradients
     are accumulated averages, so this may follow every backward pass.
     """
-    parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
-    if parameters:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        mean = trainer.strategy.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduce_op="mean")
-        for parameter, part in zip(parameters, mean.split([g.numel() for g in gradients]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
-
-
-def share_buffers(seeds: Iterable[nn.Module]) -> None:
-    """Give the buffers of seeds, such as running statistics, the values of the first process."""
-    for seed in seeds:
-        for buffer in seed.buffers():
-            torch.distributed.broadcast(buffer, src=0)
+    for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = trainer.strategy.reduce(gradient, reduce_op="mean")

@@ -1,14 +1,12 @@
 """Trainers, modules and optimizers that cannot grow: each is refused in one line, before training begins."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,59 +17,59 @@ from esper_lightning.growth.param_groups import check_optimizer
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "bf16-mixed")
 
+AVERAGES = "averages parameters by their place, which growth changes"
+
 CONFLICTING_CALLBACKS = {
-    WeightAveraging: "averages parameters by their place, which growth changes",
-    StochasticWeightAveraging: "averages parameters by their place, which growth changes",
+    WeightAveraging: AVERAGES,
+    StochasticWeightAveraging: AVERAGES,
     BaseFinetuning: "rearranges the optimizer's parameter groups when a run is resumed",
 }
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
+    for refusal in _refusals(trainer, module):
+        raise ValueError(f"Grow: {refusal}")
+
+
+def _refusals(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
-        raise ValueError(
-            f"Grow: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one device, or "
-            f"strategy='ddp'"
-        )
-    if module._compiler_ctx is not None or module._compiled_call_impl is not None:
-        raise ValueError(
-            f"Grow: {type(module).__name__} is compiled, which hides its parts; compile its training_step, or a "
-            f"function that calls the network"
+        name = type(trainer.strategy).__name__
+        yield f"{name} keeps parameters in a form that cannot grow; use one device, or strategy='ddp'"
+    if module._compiler_ctx is not None or _is_compiled(module):
+        yield (
+            f"{type(module).__name__} is compiled, which hides its parts; compile its training_step, or a function "
+            f"that calls the network"
         )
     if trainer.precision not in PRECISIONS:
-        raise ValueError(f"Grow: precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}")
+        yield f"precision {trainer.precision!r} cannot grow; use one of {', '.join(PRECISIONS)}"
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in CONFLICTING_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"Grow: {type(callback).__name__} {reason}; leave one of the two callbacks out")
+        for conflicting, reason in CONFLICTING_CALLBACKS.items():
+            if isinstance(callback, conflicting):
+                yield f"{type(callback).__name__} {reason}; leave one of the two callbacks out"
     if any(isinstance(part, AveragedModel) for part in module.modules()):
-        raise ValueError(
-            "Grow: the module holds an AveragedModel, which averages parameters by their place, and growth changes "
-            "that; average the grown network in a second run"
-        )
+        yield f"the module holds an AveragedModel, which {AVERAGES}; average the grown network in a second run"
     if not trainer.enable_validation:
-        raise ValueError(
-            "Grow: each validation is followed by a decision, and this run has none; define validation_step and "
+        yield (
+            "each validation is followed by a decision, and this run has none; define validation_step and "
             "val_dataloader, and leave limit_val_batches above 0"
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile made the module, or compiled it in place."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def check_network(network: nn.Module, name: str) -> None:
     """Raise ValueError if the network or a part of it is compiled."""
     for part_name, part in network.named_modules():
-        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+        if _is_compiled(part):
             where = f"{name}.{part_name}" if part_name else name
             raise ValueError(
                 f"Grow: {where!r} is compiled, which hides its parts; compile training_step, or a function that calls "
                 f"the network"
             )
-
-
-def check_wrapper(trainer: Trainer) -> None:
-    """Raise ValueError if DistributedDataParallel was told that the graph never changes."""
-    wrapper: Any = trainer.strategy.model
-    if isinstance(wrapper, DistributedDataParallel) and wrapper.static_graph:
-        raise ValueError("Grow: DDP with static_graph=True forbids that the network changes; leave static_graph out")
 
 
 def find_network(module: LightningModule, name: str | None, slots: list[str]) -> tuple[str, nn.Module]:
@@ -90,8 +88,15 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
     refusals = {name: _slot_refusal(child, slots) for name, child in children.items()}
     fitting = {name: child for name, child in children.items() if refusals[name] is None}
-    if slots and not fitting:
-        _refuse_slots(children, refusals)
+    # Single layers are no networks.
+    networks = {name: child for name, child in children.items() if any(True for _ in child.children())}
+    if slots and networks and not fitting:
+        for name, child in children.items():
+            check_network(child, name)  # a compiled network hides the names of its modules
+        raise ValueError(
+            f"Grow: {'; '.join(f'in {name!r}, {refusals[name]}' for name in networks)} (slots are named within the "
+            f"network: 'layer1' for self.net.layer1)"
+        )
     candidates = fitting or children
     if len(candidates) != 1:
         names = ", ".join(map(repr, candidates)) or "none"
@@ -100,19 +105,6 @@ def find_network(module: LightningModule, name: str | None, slots: list[str]) ->
             f"grows (layers of the LightningModule itself cannot grow: put them into a module of their own)"
         )
     return next(iter(candidates.items()))
-
-
-def _refuse_slots(children: Mapping[str, nn.Module], refusals: Mapping[str, str | None]) -> None:
-    """Raise ValueError with the reason why none of the networks can have the slots; single layers are no networks."""
-    reasons = []
-    for name, child in children.items():
-        check_network(child, name)  # a compiled network hides the names of its modules
-        if any(True for _ in child.children()):
-            reasons.append(f"in {name!r}, {refusals[name]}")
-    if reasons:
-        raise ValueError(
-            f"Grow: {'; '.join(reasons)} (slots are named within the network: 'layer1' for self.net.layer1)"
-        )
 
 
 def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
@@ -131,8 +123,7 @@ def _slot_refusal(network: nn.Module, slots: list[str]) -> str | None:
 def find_optimizer(trainer: Trainer, network: nn.Module, name: str) -> Optimizer:
     """Return the optimizer that trains the network.
 
-    Raises ValueError if there is none, if several train a part of it, or if its kind cannot hold groups that come and
-    go.
+    Raises ValueError if there is none, if several train a part of it, or if its kind cannot grow.
     """
     parameters = {id(parameter) for parameter in network.parameters()}
     owners = [

@@ -14,49 +14,45 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.telemetry.events import SCHEMA, Contributed, Event, EventLog, Started
 from esper_lightning.telemetry.observer import seed_changes
 
-EVENTS_FILE, LOG_LEVEL = "events.jsonl", "normal"
-
 
 def growth_metrics(
     pool: SinglePool, contributions: Mapping[str, float], potentials: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a network for loggers, by name."""
     slots = pool.subject.slots
-    metrics: dict[str, float] = {
-        "growth/parameters": count_parameters(pool.subject.growing.module),
-        "growth/seeds": sum(slot.occupied for slot in slots),
-        "growth/fossilized": sum(slot.stage is Stage.FOSSILIZED for slot in slots),
+    return {
+        "growth/parameters": float(count_parameters(pool.subject.growing.module)),
+        "growth/seeds": float(sum(slot.occupied for slot in slots)),
+        "growth/fossilized": float(sum(slot.stage is Stage.FOSSILIZED for slot in slots)),
+        **{f"growth/alpha.{slot.name}": float(slot.alpha_now) for slot in slots if slot.blended},
+        **{f"growth/contribution.{name}": points for name, points in contributions.items()},
+        **{f"growth/potential.{name}": points for name, points in potentials.items()},
     }
-    metrics |= {f"growth/alpha.{slot.name}": slot.alpha_now for slot in slots if slot.blended}
-    metrics |= {f"growth/contribution.{name}": points for name, points in contributions.items()}
-    metrics |= {f"growth/potential.{name}": points for name, points in potentials.items()}
-    return {name: float(value) for name, value in metrics.items()}
 
 
 class GrowthReport:
-    """Prints and records every change of a seed, in the first process alone.
-
-    The file of events stands in the folder of the first logger, if that has one.
+    """Prints every change of a seed and records it in a file in the folder of the first logger, in the first process.
 
     Args:
         trainer: Trainer in a fit.
         pool: The network.
+        unit: Unit of contributions.
         is_resumed: True if the training goes on; events after its present tick are then removed.
     """
 
-    def __init__(self, trainer: Trainer, pool: SinglePool, *, is_resumed: bool) -> None:
-        self.pool = pool
+    def __init__(self, trainer: Trainer, pool: SinglePool, *, unit: str, is_resumed: bool) -> None:
+        self.pool, self.unit = pool, unit
         self.is_silent = not trainer.is_global_zero
         self._log: EventLog | None = None
         folder = getattr(trainer.logger, "log_dir", None)
         if folder is None or self.is_silent:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._log, tick = EventLog(Path(folder) / EVENTS_FILE), pool.subject.tick
+        self._log, tick = EventLog(Path(folder) / "events.jsonl"), pool.subject.tick
         if is_resumed:
             self._log.discard_after(tick)
         space = pool.space
-        self._log.write([Started(tick, SCHEMA, 1, pool.config.horizon, space.slot, space.blueprint, LOG_LEVEL)])
+        self._log.write([Started(tick, SCHEMA, 1, pool.config.horizon, space.slot, space.blueprint, "normal")])
 
     def tell(self, changes: Sequence[SeedEvent], contributions: Mapping[str, float]) -> None:
         """Tell the changes and contributions of the present tick."""
@@ -65,7 +61,7 @@ class GrowthReport:
         tick = self.pool.subject.tick
         for change in changes:
             worth = "" if change.contribution is None else f", worth {change.contribution:+.1f} points"
-            print_status(f"Grow, tick {tick}: {change}{worth}")
+            print_status(f"Grow, tick {tick}: {change}{worth}".replace(" points", f" {self.unit}"))
         if self._log is not None:
             events: list[Event] = seed_changes([HostEvent(0, tick, change) for change in changes], tick)
             if contributions:
@@ -75,15 +71,13 @@ class GrowthReport:
 
     def tell_end(self, name: str) -> None:
         """Tell what has become of the network called `name`."""
-        if self.is_silent:
-            return
-        subject = self.pool.subject
-        total, host = count_parameters(subject.growing.module), subject.host_parameters
-        kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
-        live = sum(slot.live for slot in subject.slots)
-        print_status(
-            f"Grow: {name} has {total:,} parameters, {host:,} of them without seeds; seeds: {kept} kept, {live} open"
-        )
+        if not self.is_silent:
+            subject = self.pool.subject
+            total, host = count_parameters(subject.growing.module), subject.host_parameters
+            kept = sum(slot.stage is Stage.FOSSILIZED for slot in subject.slots)
+            live = sum(slot.live for slot in subject.slots)
+            sizes = f"{total:,} parameters, {host:,} of them without seeds"
+            print_status(f"Grow: {name} has {sizes}; seeds: {kept} kept, {live} open")
 
     def close(self) -> None:
         """Close the file of events."""

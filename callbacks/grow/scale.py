@@ -1,12 +1,12 @@
 """A metric of the user as deciders see it: an accuracy from 0 to 1, and contributions in points of 100."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from esper_lightning.envs.measurements import POINTS_PER_UNIT, Score, Validation
+from esper_lightning.envs.measurements import POINTS_PER_UNIT, History, Score, Validation
 
 MIN_ACCURACY = 1e-6
 """Least share of which a logarithm is taken, and least loss by which a difference is divided."""
@@ -14,8 +14,9 @@ MIN_ACCURACY = 1e-6
 MAX_VISIBLE_LOSS = 7.0
 """Largest loss whose exp(-loss) is about a thousandth or more, so that deciders see it fall."""
 
-ROUNDING = 1e-5
-"""Excess over 1 of a share that is due to rounding."""
+
+STUCK_TICKS, STUCK_POINTS = 10, 2.0
+"""Ticks after which a metric should have improved, and by how much: in points of 100, or for a loss in percent."""
 
 
 class Measured(NamedTuple):
@@ -32,6 +33,11 @@ class Scale(NamedTuple):
 
     monitor: str
     mode: Literal["max", "min"]
+
+    @property
+    def unit(self) -> str:
+        """Unit of contributions."""
+        return "points" if self.mode == "max" else "% of the loss"
 
     def points(self, better: float, worse: float) -> float:
         """Return by how much one metric is better than another: in points of 100, or for a loss in percent.
@@ -53,20 +59,12 @@ class Scale(NamedTuple):
             return 0.0
         if self.mode == "min":
             return math.exp(-max(metric, 0.0))
-        if not 0.0 <= metric <= 1.0 + ROUNDING:
+        if not 0.0 <= metric <= 1.00001:  # sums of shares are rounded
             raise ValueError(
                 f"Grow: {self.monitor} is {metric:.4g}, but in mode 'max' it must be a share from 0 to 1; scale it, or "
                 f"monitor a loss with mode 'min'"
             )
         return min(metric, 1.0)
-
-    def loss(self, measured: Measured) -> float:
-        """Return the validation loss: that of the user, the metric itself in mode `min`, or -ln of the metric."""
-        if measured.loss is not None:
-            return measured.loss
-        if self.mode == "min":
-            return measured.metric
-        return -math.log(max(self.accuracy(measured.metric), MIN_ACCURACY))
 
     def warn_if_blind(self, metric: float) -> None:
         """Warn if deciders see a loss as an accuracy that hardly moves: of 0 for a large loss, or of 1 below 0."""
@@ -77,18 +75,26 @@ class Scale(NamedTuple):
                 f"the first one"
             )
 
-    def validation(self, measured: Measured, slots: Iterable[str]) -> Validation:
+    def warn_if_stuck(self, history: History) -> None:
+        """Warn once if the metric has hardly improved since training began."""
+        first, *others = history.accuracy if self.mode == "max" else history.loss
+        best = max(others) if self.mode == "max" else min(others)
+        if len(others) == STUCK_TICKS and self.points(best, first) < STUCK_POINTS:
+            name = self.monitor if self.mode == "max" else "the validation loss"
+            rank_zero_warn(
+                f"Grow: in {STUCK_TICKS} ticks {name} came from {first:.4g} no further than {best:.4g}; growth "
+                f"does not help a network that does not learn: check data, loss and learning rate"
+            )
+
+    def validation(self, measured: Measured, slots: Sequence[str]) -> Validation:
         """Return a validation in the form in which deciders see it."""
-        accuracy, loss = self.accuracy(measured.metric), self.loss(measured)
-        score = Score(loss, accuracy)
+        accuracy, loss = self.accuracy(measured.metric), measured.loss
+        if loss is None:
+            loss = measured.metric if self.mode == "min" else -math.log(max(accuracy, MIN_ACCURACY))
 
         def moved(points: float) -> Score:
             return Score(loss, accuracy + points / POINTS_PER_UNIT)
 
-        names = list(slots)
-        return Validation(
-            all_seeds=score,
-            without=[moved(-measured.contributions.get(name, 0.0)) for name in names],
-            fossilized=score,
-            trials=[moved(measured.potentials.get(name, 0.0)) for name in names],
-        )
+        without = [moved(-measured.contributions.get(name, 0.0)) for name in slots]
+        trials = [moved(measured.potentials.get(name, 0.0)) for name in slots]
+        return Validation(all_seeds=moved(0.0), without=without, fossilized=moved(0.0), trials=trials)

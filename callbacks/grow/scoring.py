@@ -4,12 +4,15 @@ The step runs on a copy of the module with its own state, whose `log` is listene
 restored afterwards. The run's own metrics, logs and random numbers stay as they are.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -18,38 +21,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from esper_lightning.callbacks.grow.module_copy import isolated_copy
 from esper_lightning.growth.counterfactual import ScoreFunction, SeedVariant, measure_variants
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.nested import ExampleInput, evaluation_mode, iter_tensors, map_tensors
 from esper_lightning.growth.slot import SeedSlot
-
-
-class Meter(NamedTuple):
-    """Measured quantity: a metric that the module logs, or a score of each sample."""
-
-    monitor: str
-    score: ScoreFunction | None
-
-
-def load_batches(trainer: Trainer, count: int) -> list[Any]:
-    """Return the first `count` validation batches, or all if there are fewer.
-
-    Raises ValueError if there are several loaders.
-    """
-    if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
-    loaders: Any = trainer.val_dataloaders
-    if isinstance(loaders, Mapping | list | tuple):
-        loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
-        if len(loaders) > 1:
-            raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
-        (loaders,) = loaders
-    limit = min(count, *trainer.num_val_batches)
-    with isolate_rng():
-        return list(islice(loaders, int(limit)))
 
 
 @contextmanager
@@ -57,16 +32,12 @@ def active_seeds(slots: Mapping[str, SeedSlot], variant: SeedVariant) -> Iterato
     """Within this context the seeds named by `variant` are active, and all others switched off."""
     for name, slot in slots.items():
         if slot.occupied:
-            slot.override = SeedSlot.active_output if name in variant else _without_seed
+            slot.override = SeedSlot.active_output if name in variant else (lambda slot, x: x)
     try:
         yield
     finally:
         for slot in slots.values():
             slot.override = None
-
-
-def _without_seed(slot: SeedSlot, x: Tensor) -> Tensor:
-    return x
 
 
 class VariantMeter:
@@ -76,45 +47,59 @@ class VariantMeter:
         trainer: Trainer in a fit.
         module: LightningModule that holds `network`.
         network: Network whose seeds are switched.
-        meter: What is measured.
-        batches: Validation batches as the loader gives them.
+        monitor: Logged metric that is measured.
+        score: Score of each sample that is measured in its place, if any.
+        count: Number of validation batches, the first ones; all if there are fewer.
+
+    Raises ValueError if there are several validation loaders.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, network: nn.Module, *, meter: Meter, batches: list[Any]
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        network: nn.Module,
+        *,
+        monitor: str,
+        score: ScoreFunction | None,
+        count: int,
     ) -> None:
-        self.trainer = trainer
-        self.module = module
-        self.network = network
-        self.meter = meter
-        self.batches = batches
+        self.trainer, self.module, self.network = trainer, module, network
+        self.monitor, self.score = monitor, score
+        if trainer.val_dataloaders is None:  # they are loaded before the first validation, which may be far away
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        loaders: Any = trainer.val_dataloaders
+        if isinstance(loaders, Mapping | list | tuple):
+            loaders = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+            if len(loaders) > 1:
+                raise ValueError(f"Grow: it measures on one validation loader, there are {len(loaders)}; give one")
+            (loaders,) = loaders
+        limit = min(count, *trainer.num_val_batches)
+        with isolate_rng():
+            self.batches = list(islice(loaders, int(limit)))
 
     @torch.no_grad()
-    def measure(self, variants: Sequence[SeedVariant]) -> list[float]:
-        """Return the metric with each combination of seeds on the same batches, averaged over processes."""
-        if self.meter.score is not None:
-            return self._measure_scores(variants, self.meter.score)
-        return self.measure_logged(variants, self.meter.monitor)
-
-    @torch.no_grad()
-    def measure_logged(self, variants: Sequence[SeedVariant], name: str) -> list[float]:
-        """Return a logged metric with each combination of seeds; see `measure`."""
-        listeners = [_Listener(self.module) for _ in variants]
-        slots = slots_of(self.network)
+    def measure(self, variants: Sequence[SeedVariant], name: str | None = None) -> list[float]:
+        """Return the metric, or the logged one called `name`, with each combination of seeds on the same batches,
+        averaged over processes.
+        """
+        step_context = self.trainer.precision_plugin.val_step_context
+        if self.score is not None and name is None:
+            with isolate_rng(), step_context():
+                means = measure_variants(self.network, variants, map(self._pair, self.batches), score=self.score)
+            return self.trainer.strategy.reduce(means, reduce_op="mean").tolist()
+        listeners, slots = [_Listener(self.module) for _ in variants], slots_of(self.network)
         with evaluation_mode(self.module):
             for listener in listeners:
                 with isolate_rng():
                     listener.module.on_validation_epoch_start()
             for number, batch in enumerate(map(self._to_device, self.batches)):
                 for variant, listener in zip(variants, listeners, strict=True):
-                    with isolate_rng(), active_seeds(slots, variant), self.trainer.precision_plugin.val_step_context():
+                    with isolate_rng(), active_seeds(slots, variant), step_context():
                         listener.run(batch, number)
-            return [listener.result(name, self.trainer) for listener in listeners]
-
-    def _measure_scores(self, variants: Sequence[SeedVariant], score: ScoreFunction) -> list[float]:
-        with isolate_rng(), self.trainer.precision_plugin.val_step_context():
-            means = measure_variants(self.network, variants, map(self._pair, self.batches), score=score)
-        return self.trainer.strategy.reduce(means, reduce_op="mean").tolist()
+            return [listener.result(name or self.monitor, self.trainer) for listener in listeners]
 
     def _pair(self, batch: Any) -> Any:
         on_device = self._to_device(batch)
@@ -140,7 +125,8 @@ class VariantMeter:
         seen: list[ExampleInput] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(_join_arguments(module.forward, args, kwargs) if kwargs else args)
+            names = inspect.signature(module.forward).parameters
+            seen.append(dict(zip(names, args, strict=False)) | kwargs if kwargs else args)
 
         handle = self.network.register_forward_pre_hook(see, with_kwargs=True)
         try:
@@ -161,12 +147,6 @@ class VariantMeter:
         return map_tensors(seen[0], lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
-def _join_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
-    names = list(inspect.signature(forward).parameters)
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
 def first_rows(example: ExampleInput, rows: int) -> ExampleInput:
     """Return an example with the first `rows` rows of every tensor that has as many rows as the first one."""
     length = len(next(iter_tensors(example)))
@@ -179,8 +159,7 @@ class _Listener:
     def __init__(self, module: LightningModule) -> None:
         self.module = isolated_copy(module)
         vars(self.module)["log"] = self._log
-        self.means: dict[str, list[tuple[float, float]]] = {}
-        """Sums and weights of logged numbers."""
+        self.means: dict[str, list[tuple[float, float]]] = {}  # logged numbers, and their weights
         self.metrics: dict[str, Metric] = {}
         self._batch: Any = None
 
@@ -214,3 +193,45 @@ class _Listener:
         sums = torch.stack([(pairs[:, 0] * pairs[:, 1]).sum(), pairs[:, 1].sum()])
         total, weight = trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         return total / weight
+
+
+def isolated_copy(module: LightningModule) -> LightningModule:
+    """Return a copy of a module that has its own state and shares its networks.
+
+    Its own are containers at any depth, with the tensors and arrays in them, its buffers, and torchmetrics, which begin
+    without what they have counted. Networks, parameters and objects of other classes are shared.
+    """
+    copied = object.__new__(type(module))
+    copies: dict[int, Any] = {id(module): copied}
+    vars(copied).update({name: _own(value, copies) for name, value in vars(module).items()})
+    return copied
+
+
+def _own(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of a value if it is state, else the value; `copies` holds what is copied already, by id."""
+    if id(value) in copies:
+        return copies[id(value)]
+    own = value
+    if isinstance(value, nn.Module):
+        metrics = [part for part in value.modules() if isinstance(part, Metric)]
+        if metrics and not any(True for _ in value.parameters()):
+            own = copy.deepcopy(value, copies)
+            for part in own.modules():
+                if isinstance(part, Metric):
+                    part.reset()
+    elif isinstance(value, Tensor):
+        own = value if isinstance(value, nn.Parameter) else value.clone()
+    elif isinstance(value, np.ndarray | set):
+        own = value.copy()
+    elif isinstance(value, dict):
+        own = copies[id(value)] = copy.copy(value)
+        for key, element in value.items():
+            own[key] = _own(element, copies)
+    elif isinstance(value, list | deque):
+        own = copies[id(value)] = copy.copy(value)
+        own.clear()
+        own.extend(_own(element, copies) for element in value)
+    elif type(value) is tuple:
+        own = tuple(_own(element, copies) for element in value)
+    copies[id(value)] = own
+    return own

@@ -1,5 +1,8 @@
 """Trivial controllers: lower bounds for any other."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from esper_lightning.controllers.learned import Hosts
@@ -17,6 +20,12 @@ class WaitOnly:
 
     def act(self, pool: Hosts) -> Action:
         return to_action([(Op.WAIT,)] * pool.n_envs, pool.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, pool: Hosts, state: Mapping[str, Any]) -> None:
+        pass
 
 
 class RandomValid:

@@ -131,8 +131,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Grow does not take the lifecycle of a policy's training",
         "callbacks/grow/callback.py",
-        "lifecycle, actions = lifecycle or rules.lifecycle, actions or rules.actions",
-        "lifecycle, actions = lifecycle or LifecycleConfig(), actions or rules.actions",
+        "self.lifecycle: LifecycleConfig = lifecycle or rules.lifecycle",
+        "self.lifecycle: LifecycleConfig = lifecycle or LifecycleConfig()",
         "tests/cli/test_policy_over_sets.py::"
         "test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_name",
     ),

@@ -1,6 +1,8 @@
 """Grow: a module that knows nothing of growth is trained, grown, saved and resumed by its own Trainer."""
 
 import csv
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_lightning.callbacks import Grow
+from esper_lightning.controllers.schedule import Schedule, ScheduledAction, write_schedule
 from esper_lightning.envs import Op
 from esper_lightning.envs.single_pool import SinglePool
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, detach_slots, slots_of
@@ -173,8 +176,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(run: Run, epoch: int) -> No
     ("options", "message"),
     [
         ({"decider": "periodic"}, "the checkpoint is of decider: Plan, the run of decider: periodic; give the same"),
-        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['5', '0'\]; name the same"),
-        ({"slots": ["3"]}, r"of slots \['3', '5'\], the run of \['3'\]; name the same"),
+        ({"slots": ["5", "0"]}, r"of slots \['3', '5'\], the run of \['5', '0'\]; give the same"),
+        ({"slots": ["3"]}, r"of slots \['3', '5'\], the run of \['3'\]; give the same"),
     ],
 )
 def test_a_checkpoint_of_other_growth_is_refused(run: Run, options: dict[str, Any], message: str) -> None:
@@ -550,6 +553,78 @@ def test_a_loss_that_deciders_cannot_see_is_told(factor: float, warns: bool, rec
     train(Scaled(), grow(monitor="val_loss", mode="min", **options), epochs=1)
 
     assert any("deciders see exp(-loss)" in str(warning.message) for warning in recwarn) == warns
+
+
+@pytest.mark.parametrize(("mode", "unit"), [("max", r"\+\d+\.\d points"), ("min", r"[+-]\d+\.\d % of the loss")])
+def test_what_a_seed_is_worth_is_told_in_the_unit_of_the_metric(
+    mode: str, unit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = {0: germinate(0), 6: decide(Op.FOSSILIZE, slot=0)}
+    monitor = "val_acc" if mode == "max" else "val_loss"
+
+    train(classifier(), grow(plan, monitor=monitor, mode=mode), epochs=8)
+
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "FOSSILIZED" in line]
+    assert re.search(rf", worth {unit}$", line)
+
+
+class Breaks(Classifier):
+    """Classifier with a metric that never moves, and with a number that is broken from epoch 5 to 7.
+
+    Args:
+        what: The broken number: the metric, or the loss of training, whose gradients stay as they are.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def breaks(self, what: str) -> bool:
+        return what == self.what and 5 <= self.current_epoch <= 7
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (math.inf if self.breaks("the training loss") else 0.0)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("metric", math.nan if self.breaks("metric") else 0.5)
+
+
+@pytest.mark.parametrize("what", ["metric", "the training loss"])
+def test_nothing_grows_and_no_seed_is_removed_while_a_number_is_not_finite(
+    what: str, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lifecycle = LifecycleConfig(training_ticks=1, min_contribution=None, min_gradient_health=0.0)
+    callback = grow({0: germinate(0)}, monitor="metric", lifecycle=lifecycle)
+
+    train(Breaks(what), callback, epochs=10)
+
+    assert callback.decider.seen == [0, 1, 2, 3, 4, 5, 9]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "→" in line][-2:] == ["Grow, tick 5", "Grow, tick 9"]
+    assert "(contribution +0.00 points is not positive)" in lines[-2]
+    said = {str(warning.message) for warning in recwarn if "is not finite" in str(warning.message)}
+    assert said == {f"Grow: {what} is not finite; seeds stay as they are until it is"}
+
+
+@pytest.mark.parametrize(("lr", "warns"), [(0.0, True), (0.01, False)])
+@pytest.mark.parametrize(("monitor", "mode"), [("val_acc", "max"), ("val_loss", "min")])
+def test_a_network_that_does_not_learn_is_told_once(
+    lr: float, warns: bool, monitor: str, mode: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    train(Classifier(lr=lr), grow(monitor=monitor, mode=mode), epochs=13)
+
+    assert sum("a network that does not learn" in str(warning.message) for warning in recwarn) == warns
+
+
+def test_a_schedule_that_is_too_long_is_refused_before_grow_writes_anything(tmp_path: Path) -> None:
+    plan = Schedule(("3", "5"), (ScheduledAction(3, "GERMINATE", "5", blueprint="bottleneck"),))
+    write_schedule(plan, tmp_path / "plan.json")
+
+    with pytest.raises(ValueError, match=r"entry 1 .*: an episode has 3 ticks, 0 to 2; name an earlier tick"):
+        train(classifier(), grow(decider=str(tmp_path / "plan.json")), epochs=3, logger=CSVLogger(tmp_path, "log"))
+
+    assert not list(tmp_path.rglob("events.jsonl"))
 
 
 def test_a_yaml_of_lightnings_own_command_line_grows_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

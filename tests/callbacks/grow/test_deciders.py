@@ -40,6 +40,18 @@ def test_the_heuristic_waits_while_the_network_improves() -> None:
     assert not any(slot.occupied for slot in callback.growing.slots.values())
 
 
+def test_nothing_grows_by_wait_which_also_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    plain, control = classifier(), classifier()
+    train(plain, epochs=6)
+    train(control, grow(decider="wait"), epochs=3).save_checkpoint(tmp_path / "half.ckpt")
+
+    train(control, grow(decider="wait"), epochs=6, resume_from=tmp_path / "half.ckpt")
+
+    weights = control.state_dict()
+    assert all(weights[name].shape == weight.shape for name, weight in plain.state_dict().items())
+    assert not any("seed." in name for name in weights)
+
+
 def test_a_schedule_from_a_file_is_played(tmp_path: Path) -> None:
     entries = (
         ScheduledAction(1, "GERMINATE", "5", blueprint="bottleneck"),

@@ -15,12 +15,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.callbacks.grow.refusals import check_trainer, check_wrapper, find_network
+from esper_lightning.callbacks.grow.refusals import check_trainer, find_network
 from esper_lightning.envs import ActionConfig
 from esper_lightning.growth import attach_slots
 from esper_lightning.growth.gates import LifecycleConfig
@@ -141,18 +140,6 @@ def test_a_strategy_that_shards_parameters_is_refused(strategy: Strategy) -> Non
 
     with pytest.raises(ValueError, match=f"Grow: {type(strategy).__name__} .* use one device, or strategy='ddp'"):
         check_trainer(made, Classifier())
-
-
-def test_ddp_with_a_static_graph_is_refused() -> None:
-    made = trainer(grow(), epochs=2)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        made.strategy.model = DistributedDataParallel(Classifier().net, static_graph=True)
-
-        with pytest.raises(ValueError, match="leave static_graph out"):
-            check_wrapper(made)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_several_validation_loaders_are_refused() -> None:
