@@ -29,6 +29,7 @@ from esper_lightning.callbacks.grow.fitting import (
     may_skip_steps,
     separate_clipping,
     share_buffers,
+    wrap_without_seeds,
 )
 from esper_lightning.callbacks.grow.refusals import (
     check_network,
@@ -265,6 +266,7 @@ class Grow(Callback):
         if slots_of(self.network):
             # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
             self._hold_seeds(trainer)
+            wrap_without_seeds(trainer, (slot.seed for slot in slots_of(self.network).values()))
 
     def _hold_seeds(self, trainer: Trainer) -> None:
         device = next(iter(slots_of(self.network).values())).alpha.device
