@@ -31,6 +31,7 @@ class SharedDigits(DigitsData):
         return self._share(self.held_out, 80)
 
     def _share(self, data: Dataset, batch_size: int) -> DataLoader:
+        assert self.trainer is not None, "a fit has begun"
         sampler = DistributedSampler(data, self.trainer.world_size, self.trainer.global_rank, shuffle=False)
         return DataLoader(data, batch_size // self.trainer.world_size, sampler=sampler)
 
