@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,8 @@ class Preemption(Checkpoint):
     It does the same, with exit code 141, if nothing reads the output any more. A second signal ends the process at
     once. Lightning alone would exit with 0 and save nothing in the middle of a rollout. With several processes a signal
     to any of them stops all: they agree at the end of every tick. The class derives from
-    `Checkpoint` so that Lightning calls it last, after telemetry and the other checkpoints have processed this tick.
+    `Checkpoint` so that Lightning calls it last, after telemetry and the other checkpoints have processed this tick. In a
+    thread other than the main one, where Python installs no handlers, signals stop nothing.
 
     Args:
         filename: Name of the checkpoint, without `.ckpt`; it is written to the folder of the other checkpoints.
@@ -38,8 +40,10 @@ class Preemption(Checkpoint):
         self._previous_handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        # Not earlier: Lightning has installed its own handlers by now, and these must replace them.
-        self._previous_handlers = replace_handlers(self._on_signal)
+        # Not earlier: Lightning has installed its own handlers by now, and these must replace them. Python installs
+        # handlers in the main thread alone.
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handlers = replace_handlers(self._on_signal)
         if isinstance(sys.stdout, Output):
             sys.stdout.deferred = True
         if trainer.received_sigterm:  # noted by Lightning's handler before this one was installed
