@@ -76,7 +76,7 @@ def row_tensors(loop: dict[str, Any]) -> list[Tensor]:
 
 def normaliser_statistics(collector: RolloutCollector) -> dict[str, Tensor]:
     """Return copies of the statistics of the collector's normalisers, by name."""
-    names = ("observation_norm", "value_norm", "privileged_norm")
+    names = ("observation_norm", "value_norm", "privileged_norm", "reward_norm")
     norms = {name: getattr(collector, name) for name in names}
     return {
         f"{name}.{part}": value.clone()
