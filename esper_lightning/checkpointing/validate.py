@@ -28,6 +28,9 @@ MODULE_KEY = "esper_module"
 RULES_KEY = "esper_rules"
 """Key of the lifecycle and the actions of the training hosts, for those that the policy is to grow later."""
 
+MAX_WEIGHT = 1e18
+"""Largest weight or statistic of a policy: with larger ones products of two numbers overflow."""
+
 UPDATED_KEY = "esper_updated"
 """Key of the weights that a resumed run goes on with, in a checkpoint that was chosen by its score. Its `state_dict`
 holds the weights that played the rollout with that score."""
@@ -104,6 +107,14 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
                 f"{excerpt(name, 80)} is a {type(weights).__name__}, not a tensor; give another checkpoint"
             )
         check_finite(str(name), weights)
+        if weights.is_floating_point() and weights.numel():
+            low, high = (float(number) for number in weights.double().aminmax())
+            lowest = 0.0 if str(name).endswith((".var", ".count")) else -MAX_WEIGHT
+            if low < lowest or high > MAX_WEIGHT:
+                raise ValueError(
+                    f"{name} holds numbers from {low:.3g} to {high:.3g}, and {lowest:g} to {MAX_WEIGHT:g} are possible; "
+                    f"give another checkpoint"
+                )
 
 
 def open_checkpoint(path: str | Path, check: Callable[[dict[str, Any]], None] = check_schema) -> dict[str, Any]:
