@@ -26,9 +26,9 @@ class Preemption(Checkpoint):
 
     It does the same, with exit code 141, if nothing reads the output any more. A second signal ends the process at
     once. Lightning alone would exit with 0 and save nothing in the middle of a rollout. With several processes a signal
-    to any of them stops all: they agree at the end of every tick. The class derives from
-    `Checkpoint` so that Lightning calls it last, after telemetry and the other checkpoints have processed this tick. In a
-    thread other than the main one, where Python installs no handlers, signals stop nothing.
+    to any of them stops all: they agree at the end of every tick. In a thread other than the main one, where Python
+    installs no handlers, signals stop nothing. The class derives from `Checkpoint` so that Lightning calls it last,
+    after telemetry and the other checkpoints have processed this tick.
 
     Args:
         filename: Name of the checkpoint, without `.ckpt`; it is written to the folder of the other checkpoints.

@@ -112,8 +112,8 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
             lowest = 0.0 if str(name).endswith((".var", ".count")) else -MAX_WEIGHT
             if low < lowest or high > MAX_WEIGHT:
                 raise ValueError(
-                    f"{name} holds numbers from {low:.3g} to {high:.3g}, and {lowest:g} to {MAX_WEIGHT:g} are possible; "
-                    f"give another checkpoint"
+                    f"{name} holds numbers from {low:.3g} to {high:.3g}, and {lowest:g} to {MAX_WEIGHT:g} are "
+                    f"possible; give another checkpoint"
                 )
 
 
