@@ -26,7 +26,6 @@ from esper_lightning.datamodules.hosts import PolicyData
 from esper_lightning.envs.spaces.rows import RowSizes
 from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
-from esper_lightning.ppo.compiled_terms import CompiledTerms
 from esper_lightning.ppo.guard import check_change, count_skips, is_finite_step, skip_unless
 from esper_lightning.ppo.losses import (
     LARGEST_SETTING,
@@ -121,7 +120,7 @@ class TamiyoModule(LightningModule):
         self.policy_config = policy
         self.ppo = ppo
         self.normalize = normalize
-        self.terms_of = ppo_terms if ppo.compile is None else CompiledTerms(ppo.compile)
+        self.terms_of = ppo_terms
         self.ranks = ALONE
         self.report: UpdateReport | None = None  # report of the last update in this process
         self.scored: dict[str, torch.Tensor] | None = None  # state_dict that played the last rollout of this process
