@@ -75,7 +75,11 @@ class EventTimer:
 
 
 def make_timer(device: torch.device) -> Timer:
-    """Return the timer for work on `device`."""
+    """Return the timer for work on `device`.
+
+    On Apple's `mps` it is the processor's clock, without waiting for the GPU: a phase takes the time in which its work
+    is queued, and the time of the work itself goes to the phase that next waits for a result.
+    """
     return EventTimer(device) if device.type == "cuda" else ProcessorTimer()
 
 

@@ -22,6 +22,7 @@ from esper_lightning.callbacks.grow.fitting import (
     count_ticks,
     may_be_last_step,
     separate_clipping,
+    wrap_without_seeds,
 )
 from esper_lightning.callbacks.grow.refusals import check_network, check_trainer, find_network, find_optimizer
 from esper_lightning.callbacks.grow.report import GrowthReport, growth_metrics
@@ -236,6 +237,7 @@ class Grow(Callback):
         if slots:
             # Lightning restores optimizer and schedulers after this hook; seeds must have their groups by then.
             self._growing = self._hold_seeds(trainer)
+            wrap_without_seeds(trainer, (slot.seed for slot in slots.values()))
 
     def _hold_seeds(self, trainer: Trainer) -> GrowingNetwork:
         device = next(iter(slots_of(self.network).values())).alpha.device

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from esper_lightning.growth.schedules import host_groups, seed_groups
@@ -69,11 +70,27 @@ def separate_clipping(clip: Callable[..., None], trainer: Trainer) -> Callable[.
     return clip_gradients
 
 
+def wrap_without_seeds(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
+    """Let DistributedDataParallel know the parameters of the host alone, as if no seed had existed when it began.
+
+    It waits in each step for the gradients of all parameters that it knows, also for those of a seed that is culled.
+    """
+    strategy = trainer.strategy
+    parameters = [parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad]
+    if parameters and isinstance(strategy, DDPStrategy):
+        strategy.model = strategy.lightning_module  # releases the wrapper that knows them, with its hooks
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        strategy.configure_ddp()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
 def average_gradients(trainer: Trainer, seeds: Iterable[nn.Module]) -> None:
     """Average the gradients of seeds over all processes.
 
-    DistributedDataParallel knows the parameters that it began with and no others. Averages of accumulated gradients
-    are accumulated averages, so this may follow every backward pass.
+    DistributedDataParallel knows the parameters of the host alone. Averages of accumulated gradients are accumulated
+    averages, so this may follow every backward pass.
     """
     for parameter in (parameter for seed in seeds for parameter in seed.parameters() if parameter.requires_grad):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

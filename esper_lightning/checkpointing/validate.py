@@ -26,6 +26,9 @@ MODULE_KEY = "esper_module"
 RULES_KEY = "esper_rules"
 """Key of the lifecycle, the actions and the observation of the training hosts, for those that the policy is to grow."""
 
+MAX_WEIGHT = 1e18
+"""Largest weight or statistic of a policy: with larger ones products of two numbers overflow."""
+
 OTHER_RANKS_KEY = "random_of_other_ranks"
 """Key of the random states of all ranks but the first, in the state of the rollout; one rank has none."""
 
@@ -92,6 +95,14 @@ def check_policy(checkpoint: dict[str, Any], parts: Mapping[str, type] = MODULE_
                 f"{excerpt(name, 80)} is a {type(weights).__name__}, not a tensor; give another checkpoint"
             )
         check_finite(str(name), weights)
+        if weights.is_floating_point() and weights.numel():
+            low, high = (float(number) for number in weights.double().aminmax())
+            lowest = 0.0 if str(name).endswith((".var", ".count")) else -MAX_WEIGHT
+            if low < lowest or high > MAX_WEIGHT:
+                raise ValueError(
+                    f"{name} holds numbers from {low:.3g} to {high:.3g}, and {lowest:g} to {MAX_WEIGHT:g} are "
+                    f"possible; give another checkpoint"
+                )
 
 
 def read_tensors(path: Path) -> Any:

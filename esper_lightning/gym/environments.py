@@ -220,8 +220,8 @@ class GrowthEnv(gymnasium.Env[np.ndarray, np.ndarray]):
 class GrowthVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """N hosts that are trained together. An environment whose episode ends is reset in the same step.
 
-    Environment i, once reset with a seed, behaves as a `GrowthEnv` with this seed does, up to the rounding of the
-    executor.
+    Environment i, once reset with a seed, equals a `GrowthEnv` with this seed bit for bit with the executors `loop` and
+    `threads`. With `fused` it does up to rounding, which training amplifies.
 
     Args:
         pool: The hosts.

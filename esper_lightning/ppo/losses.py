@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,10 +110,6 @@ class PPOConfig:
 
     adam_eps: float = 1e-5
     """Adam's epsilon, larger than usual, so that steps do not grow when PPO's gradients get small."""
-
-    compile: str | None = None
-    """Backend of torch.compile for the loss of an update, such as inductor, which needs a C++ compiler on the CPU. The
-    policy acts uncompiled. None: no compilation."""
 
     horizon_is_end: bool = True
     """Treat the horizon as a terminal state (the objective is defined there) and not as a time limit.
@@ -248,11 +244,6 @@ def kl_estimate(log_ratio: Tensor) -> Tensor:
 def ppo_terms(policy: Policy, rollout: Rollout, config: PPOConfig) -> PPOTerms:
     """Compute the loss terms of a minibatch of whole sequences, relative to the policy that acted."""
     hidden, _ = policy.encode(rollout.observation, rollout.state, rollout.starts)
-    return ppo_terms_of_hidden(policy, hidden, rollout, config)
-
-
-def ppo_terms_of_hidden(policy: Policy, hidden: Any, rollout: Rollout, config: PPOConfig) -> PPOTerms:
-    """Compute the loss terms of a minibatch, given the policy's hidden features of all its steps, [T, n, width]."""
     distribution, values = policy.decode(hidden, rollout.masks, rollout.privileged)
     unforced = ~rollout.masks.forced  # a forced action teaches the policy nothing
     log_ratio = distribution.log_prob(rollout.action) - rollout.log_prob

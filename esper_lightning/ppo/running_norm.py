@@ -43,6 +43,9 @@ class RunningMeanStd(nn.Module):
     Without momentum every value has the same weight (Chan et al.'s parallel update of Welford's sums). With momentum
     old values fade by the factor `momentum` per update, and the shift of the mean is part of the variance.
 
+    It is not thread-safe: the executor `threads` may run hosts beside each other because none of its workers calls
+    `update`, which only the thread of the rollout does.
+
     Args:
         shape: Shape of one value.
         momentum: Weight of the old statistics in an update, 0 … 1 (the opposite of BatchNorm's momentum, which is the

@@ -3,18 +3,23 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 
-from esper_lightning.callbacks import Preemption
+from esper_lightning.callbacks import Preemption, RolloutState
+from esper_lightning.datamodules.hosts import HostPoolData
+from esper_lightning.envs import EnvConfig
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.module import TamiyoModule
 from esper_lightning.process import STOP_SIGNALS
+from esper_lightning.tasks import Digits
 from tests.processes import run_in_fork
-from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
+from tests.runs import SignalAt, fit, guarded_signals, load, only_run, tiny_host, with_callback
 
 TICK = 3  # in the middle of the first rollout
 
@@ -49,6 +54,25 @@ def test_handlers_are_restored_when_a_run_is_stopped(tmp_path: Path) -> None:
 
     stop(tmp_path, signal.SIGTERM)
 
+    assert handlers() == before
+
+
+def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> None:
+    before = handlers()
+    trainer = Trainer(
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        accelerator="cpu",
+        callbacks=[RolloutState(), Preemption()],
+        enable_progress_bar=False,
+    )
+    data = HostPoolData(Digits(), tiny_host, n_envs=4, env=EnvConfig(horizon=2, executor="loop"))
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(trainer.fit, TamiyoModule(), data).result()
+
+    assert trainer.state.status == TrainerStatus.FINISHED
     assert handlers() == before
 
 

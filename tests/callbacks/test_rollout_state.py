@@ -82,27 +82,33 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
 
 
 @pytest.mark.parametrize("name", ["state_dict", "callbacks"])
+@pytest.mark.parametrize("statistic", ["observation_norm.mean", "reward_norm.var"])
 def test_a_file_whose_normalisers_are_not_those_of_its_rollout_is_refused_in_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    statistic: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A half-restored file: the statistics of the module are of another moment than its rollout, or the reverse."""
-    fit(tmp_path, "--trainer.max_epochs=1")
+    fit(tmp_path, "--trainer.max_epochs=1", "--model.normalize.rewards=true")
     run = only_run(tmp_path)
     checkpoint = load(run.latest)
     parts = {
         "state_dict": checkpoint["state_dict"],
         "callbacks": checkpoint["callbacks"]["RolloutState"]["normalisers"],
     }
-    parts[name]["observation_norm.mean"] += 1e-6
+    parts[name][statistic] += 1e-6
     torch.save(checkpoint, run.checkpoints / "half.ckpt")
     capsys.readouterr()
 
     with pytest.raises(SystemExit) as refused:
-        fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.checkpoints / "half.ckpt"))
+        fit(
+            tmp_path,
+            "--trainer.max_epochs=2",
+            "--model.normalize.rewards=true",
+            *("--ckpt_path", str(run.checkpoints / "half.ckpt")),
+        )
 
     assert refused.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "half.ckpt' cannot be continued: observation_norm.mean of the module is not that of the rollout" in line
+    assert f"half.ckpt' cannot be continued: {statistic} of the module is not that of the rollout" in line
 
 
 def test_a_module_does_not_train_without_it(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A policy over sets after its training: it resumes, is evaluated and loaded, and decides in a user's training."""
 
 import csv
+import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
@@ -21,7 +24,7 @@ from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.trainings import QUICK, classifier, train
-from tests.runs import CONFIGS, HORIZON, Run, cli, continuation, differences, fit, fit_saving_ticks
+from tests.runs import CONFIGS, HORIZON, Run, cli, continuation, differences, fit, fit_saving_ticks, load
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +139,34 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="is damaged or no policy of this package"):
         load_controller(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("observation_norm.host.var", -1.0, "from -1 to"),
+        ("observation_norm.host.count", -3.0, "from -3 to -3, and 0 to 1e"),
+        ("value_norm.var", math.inf, "holds numbers that are not finite"),
+        ("value_norm.mean", -1e38, "from -1e"),
+        ("policy", 1e38, "to 1e"),
+    ],
+)
+def test_a_policy_with_impossible_numbers_is_refused_in_one_line(
+    part: str, value: float, told: str, trained: Run, tmp_path: Path
+) -> None:
+    checkpoint = load(trained.latest)
+    name = next(name for name in checkpoint["state_dict"] if name.startswith(part))
+    checkpoint["state_dict"][name].view(-1)[0] = value
+    torch.save(checkpoint, tmp_path / "bad.ckpt")
+    weights = {key: tensor.contiguous() for key, tensor in checkpoint["state_dict"].items()}
+    described = {key: checkpoint[key] for key in policy_file.DESCRIBED if key in checkpoint}
+    metadata = {policy_file.METADATA_KEY: json.dumps(described)}
+    safetensors.torch.save_file(weights, tmp_path / "bad.safetensors", metadata)
+
+    for file in ("bad.ckpt", "bad.safetensors"):
+        with pytest.raises(ValueError, match=f"{file}': {name} .*{told}") as refused:
+            load_controller(tmp_path / file)
+        assert "\n" not in str(refused.value)
 
 
 def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trained: Run, tmp_path: Path) -> None:

@@ -202,20 +202,6 @@ DEFECTS: tuple[Defect, ...] = (
         "self.log_ratio_clamp <= 0.0",
         f"{T}/test_ppo_config.py::test_an_impossible_ppo_config_is_refused_with_its_reason",
     ),
-    Defect(
-        "The compiled loss teaches the layers up to the LSTM nothing",
-        f"{P}/compiled_terms.py",
-        "self._compiled(policy, hidden, rollout, config)",
-        "self._compiled(policy, hidden.detach(), rollout, config)",
-        f"{T}/test_compiled_terms.py::test_the_compiled_loss_and_its_gradient_are_those_of_the_uncompiled",
-    ),
-    Defect(
-        "The setting to compile the loss is ignored",
-        MODULE,
-        "CompiledTerms(ppo.compile)",
-        "ppo_terms",
-        f"{T}/test_compiled_terms.py::test_a_backend_that_there_is_not_is_refused_in_one_line",
-    ),
     # Normalisers.
     Defect(
         "Discounted sums of rewards cross the end of an episode",

@@ -1,19 +1,39 @@
-"""Program of two processes that grow one network together; it writes a checkpoint, and what each of them ends with.
+"""Program of processes that grow one network together; it writes a checkpoint, and what each of them ends with.
 
-Run as `python -m tests.callbacks.grow.ddp FOLDER PRECISION ACCUMULATED_BATCHES EPOCHS [CHECKPOINT]`.
+Run as `python -m tests.callbacks.grow.ddp FOLDER DEVICES SETTINGS`: settings are the arguments of `train` as JSON, and
+`norm`, without which the network has no BatchNorm. All processes together have the batches of a single one.
 """
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from esper_lightning.envs import Op
-from tests.callbacks.grow.trainings import classifier, grow, train
-from tests.decisions import decide, germinate
+from tests.callbacks.grow.modules import DigitsData
+from tests.callbacks.grow.trainings import QUICK, classifier, grow, train
+from tests.decisions import cull, fossilize, germinate
 
-PLAN = {0: germinate(0, 0), 1: germinate(1, 1), 6: decide(Op.FOSSILIZE, slot=0)}
+PLAN = {0: germinate(0, 0), 1: germinate(1, 1), 5: cull(1), 6: fossilize(0), 7: germinate(1, 0)}
+
+
+class SharedDigits(DigitsData):
+    """Digits in a fixed order, of which each process has every n-th."""
+
+    def train_dataloader(self) -> DataLoader:
+        return self._share(self.train, 64)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._share(self.held_out, 80)
+
+    def _share(self, data: Dataset, batch_size: int) -> DataLoader:
+        assert self.trainer is not None, "a fit has begun"
+        sampler = DistributedSampler(data, self.trainer.world_size, self.trainer.global_rank, shuffle=False)
+        return DataLoader(data, batch_size // self.trainer.world_size, sampler=sampler)
 
 
 class Write(Callback):
@@ -27,18 +47,20 @@ class Write(Callback):
 
 
 if __name__ == "__main__":
-    folder, precision, accumulated, epochs, *checkpoint = sys.argv[1:]
-    callback = grow(PLAN, horizon=8)
+    folder, devices, text = sys.argv[1:]
+    settings = json.loads(text)
+    module = classifier("lambda", dropout=0.0)
+    if not settings.pop("norm", True):
+        module.net[1] = nn.Identity()
     trained = train(
-        classifier("lambda", dropout=0.0),
-        callback,
+        module,
+        grow(PLAN, horizon=9, lifecycle=replace(QUICK, embargo_ticks=0)),
         Write(Path(folder)),
-        resume_from=checkpoint[0] if checkpoint else None,
-        epochs=int(epochs),
-        devices=2,
-        strategy="ddp",
-        precision=precision,
-        accumulate_grad_batches=int(accumulated),
+        data=SharedDigits(),
+        devices=int(devices),
+        strategy="auto" if devices == "1" else "ddp",
+        use_distributed_sampler=False,
         gradient_clip_val=1.0,
+        **settings,
     )
     trained.save_checkpoint(Path(folder) / "last.ckpt")

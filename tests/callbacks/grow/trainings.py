@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
 from esper_lightning.callbacks import Grow
 from esper_lightning.envs import Action
@@ -63,12 +63,16 @@ def classifier(scheduler: str | None = None, kind: type[Classifier] = Classifier
 
 
 def train(
-    module: LightningModule, *callbacks: Callback, resume_from: Path | str | None = None, **settings: Any
+    module: LightningModule,
+    *callbacks: Callback,
+    resume_from: Path | str | None = None,
+    data: LightningDataModule | None = None,
+    **settings: Any,
 ) -> Trainer:
     """Train a module on digits; weights and dropout depend on nothing else than the arguments."""
     made = trainer(*callbacks, **settings)
     L.seed_everything(1, verbose=False)
-    made.fit(module, DigitsData(), ckpt_path=resume_from)
+    made.fit(module, data or DigitsData(), ckpt_path=resume_from)
     return made
 
 
