@@ -6,6 +6,7 @@ from esper_lightning.callbacks.grow import Grow
 from esper_lightning.callbacks.preemption import Preemption
 from esper_lightning.callbacks.progress import ProgressReport
 from esper_lightning.callbacks.rollout_state import RolloutState
+from esper_lightning.callbacks.stack import Stack
 from esper_lightning.callbacks.telemetry import Telemetry
 
-__all__ = ["Evaluation", "Governor", "Grow", "Preemption", "ProgressReport", "RolloutState", "Telemetry"]
+__all__ = ["Evaluation", "Governor", "Grow", "Preemption", "ProgressReport", "RolloutState", "Stack", "Telemetry"]
