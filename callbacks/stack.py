@@ -98,13 +98,14 @@ class Stack(Callback):
     # The list has as many blocks as the weights to be loaded, and its first number when optimizers are made.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._unhook()  # an earlier run may have failed
-        blocks = self._find(trainer, pl_module)
+        self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
+        _call_configure_model(trainer)  # Lightning calls it after this hook, where it may build the network
+        blocks = self._find(pl_module)
         begins = stage == "fit" and trainer.global_step == 0
         if begins and blocks is self.blocks:
             place(blocks, self.final)  # as the class has built it, before an earlier run
         self.blocks, self.final = blocks, list(blocks)
-        lists = [blocks, *(self._find(trainer, model) for model in averages_of(trainer))]
+        lists = [blocks, *(self._find(model) for model in averages_of(trainer))]
         self._handles = [each.register_load_state_dict_pre_hook(self._fit_depth()) for each in lists]
         self._in_fit = stage == "fit"
         if self._in_fit:
@@ -114,11 +115,8 @@ class Stack(Callback):
         for each in lists if begins else ():
             place(each, list(each)[: self.start])
 
-    def _find(self, trainer: Trainer, module: nn.Module) -> Blocks:
+    def _find(self, module: nn.Module) -> Blocks:
         """Return the list in a LightningModule or in a copy of it. Raises ValueError if it has none that can grow."""
-        names = {name.replace("_orig_mod.", "") for name, _ in module.named_modules(remove_duplicate=False)}
-        if module is trainer.lightning_module and self.name not in names:
-            _call_configure_model(trainer)  # may build the network; Lightning does it after this hook
         # A compiled module has its names in a module within it.
         modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
         found = modules.get(self.name)
@@ -175,12 +173,9 @@ class Stack(Callback):
 
         return fit_depth  # a function, so that copies of the module do not copy the callback
 
-    def _unhook(self) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._unhook()
 
     def state_dict(self) -> dict[str, Any]:
         return {"depths": self.depths, "lr_peak": self.lr_peak}
@@ -226,14 +221,14 @@ class Stack(Callback):
             depth = max((depth for at, depth in plan.items() if share >= at), default=0)
             if between_steps and depth > len(self.blocks):
                 self._grow(trainer, depth, lr)
-        pl_module.log("stack/blocks", float(len(self.blocks)))
+        pl_module.log(f"stack/{self.name}", float(len(self.blocks)))
 
     def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
         before = len(self.blocks)
         self._grow_list(trainer, to)
         wrap_again(trainer)
         for model in averages_of(trainer):
-            average = self._find(trainer, model)
+            average = self._find(model)
             sources = stack(average, to=to, how=self.options["how"], renumber=self.options["renumber"])
             if self.options["new"] != "copy":  # the average of a new block begins with the block
                 for i in (i for i, source in enumerate(sources) if source in sources[:i]):

@@ -1,7 +1,7 @@
 """Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from esper_lightning.callbacks import Grow, Stack
-from tests.callbacks.gpt import BATCHES, EPOCHS, LitGPT, make, small, train, trainer
+from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LitGPT, make, small, train, trainer
 
 AT = 0.6
 """Share of the training after which networks grow: in the middle of the second epoch."""
@@ -67,6 +67,20 @@ def fp16() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
 
 
+class Translator(LitGPT):
+    """Two networks that learn side by side."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.decoder = GPT(3)
+
+    def loss(self, seeds: Sequence[int]) -> Tensor:
+        loss, self.net, self.decoder = super().loss(seeds), self.decoder, self.net
+        loss, self.net, self.decoder = loss + super().loss(seeds), self.decoder, self.net
+        return loss
+
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Callable[[], dict[str, Any]]]] = {
     "plain": (make, lambda: [stacked()], dict),
     "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
@@ -88,8 +102,15 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Calla
     "compiled network": (lambda: make(compiled="net"), lambda: [stacked()], dict),
     "compiled blocks": (lambda: make(compiled="blocks"), lambda: [stacked()], dict),
     "compiled module": (lambda: torch.compile(make(), backend="eager"), lambda: [stacked()], dict),
+    "two lists": (
+        lambda: Translator(),
+        lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, how="interleave")],
+        dict,
+    ),
     "EMA": (make, lambda: [EMAWeightAveraging(decay=0.7), stacked()], dict),
     "EMA behind": (make, lambda: [stacked(how="interleave"), EMAWeightAveraging(decay=0.7)], dict),
+    "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
+    "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
     "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
 }
 
@@ -140,8 +161,6 @@ def test_random_numbers_of_the_training_are_those_without_the_callback() -> None
 
     for callbacks in ([stacked(new="fresh")], []):
         drawn.append([])
-        module = make()
-        module.net.blocks.eval().requires_grad_(True)
         L.seed_everything(1, verbose=False)
         trainer(*callbacks, Draw(), limit_val_batches=0).fit(NoDropout())
 
@@ -244,8 +263,8 @@ def test_the_change_is_told_and_the_number_of_blocks_is_logged(
     train(make(), stacked(), logger=CSVLogger(tmp_path, name="", version="log"))
 
     with (tmp_path / "log" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["stack/blocks"]]
-    assert [float(row["stack/blocks"]) for row in rows] == [2.0] * CHANGE + [4.0] * (BATCHES * EPOCHS - CHANGE)
+        rows = [row for row in csv.DictReader(file) if row["stack/net.blocks"]]
+    assert [float(row["stack/net.blocks"]) for row in rows] == [2.0] * CHANGE + [4.0] * (BATCHES * EPOCHS - CHANGE)
     before, after = (float(rows[step]["train_loss"]) for step in (CHANGE - 1, CHANGE))
     told = f"Stack, step {CHANGE}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
