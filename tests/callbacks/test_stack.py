@@ -257,17 +257,35 @@ def test_a_small_training_goes_on_with_the_callback(tmp_path: Path) -> None:
     assert depth(module) == 4
 
 
-def test_the_change_is_told_and_the_number_of_blocks_is_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Losses(Callback):
+    """Losses of all training batches as the module logs them."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+
+
+@pytest.mark.parametrize(("accumulated", "batches", "steps"), [(1, CHANGE, CHANGE), (2, CHANGE + 1, 4)])
+def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
+    accumulated: int, batches: int, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    losses = Losses()
+
+    train(make(), stacked(), losses, accumulate_grad_batches=accumulated)
+
+    before, after = losses.values[batches - 1 : batches + 1]
+    told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
+
+
+def test_the_number_of_blocks_is_logged(tmp_path: Path) -> None:
     train(make(), stacked(), logger=CSVLogger(tmp_path, name="", version="log"))
 
     with (tmp_path / "log" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["stack/net.blocks"]]
-    assert [float(row["stack/net.blocks"]) for row in rows] == [2.0] * CHANGE + [4.0] * (BATCHES * EPOCHS - CHANGE)
-    before, after = (float(rows[step]["train_loss"]) for step in (CHANGE - 1, CHANGE))
-    told = f"Stack, step {CHANGE}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
+        blocks = [row["stack/net.blocks"] for row in csv.DictReader(file) if row["stack/net.blocks"]]
+    assert blocks == ["2.0"] * CHANGE + ["4.0"] * (BATCHES * EPOCHS - CHANGE)
 
 
 def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:
