@@ -11,6 +11,7 @@ from esper_lightning.callbacks.preemption import Preemption
 from esper_lightning.callbacks.progress import ProgressLines
 from esper_lightning.callbacks.rollout_state import RolloutState
 from esper_lightning.callbacks.run_record import RunRecord
+from esper_lightning.callbacks.stack import Stack
 from esper_lightning.callbacks.telemetry import Telemetry
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ProgressLines",
     "RolloutState",
     "RunRecord",
+    "Stack",
     "Telemetry",
     "default_callbacks",
 ]

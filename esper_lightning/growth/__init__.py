@@ -12,6 +12,7 @@ from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.schedules import follow
 from esper_lightning.growth.shapley import credit, interactions
 from esper_lightning.growth.slot import SeedSlot
+from esper_lightning.growth.stack import stack
 from esper_lightning.growth.stages import Stage
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "rebuild",
     "save",
     "slots_of",
+    "stack",
 ]

@@ -15,9 +15,18 @@ from esper_lightning.hosts.slots import MAX_DEPTH, MAX_WIDTH, Slots, check_sizes
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights, as in GPT-2."""
 
+ROTARY_BASE = 10_000.0
+"""Ratio of the longest wavelength of rotary positions to the shortest one, as in their paper."""
+
+RMS_EPSILON = 1e-6
+"""Term below the root of RMSNorm. The default of PyTorch depends on the precision of the features."""
+
 
 class TokenEmbedding(nn.Embedding):
     """Token embedding whose weights also serve as the output layer (tied weights)."""
+
+    def forward(self, input: Tensor) -> Tensor:  # [B, T], any integers -> [B, T, C]
+        return super().forward(input.long())
 
     def logits(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, words]
         return F.linear(x, self.weight)
@@ -30,17 +39,29 @@ class PositionEmbedding(nn.Embedding):
         return input + self.weight[: input.shape[1]]
 
 
+def rotate(x: Tensor) -> Tensor:  # [..., T, C], C even -> same shape
+    """Turn each pair of channels by an angle that grows with the position (https://arxiv.org/abs/2104.09864)."""
+    positions, pairs = (torch.arange(n, device=x.device, dtype=torch.float32) for n in (x.shape[-2], x.shape[-1] // 2))
+    angles = torch.outer(positions, ROTARY_BASE ** (-pairs / len(pairs)))  # [T, C / 2]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
 class CausalAttention(nn.Module):
     """Causal multi-head self-attention (https://arxiv.org/abs/1706.03762)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool = True, rotary: bool = False) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
+        self.rotary = rotary
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.project = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, T, C / heads] each
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.project(y.transpose(1, 2).flatten(2))
 
@@ -52,14 +73,17 @@ class Block(nn.Module):
         width: Channels C.
         heads: Number of attention heads.
         dropout: Probability of dropout on what attention and MLP add to the feature.
+        rotary, rms_norm, bias: See GPT.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, *, rotary: bool, rms_norm: bool, bias: bool) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1 = make_norm(width, rms_norm=rms_norm, bias=bias)
+        self.attention = CausalAttention(width, heads, bias=bias, rotary=rotary)
+        self.norm2 = make_norm(width, rms_norm=rms_norm, bias=bias)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=bias), nn.GELU(), nn.Linear(4 * width, width, bias=bias)
+        )
         self.dropout = make_dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
@@ -70,6 +94,11 @@ class Block(nn.Module):
 def make_dropout(p: float) -> nn.Module:
     """Return a dropout layer, or the identity for p = 0."""
     return Dropout(p) if p else nn.Identity()
+
+
+def make_norm(width: int, *, rms_norm: bool, bias: bool) -> nn.Module:
+    """Return the normalisation of a feature's channels."""
+    return nn.RMSNorm(width, eps=RMS_EPSILON) if rms_norm else nn.LayerNorm(width, bias=bias)
 
 
 class GPT(nn.Module):
@@ -94,6 +123,9 @@ class GPT(nn.Module):
         dropout: Probability of dropout in training, after the embeddings and on what attention and MLP add to the
             feature. The attention weights themselves are not dropped: the fused attention kernel draws from torch's
             global generator. 0: off.
+        rotary: Tell attention the positions by rotation, in place of position embeddings.
+        rms_norm: Normalise by RMSNorm (https://arxiv.org/abs/1910.07467) in place of LayerNorm.
+        bias: Give linear layers and LayerNorm a bias.
     """
 
     def __init__(
@@ -109,16 +141,23 @@ class GPT(nn.Module):
         isolate: bool | None = None,
         checkpoint_activations: bool = False,
         dropout: float = 0.0,
+        rotary: bool = False,
+        rms_norm: bool = False,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         _check(input_shape, width=width, blocks=blocks, heads=heads, context=context)
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"host GPT: dropout must lie in [0, 1), got {dropout}")
+        if rotary and width // heads % 2:
+            raise ValueError(f"host GPT: rotary positions need an even width / heads, got {width} / {heads}")
         self.checkpoint_activations = checkpoint_activations
         self.tokens = TokenEmbedding(outputs, width)
-        self.positions = PositionEmbedding(context, width)
+        self.positions = nn.Identity() if rotary else PositionEmbedding(context, width)
         self.dropout = make_dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout, rotary=rotary, rms_norm=rms_norm, bias=bias) for _ in range(blocks)
+        )
         slot_widths = {f"layer{i + 1}": width for i in range(blocks)}
         self.slots = Slots(
             list(slot_widths)[(blocks - 1) % 2 :: 2] if slots is None else slots,
@@ -126,14 +165,14 @@ class GPT(nn.Module):
             layout="sequence",
             isolate=isolate,
         )
-        self.norm = nn.LayerNorm(width)
+        self.norm = make_norm(width, rms_norm=rms_norm, bias=bias)
 
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise as GPT-2: normal weights, zero biases, residual projections scaled by 1 / √(2 · blocks)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INITIAL_STD, generator=generator)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
             assert isinstance(block, Block)

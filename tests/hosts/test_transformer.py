@@ -13,6 +13,7 @@ from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import GPT
+from esper_lightning.hosts.transformer import rotate
 from tests.growth.grown import add_noise, grow
 from tests.hosts.variants import check_leave_one_out
 
@@ -38,6 +39,13 @@ def tokens(samples: int = 5) -> Tensor:  # [B, T]
         ((256,), 50_257, {"heads": 12}, 30_044_544),
         # 10·4 + 8·4 + (12·4² + 9·4 + 4·4) + 2·4
         ((8,), 10, {"width": 4, "blocks": 1, "heads": 2, "context": 8}, 324),
+        # 10·4 + (12·4² + 2·4) + 4: no positions, no biases
+        (
+            (8,),
+            10,
+            {"width": 4, "blocks": 1, "heads": 2, "context": 8, "rotary": True, "rms_norm": True, "bias": False},
+            244,
+        ),
     ],
 )
 def test_the_number_of_parameters_is_pinned(
@@ -120,6 +128,29 @@ def test_no_output_depends_on_a_later_token() -> None:
     assert (after[:, 8:] - before[:, 8:]).abs().amax((0, 2)).min() > 1e-3  # and all later ones do
 
 
+def test_rotary_attention_depends_on_distances_alone() -> None:
+    q, k = torch.randn(2, 9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores = rotate(q[:1].expand(9, -1)) @ rotate(k[:1].expand(9, -1)).T  # of equal queries and keys at all positions
+
+    for distance in range(-3, 4):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-6, atol=1e-6)
+    assert scores[0].unique().numel() == 9
+    torch.testing.assert_close(rotate(q).norm(dim=1), q.norm(dim=1))
+
+
+def test_a_host_with_rotary_positions_knows_the_order_of_tokens() -> None:
+    network = built(rotary=True, rms_norm=True, bias=False)
+    add_noise(network)
+    x = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+
+    outputs = network(x)
+
+    assert not any(name.endswith("bias") or name.startswith("positions") for name, _ in network.named_parameters())
+    assert (outputs[0, -1] - outputs[1, -1]).abs().max() > 1e-4
+    assert torch.equal(network(x.to(torch.uint8)), outputs), "tokens may be bytes"
+
+
 def test_first_weights_are_small_and_smaller_where_they_enter_the_sum() -> None:
     network = built(width=128, slots=["layer2"])
     stds = {name: p.std().item() for name, p in network.named_parameters() if p.ndim == 2}
@@ -175,6 +206,7 @@ def test_leaving_out_one_seed_at_a_time_equals_plain_passes() -> None:
         ((8,), {"blocks": 10**9}, "blocks must be at most 1000, got 1000000000"),
         ((8,), {"context": 10**18}, "context must be at most 1048576, got 1"),
         ((8,), {"heads": 0}, "width, blocks and heads must be positive, got 384, 6, 0"),
+        ((8,), {"width": 6, "heads": 2, "rotary": True}, "rotary positions need an even width / heads, got 6 / 2"),
         ((8,), {"heads": 5}, "heads must divide width = 384, got 5"),
         ((257,), {}, "context must be at least 257, the task's length, got 256"),
         ((8,), {"slots": ["layer7"]}, "unknown slot 'layer7'; did you mean 'layer"),

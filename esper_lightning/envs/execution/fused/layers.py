@@ -237,6 +237,20 @@ class StackedLayerNorm(_RowwiseLayer):
         return y * weight[:, None] if bias is None else torch.addcmul(bias[:, None], y, weight[:, None])
 
 
+class StackedRMSNorm(_RowwiseLayer):
+    """RMSNorm over the last axis, [V·B, …, C] or [B, V·C] -> same shape."""
+
+    def __init__(self, layer: nn.RMSNorm, stack_index: StackIndex) -> None:
+        super().__init__(layer, stack_index)
+        if len(layer.normalized_shape) != 1:
+            raise ValueError("an RMSNorm over several axes")
+        self.features, self.eps = layer.normalized_shape[0], layer.eps
+
+    def transform(self, x: Tensor) -> Tensor:
+        y, weight = F.rms_norm(x, (self.features,), eps=self.eps), self.per_entry("weight")
+        return y if weight is None else y * weight[:, None]
+
+
 class StackedEmbedding(StackedLayer):
     """Embedding in one table that concatenates the tables of all entries, [V·B, …] int64 -> [V·B, …, C]."""
 
@@ -314,6 +328,7 @@ STACKED_TYPES: dict[type[nn.Module], Callable[..., nn.Module]] = {
     GroupNorm: StackedGroupNorm,
     nn.Linear: StackedLinear,
     nn.LayerNorm: StackedLayerNorm,
+    nn.RMSNorm: StackedRMSNorm,
     nn.Embedding: StackedEmbedding,
     TokenEmbedding: StackedTokenEmbedding,
     PositionEmbedding: StackedPositions,

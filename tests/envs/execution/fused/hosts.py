@@ -54,6 +54,9 @@ HOSTS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {
     "cnn, gradients through seeds": partial(CNN, base=4, pools=1, slots=["block1.pool", "block2"], isolate=False),
     "cnn, recomputed": partial(CNN, base=4, pools=1, blocks=2, checkpoint_activations=True),
     "gpt": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"]),
+    "gpt, rotary": partial(
+        GPT, width=16, blocks=2, heads=2, context=8, slots=["layer1"], rotary=True, rms_norm=True, bias=False
+    ),
     "gpt, dropout": partial(GPT, width=16, blocks=3, heads=2, context=8, slots=["layer1", "layer2"], dropout=0.2),
     "mlp": partial(MLP, width=16),
     "residual": ShortcutHost,

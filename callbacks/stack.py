@@ -1,0 +1,292 @@
+"""Callback that trains a shallow network first and grows it to its full depth by copies of its blocks."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.call import _call_configure_model
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from esper_lightning.callbacks.grow import Grow
+from esper_lightning.console import print_status
+from esper_lightning.growth import stack
+from esper_lightning.growth.stack import Blocks, Content, Order, State, check_blocks, check_optimizers, place
+
+CONFLICTING_CALLBACKS = (BaseFinetuning, BatchSizeFinder, LearningRateFinder)
+"""Callbacks that rearrange parameter groups, or try steps before the training."""
+
+ROUNDING = 1e-9
+"""Share of the training by which a change may come early, so that rounding does not delay it by a batch."""
+
+
+class Stack(Callback):
+    """Takes a network down to its first blocks, trains it, and grows it to the depth that its class has built.
+
+    The last checkpoint is that of the plain class and loads without this callback. Until the first change the training
+    is bit for bit that of the small network. The guide is docs/guides/stack.md.
+
+    Args:
+        blocks: Name of the `nn.ModuleList` or `nn.Sequential` of like blocks in the LightningModule, as `net.blocks`.
+        start: Number of blocks at the beginning.
+        at: Share of the training, between 0 and 1, after which it grows to its full depth; or several shares, each
+            with the number of blocks from then on: `{0.1: 4, 0.3: 12}`. Steps, epochs and `max_time` of the trainer
+            count, whichever ends the training first.
+        how: Order of the copies; see `esper_lightning.growth.stack`, also for the following ones.
+        new: Content of new blocks. Those of `fresh` do not depend on the random numbers of the training.
+        state: Optimizer state of new blocks.
+        zero: Last layers of the residual branches for `new="zero"`.
+        renumber: Called with every block and its index after a change. Needed by blocks that know their index only if
+            `how` is `interleave` or `middle`: in other orders each block is the one that the class has built there.
+    """
+
+    def __init__(
+        self,
+        blocks: str,
+        *,
+        start: int,
+        at: float | dict[float, int],
+        how: Order = "stack",
+        new: Content = "copy",
+        state: State = "copy",
+        zero: Sequence[str] = (),
+        renumber: Callable[[nn.Module, int], Any] | None = None,
+    ) -> None:
+        shares = list(at) if isinstance(at, Mapping) else [at]
+        depths = [start, *at.values()] if isinstance(at, Mapping) else [start]
+        if not shares or not 0.0 < min(shares) <= max(shares) < 1.0:
+            raise ValueError(f"Stack: at must lie between 0 and 1, got {at}")
+        if start < 1 or any(a >= b for numbers in (shares, depths) for a, b in pairwise(numbers)):
+            raise ValueError(f"Stack: shares and numbers of blocks must increase from start = {start} on, got {at}")
+        self.name = blocks
+        self.start = start
+        self.at = at
+        self.options: dict[str, Any] = {"how": how, "new": new, "state": state, "zero": zero, "renumber": renumber}
+        self.depths: list[int] = []
+        """Numbers of blocks of the network so far."""
+        self.lr_peak = 0.0
+        self.blocks: Any = None
+        """The list in the module, once it is known."""
+        self.final: list[nn.Module] = []
+        """Blocks of the whole network, the first of which are in the list."""
+        self._in_fit = False
+        self._steps = -1
+        self._loaded: dict[str, Tensor] | None = None  # weights of a grown list that is resumed
+        self._told: str | None = None  # line about a change whose first loss is not known yet
+        self._loss: Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def state_key(self) -> str:
+        return f"Stack.{self.name}"
+
+    # The list has as many blocks as the weights to be loaded, and its first number when optimizers are made.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.teardown(trainer, pl_module, stage)  # an earlier run may have failed
+        _call_configure_model(trainer)  # Lightning calls it after this hook, where it may build the network
+        blocks = self._find(pl_module)
+        begins = stage == "fit" and trainer.global_step == 0
+        if begins and blocks is self.blocks:
+            place(blocks, self.final)  # as the class has built it, before an earlier run
+        self.blocks, self.final = blocks, list(blocks)
+        lists = [blocks, *(self._find(model) for model in averages_of(trainer))]
+        self._handles = [each.register_load_state_dict_pre_hook(self._fit_depth()) for each in lists]
+        self._in_fit = stage == "fit"
+        if self._in_fit:
+            self._check(trainer, pl_module)
+            self.depths, self.lr_peak, self._steps = [], 0.0, -1
+            self._loaded, self._told, self._loss = None, None, None
+        for each in lists if begins else ():
+            place(each, list(each)[: self.start])
+
+    def _find(self, module: nn.Module) -> Blocks:
+        """Return the list in a LightningModule or in a copy of it. Raises ValueError if it has none that can grow."""
+        # A compiled module has its names in a module within it.
+        modules = {k.replace("_orig_mod.", ""): part for k, part in module.named_modules(remove_duplicate=False)}
+        found = modules.get(self.name)
+        if found is None:
+            lists = ", ".join(name for name, part in modules.items() if isinstance(part, nn.ModuleList)) or "none"
+            raise ValueError(f"Stack: there is no {self.name!r} in {type(module).__name__}; lists in it: {lists}")
+        blocks = getattr(found, "_orig_mod", found)  # compiled
+        assert check_blocks(blocks)
+        return blocks
+
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise ValueError if a part of the trainer or of the module does not follow a network that grows."""
+        count = len(self.final)
+        last = list(self.at.values())[-1] if isinstance(self.at, Mapping) else count
+        if self.start >= count or last != count:
+            raise ValueError(
+                f"Stack: the module builds {count} blocks in {self.name!r}, and that is what start = {self.start} must "
+                f"be below and the last number of blocks must be, got {last}; build the final network"
+            )
+        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            raise ValueError(
+                f"Stack: {type(trainer.strategy).__name__} keeps parameters in a form that cannot grow; use one "
+                f"device, or strategy='ddp'"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, CONFLICTING_CALLBACKS) or (
+                isinstance(callback, Grow) and isinstance(trainer.strategy, DDPStrategy)
+            ):
+                raise ValueError(
+                    f"Stack: {type(callback).__name__} does not follow a network whose depth grows here; "
+                    f"leave one of the two callbacks out"
+                )
+        if any(isinstance(part, AveragedModel) for part in module.modules()):
+            raise ValueError(
+                "Stack: the module holds an AveragedModel, which does not grow along; use Lightning's callback "
+                "EMAWeightAveraging"
+            )
+        if trainer.max_steps == -1 and trainer.max_epochs == -1 and not any(timers_of(trainer)):
+            raise ValueError(
+                "Stack: the training has no end to take a share of; give max_steps, max_epochs or max_time"
+            )
+
+    def _fit_depth(self) -> Callable[..., None]:
+        """Return a hook that gives a list as many blocks as the state dict has that is about to be loaded."""
+
+        def fit_depth(blocks: Blocks, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+            saved = len({key[len(prefix) :].split(".")[0] for key in state_dict if key.startswith(prefix)})
+            if blocks is self.blocks and 0 < saved <= len(self.final):
+                place(blocks, self.final[:saved])
+            elif 0 < saved < len(blocks):
+                place(blocks, list(blocks)[:saved])
+            elif saved > len(blocks):
+                stack(blocks, to=saved, how="last")
+
+        return fit_depth  # a function, so that copies of the module do not copy the callback
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"depths": self.depths, "lr_peak": self.lr_peak}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self._in_fit:
+            return
+        self.depths, self.lr_peak = list(state_dict["depths"]), state_dict["lr_peak"]
+        if len(self.depths) > 1:  # the optimizer is made for the first depth, as it was, and takes the rest again
+            self._loaded = {name: value.clone() for name, value in self.blocks.state_dict().items()}
+            place(self.blocks, self.final[: self.depths[0]])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_optimizers(trainer.optimizers, self.blocks)
+        self.depths = self.depths or [len(self.blocks)]
+        if self._loaded is not None:  # optimizers are made, and their states not yet loaded
+            for depth in self.depths[1:]:
+                self._grow_list(trainer, depth)
+            self.blocks.load_state_dict(self._loaded)
+            self._loaded = None
+            wrap_again(trainer)
+
+    def _grow_list(self, trainer: Trainer, to: int) -> None:
+        """Grow the list into blocks that the class has built."""
+        spare = nn.ModuleList(self.final[len(self.blocks) : to])
+        if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync is not None:
+            trainer.strategy._layer_sync.apply(spare)
+        with isolate_rng():
+            torch.manual_seed(to)
+            stack(self.blocks, to=to, optimizer=trainer.optimizers, into=list(spare), **self.options)
+        self.final[:to] = self.blocks
+
+    # The training goes on, and grows between two steps.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        between_steps = trainer.global_step != self._steps  # no gradients are accumulated
+        self._steps = trainer.global_step
+        if len(self.blocks) < len(self.final):
+            lr = max(float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
+            self.lr_peak = max(self.lr_peak, lr)
+            share = share_of_training(trainer, batch_idx)
+            plan = self.at if isinstance(self.at, Mapping) else {self.at: len(self.final)}
+            depth = max((depth for at, depth in plan.items() if share >= at), default=0)
+            if between_steps and depth > len(self.blocks):
+                self._grow(trainer, depth, lr)
+        pl_module.log(f"stack/{self.name}", float(len(self.blocks)))
+
+    def _grow(self, trainer: Trainer, to: int, lr: float) -> None:
+        before = len(self.blocks)
+        self._grow_list(trainer, to)
+        wrap_again(trainer)
+        for model in averages_of(trainer):
+            average = self._find(model)
+            sources = stack(average, to=to, how=self.options["how"], renumber=self.options["renumber"])
+            if self.options["new"] != "copy":  # the average of a new block begins with the block
+                for i in (i for i, source in enumerate(sources) if source in sources[:i]):
+                    average[i].load_state_dict(self.blocks[i].state_dict())
+        self.depths.append(to)
+        self._told = f"Stack, step {trainer.global_step}: {self.name} {before} → {to}, training loss {text(self._loss)}"
+        if lr < 0.99 * self.lr_peak:
+            rank_zero_warn(
+                f"Stack: the learning rate has fallen from {self.lr_peak:.3g} to {lr:.3g} before {self.name} grows; "
+                f"grow earlier, or keep the rate constant until then"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._loss = None
+        if isinstance(loss, Tensor):  # Lightning has divided it by the number of accumulated batches
+            self._loss = loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+        if self._told is not None:
+            if trainer.is_global_zero:
+                print_status(f"{self._told} → {text(self._loss)}")
+            self._told = None
+
+
+def share_of_training(trainer: Trainer, batch_idx: int) -> float:
+    """Return the share of the training that is over before a batch, by the limit that ends it first."""
+    shares = [0.0]
+    if trainer.max_steps > 0:
+        shares.append(trainer.global_step / trainer.max_steps)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        shares.append((trainer.current_epoch + batch_idx / trainer.num_training_batches) / trainer.max_epochs)
+    timed = [timer.time_elapsed() / (timer.time_elapsed() + left) for timer, left in timers_of(trainer).items()]
+    share = max(*shares, *timed) + ROUNDING
+    return trainer.strategy.broadcast(share) if timed else share  # clocks of processes differ
+
+
+def timers_of(trainer: Trainer) -> dict[Timer, float]:
+    """Return the timers that end a training, with the seconds that each leaves."""
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]  # type: ignore[attr-defined]
+    return {timer: left for timer in timers if (left := timer.time_remaining()) is not None}
+
+
+def averages_of(trainer: Trainer) -> Iterator[nn.Module]:
+    """Yield the copies of the LightningModule that callbacks of Lightning average into."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and callback._average_model is not None:
+            model = callback._average_model
+            yield model.module if isinstance(model, AveragedModel) else model
+
+
+def wrap_again(trainer: Trainer) -> None:
+    """Let DistributedDataParallel know the parameters that the network has now."""
+    if isinstance(trainer.strategy, DDPStrategy):
+        trainer.strategy.model = trainer.lightning_module
+        gc.collect()  # releases the hooks of the former wrapper on the parameters
+        trainer.strategy.configure_ddp()
+
+
+def text(loss: Tensor | None) -> str:
+    return "unknown" if loss is None else f"{float(loss.float().mean()):.3f}"

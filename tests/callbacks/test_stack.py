@@ -1,0 +1,437 @@
+"""Stack: a GPT that knows nothing of growth begins shallow and is grown by its own Trainer."""
+
+import csv
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from esper_lightning.callbacks import Grow, Stack
+from tests.callbacks.gpt import BATCHES, EPOCHS, GPT, LitGPT, make, small, train, trainer
+
+AT = 0.6
+"""Share of the training after which networks grow: in the middle of the second epoch."""
+
+CHANGE = round(AT * BATCHES * EPOCHS)
+"""Steps before the network grows."""
+
+
+def stacked(at: Any = AT, start: int = 2, **settings: Any) -> Stack:
+    return Stack("net.blocks", start=start, at=at, **settings)
+
+
+class EachStep(Callback):
+    """Saves a checkpoint after each batch, and notes the number of blocks in each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.depths: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        self.depths.append(depth(pl_module))
+        trainer.save_checkpoint(self.path(len(self.depths)))
+
+    def path(self, batches: int) -> Path:
+        return self.folder / f"{batches}.ckpt"
+
+
+def depth(module: Any) -> int:
+    return len(module.net.blocks)
+
+
+def weights(module: LightningModule) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+class Translator(LitGPT):
+    """Two networks that learn side by side."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.decoder = GPT(3)
+
+    def loss(self, seeds: Sequence[int]) -> Tensor:
+        loss, self.net, self.decoder = super().loss(seeds), self.decoder, self.net
+        loss, self.net, self.decoder = loss + super().loss(seeds), self.decoder, self.net
+        return loss
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], list[Callback]], Callable[[], dict[str, Any]]]] = {
+    "plain": (make, lambda: [stacked()], dict),
+    "two changes": (make, lambda: [stacked({0.3: 3, 0.6: 4})], dict),
+    "from one block": (make, lambda: [stacked(start=1)], dict),
+    "interleave": (make, lambda: [stacked(how="interleave")], dict),
+    "middle, twice": (make, lambda: [stacked({0.3: 3, 0.6: 4}, how="middle")], dict),
+    "zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"])], dict),
+    "fresh": (make, lambda: [stacked(new="fresh", how="last")], dict),
+    "reset": (make, lambda: [stacked(state="reset")], dict),
+    "accumulation and clipping": (
+        make,
+        lambda: [stacked(0.5)],
+        lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "bf16-mixed": (make, lambda: [stacked()], lambda: {"precision": "bf16-mixed"}),
+    "bf16-true": (make, lambda: [stacked()], lambda: {"precision": "bf16-true"}),
+    "fp16": (make, lambda: [stacked()], lambda: {"plugins": [fp16()], "gradient_clip_val": 0.1}),
+    "manual optimization": (lambda: make(manual=True), lambda: [stacked()], dict),
+    "compiled network": (lambda: make(compiled="net"), lambda: [stacked()], dict),
+    "compiled blocks": (lambda: make(compiled="blocks"), lambda: [stacked()], dict),
+    "compiled module": (lambda: torch.compile(make(), backend="eager"), lambda: [stacked()], dict),
+    "two lists": (
+        lambda: Translator(),
+        lambda: [stacked(), Stack("decoder.blocks", start=1, at=0.3, how="interleave")],
+        dict,
+    ),
+    "EMA": (make, lambda: [EMAWeightAveraging(decay=0.7), stacked()], dict),
+    "EMA behind": (make, lambda: [stacked(how="interleave"), EMAWeightAveraging(decay=0.7)], dict),
+    "SWA": (make, lambda: [stacked(0.4), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], dict),
+    "SWA ahead": (make, lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2), stacked()], dict),
+    "EMA of zero": (make, lambda: [stacked(new="zero", zero=["project", "mlp.2"]), EMAWeightAveraging()], dict),
+}
+
+
+def unwrapped(module: Any) -> LightningModule:
+    return getattr(module, "_orig_mod", module)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "compiled" in name else []) for name in SETTINGS]
+)
+def test_a_training_resumed_before_at_and_after_the_change_ends_as_the_whole_one(name: str, tmp_path: Path) -> None:
+    build, callbacks, settings = SETTINGS[name]
+    whole, steps = build(), EachStep(tmp_path)
+    train(whole, *callbacks(), steps, **settings())
+    assert steps.depths[0] < 4 and steps.depths[-1] == 4
+    change = steps.depths.index(4)
+
+    for batches in (2, 4, change, change + 2, change + 4):
+        torch._dynamo.reset()
+        resumed = build()
+        train(resumed, *callbacks(), resume_from=steps.path(batches), **settings())
+        assert equal(weights(unwrapped(resumed)), weights(unwrapped(whole))), f"resumed after {batches} batches"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}]
+)
+def test_until_the_change_the_training_is_that_of_the_small_network(settings: dict[str, Any], tmp_path: Path) -> None:
+    steps, alone = EachStep(tmp_path / "stacked"), EachStep(tmp_path / "alone")
+    train(make(), stacked(), steps, **settings)
+    train(small(2), alone, **settings)
+
+    change = steps.depths.index(4)
+    # In the second case a step of two batches is waited for.
+    assert change == CHANGE + ("accumulate_grad_batches" in settings)
+    for batches in range(1, change + 1):
+        ours, theirs = (torch.load(each.path(batches), weights_only=True) for each in (steps, alone))
+        assert equal(ours["state_dict"], theirs["state_dict"])
+
+
+def test_random_numbers_of_the_training_are_those_without_the_callback() -> None:
+    drawn: list[list[Tensor]] = []
+
+    class Draw(Callback):
+        def on_train_batch_start(self, *_: object) -> None:
+            drawn[-1].append(torch.rand(3))
+
+    for callbacks in ([stacked(new="fresh")], []):
+        drawn.append([])
+        L.seed_everything(1, verbose=False)
+        trainer(*callbacks, Draw(), limit_val_batches=0).fit(NoDropout())
+
+    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
+class NoDropout(LitGPT):
+    """GPT without random numbers of its own."""
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.net.eval()
+
+
+def test_copies_are_averaged_and_trained_like_their_sources() -> None:
+    module, ema = make(), EMAWeightAveraging(decay=0.9)
+    grown: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: object) -> None:
+            if trainer.global_step == CHANGE:
+                grown["blocks"] = [[x.clone() for x in block.parameters()] for block in pl_module.net.blocks]
+                average: Any = ema._average_model
+                grown["average"] = [[x.clone() for x in b.parameters()] for b in average.module.net.blocks]
+                grown["group"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+
+    train(module, ema, stacked(), Look())
+
+    for blocks in (grown["blocks"], grown["average"]):
+        assert [sum(map(torch.equal, blocks[i], blocks[i % 2])) for i in range(4)] == [len(blocks[0])] * 4
+    assert grown["group"] == [len(group["params"]) for group in make().configure_optimizers()["optimizer"].param_groups]
+
+
+def test_stochastic_weight_averaging_goes_on_with_the_grown_network() -> None:
+    module = make()
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+
+    train(module, averaging, stacked(0.4), max_epochs=4)
+
+    average: Any = averaging._average_model
+    assert depth(module) == depth(average) == 4
+    assert all(torch.equal(x, y) for x, y in zip(module.parameters(), average.parameters(), strict=True))
+
+
+def test_the_last_checkpoint_is_that_of_the_plain_class_and_the_best_one_is_tested_at_its_own_depth(
+    tmp_path: Path,
+) -> None:
+    best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_last=True)
+    module = make()
+    made = train(module, stacked(), best, enable_checkpointing=True)
+
+    plain = LitGPT.load_from_checkpoint(best.last_model_path)
+    assert equal(weights(plain), weights(module))
+    continued = make()
+    train(continued, resume_from=Path(best.last_model_path), max_epochs=3)
+    assert depth(continued) == 4, "the plain class goes on without the callback"
+
+    first = EachStep(tmp_path)
+    train(make(), stacked(), first, max_epochs=1, limit_train_batches=3, max_steps=2)
+    (scores,) = trainer(stacked()).test(make(), ckpt_path=first.path(1), verbose=False)
+    assert scores["val_loss"] > 0.0
+    (scores,) = made.test(module, ckpt_path="best", verbose=False)
+    assert scores["val_loss"] == pytest.approx(float(best.best_model_score))
+
+
+def test_the_plain_class_goes_on_from_the_grown_checkpoint_as_with_the_callback(tmp_path: Path) -> None:
+    steps = EachStep(tmp_path)
+    whole = make()
+    train(whole, stacked(), steps)
+
+    alone = make()
+    train(alone, resume_from=steps.path(CHANGE + 2))
+
+    assert equal(weights(alone), weights(whole))
+
+
+def test_a_second_fit_goes_on_and_a_new_trainer_begins_with_the_small_network() -> None:
+    module, callback = make(), stacked()
+    made = train(module, callback)
+    made.fit_loop.max_epochs = EPOCHS + 1
+    made.fit(module)
+    assert depth(module) == 4 and callback.depths == [4]
+
+    train(module, callback, max_steps=1)
+    assert callback.depths == [2]
+
+
+def test_a_small_training_goes_on_with_the_callback(tmp_path: Path) -> None:
+    steps = EachStep(tmp_path)
+    train(small(2), steps)
+
+    module = make()
+    train(module, stacked(), resume_from=steps.path(2))
+
+    assert depth(module) == 4
+
+
+class Losses(Callback):
+    """Losses of all training batches as the module logs them."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+
+
+@pytest.mark.parametrize(("accumulated", "batches", "steps"), [(1, CHANGE, CHANGE), (2, CHANGE + 1, 4)])
+def test_the_change_is_told_with_the_losses_of_the_batches_around_it(
+    accumulated: int, batches: int, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = Losses()
+
+    train(make(), stacked(), losses, accumulate_grad_batches=accumulated)
+
+    before, after = losses.values[batches - 1 : batches + 1]
+    told = f"Stack, step {steps}: net.blocks 2 → 4, training loss {before:.3f} → {after:.3f}"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("Stack")] == [told]
+
+
+def test_the_number_of_blocks_is_logged(tmp_path: Path) -> None:
+    train(make(), stacked(), logger=CSVLogger(tmp_path, name="", version="log"))
+
+    with (tmp_path / "log" / "metrics.csv").open() as file:
+        blocks = [row["stack/net.blocks"] for row in csv.DictReader(file) if row["stack/net.blocks"]]
+    assert blocks == ["2.0"] * CHANGE + ["4.0"] * (BATCHES * EPOCHS - CHANGE)
+
+
+def test_a_rate_that_has_begun_to_fall_is_warned_of() -> None:
+    class Falling(LitGPT):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    with pytest.warns(UserWarning, match=r"the learning rate has fallen from 0\.1 to 0\.0531 before net\.blocks grows"):
+        train(Falling(), stacked())
+
+
+def test_the_share_of_a_training_that_a_timer_ends_is_that_of_its_time() -> None:
+    module, callback = make(), stacked(0.3)
+
+    train(module, callback, max_epochs=-1, max_time=timedelta(seconds=2))
+
+    assert callback.depths == [2, 4]
+
+
+def test_the_network_may_be_built_in_configure_model() -> None:
+    class Late(LitGPT):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = make().net
+
+    module = Late()
+    train(module, stacked())
+
+    assert depth(module) == 4
+
+
+def test_seeds_grow_in_the_same_training(tmp_path: Path) -> None:
+    def callbacks(first: bool) -> list[Callback]:
+        grow = Grow(
+            ["norm"], blueprints=["norm"], monitor="val_loss", mode="min", decider="periodic", batches=1, horizon=8
+        )
+        return [grow, stacked()] if first else [stacked(), grow]
+
+    for first in (True, False):
+        folder = tmp_path / str(first)
+        whole, steps = make(), EachStep(folder)
+        train(whole, *callbacks(first), steps)
+        assert depth(whole) == 4 and any("seed" in name for name in weights(whole))
+        for batches in (2, CHANGE, CHANGE + 2):
+            resumed = make()
+            train(resumed, *callbacks(first), resume_from=steps.path(batches))
+            assert equal(weights(resumed), weights(whole))
+
+
+def test_it_is_named_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "stack.yaml"
+    config.write_text(
+        """
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: esper_lightning.callbacks.Stack
+      init_args: {blocks: net.blocks, start: 1, at: {0.2: 2, 0.6: 4}, how: interleave}
+"""
+    )
+
+    cli = LightningCLI(LitGPT, args=["fit", "--config", str(config)], save_config_callback=None)
+
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, Stack)]
+    assert callback.depths == [1, 2, 4] and depth(cli.model) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"at": 0.0}, "at must lie between 0 and 1, got 0.0"),
+        ({"at": 1.0}, "at must lie between 0 and 1"),
+        ({"at": {}}, "at must lie between 0 and 1"),
+        ({"at": {0.2: 4, 0.1: 8}}, "must increase from start = 2 on"),
+        ({"at": {0.1: 8, 0.2: 4}}, "must increase from start = 2 on"),
+        ({"at": {0.1: 2}}, "must increase from start = 2 on"),
+        ({"start": 0}, "must increase from start = 0 on"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refusal:
+        stacked(**settings)
+
+    assert "\n" not in str(refusal.value)
+
+
+class Averaging(LitGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net)
+
+
+class Unlike(LitGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[3] = nn.Linear(8, 8)
+
+
+class Forgetful(LitGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.tokens.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "settings", "reason"),
+    [
+        (
+            LitGPT,
+            lambda: [Stack("net.layers", start=1, at=0.5)],
+            {},
+            "no 'net.layers' in LitGPT; lists in it: net.blocks",
+        ),
+        (LitGPT, lambda: [stacked(start=4)], {}, "builds 4 blocks in 'net.blocks'"),
+        (LitGPT, lambda: [stacked({0.5: 3})], {}, "the last number of blocks must be, got 3"),
+        (Unlike, lambda: [stacked()], {}, "blocks 0 and 3 differ in their parameters or shapes"),
+        (Forgetful, lambda: [stacked()], {}, "no optimizer holds parameter 'norm1.weight' of block 0"),
+        (Averaging, lambda: [stacked()], {}, "AveragedModel, which does not grow along"),
+        (LitGPT, lambda: [stacked(), LearningRateFinder()], {}, "LearningRateFinder does not follow"),
+        (LitGPT, lambda: [stacked()], {"max_epochs": -1}, "has no end to take a share of"),
+        (LitGPT, lambda: [stacked()], {"strategy": "fsdp"}, "FSDPStrategy keeps parameters in a form that cannot grow"),
+    ],
+)
+def test_what_cannot_grow_is_refused_in_one_line(
+    module: Callable[[], LightningModule],
+    callbacks: Callable[[], list[Callback]],
+    settings: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "strategy" in settings:
+        monkeypatch.setattr(
+            L.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector,
+            "_check_strategy_and_fallback",
+            lambda self: None,
+        )
+    with pytest.raises(ValueError, match=reason) as refusal:
+        train(module(), *callbacks(), **settings)
+
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,332 @@
+"""stack: a list of blocks grows by copies, with the optimizer of a loop that knows nothing of it."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+
+from esper_lightning.growth import stack
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    """Residual block with a parameter, a buffer and an index."""
+
+    def __init__(self, index: int = 0, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(layer or nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, C]
+        self.calls += 1
+        return x + self.mlp(self.norm(x))
+
+
+class Network(nn.Module):
+    def __init__(self, blocks: nn.Module | None = None, depth: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks: Any = blocks or nn.ModuleList(Block(i) for i in range(depth))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C] -> [B, 1]
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def two_groups(network: nn.Module, *, named: bool = False) -> AdamW:
+    """Return AdamW with weight decay for matrices alone."""
+    groups: list[list[Any]] = [[], []]
+    for name, parameter in network.named_parameters():
+        groups[parameter.ndim < 2].append((name, parameter) if named else parameter)
+    return AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+
+
+def train(network: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        F.mse_loss(network(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(**kinds: Any) -> tuple[Network, AdamW]:
+    network = Network()
+    optimizer = two_groups(network, **kinds)
+    train(network, optimizer)
+    return network, optimizer
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("how", "to", "sources"),
+    [
+        ("stack", 6, [0, 1, 2, 0, 1, 2]),
+        ("stack", 5, [0, 1, 2, 0, 1]),
+        ("interleave", 6, [0, 0, 1, 1, 2, 2]),
+        ("interleave", 5, [0, 0, 1, 1, 2]),
+        ("last", 5, [0, 1, 2, 2, 2]),
+        ("middle", 5, [0, 1, 1, 1, 2]),
+    ],
+)
+def test_each_block_is_that_of_its_source_and_goes_on_by_itself(how: Any, to: int, sources: list[int]) -> None:
+    network, optimizer = trained()
+    before, objects = deepcopy(network), list(network.blocks)
+
+    assert stack(network.blocks, to=to, optimizer=optimizer, how=how) == sources
+
+    assert all(equal(block, before.blocks[s]) for block, s in zip(network.blocks, sources, strict=True))
+    assert [network.blocks[sources.index(i)] for i in range(3)] == objects, "blocks that exist stay the same objects"
+    grown = deepcopy(network)
+    train(network, optimizer, steps=1)
+    assert not any(equal(block, other) for block, other in zip(network.blocks, grown.blocks, strict=True))
+    assert len({id(p) for p in network.parameters()}) == len(list(network.parameters()))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("how", ["stack", "interleave", "last", "middle"])
+def test_the_optimizer_is_that_of_a_network_of_the_new_depth(how: Any, named: bool) -> None:
+    network, optimizer = trained(named=named)
+    states = [[optimizer.state[p] for p in block.parameters()] for block in network.blocks]
+
+    sources = stack(network.blocks, to=7, optimizer=optimizer, how=how)
+
+    fresh = two_groups(network, named=named)
+    for group, other in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in other["params"]]
+        assert group.get("param_names") == other.get("param_names")
+    for block, source in zip(network.blocks, sources, strict=True):
+        for parameter, state in zip(block.parameters(), states[source], strict=True):
+            assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in state.items())
+    ids = [id(value) for state in optimizer.state.values() for value in state.values()]
+    assert len(set(ids)) == len(ids), "no state is shared"
+    plain = Network(depth=7)
+    two_groups(plain).load_state_dict(optimizer.state_dict())
+
+
+def test_groups_that_hold_one_kind_of_parameter_after_another_keep_this_order() -> None:
+    network = Network()
+
+    def make() -> AdamW:
+        named = [[dict(block.named_parameters())[name] for block in network.blocks] for name in names]
+        return AdamW([parameter for kind in named for parameter in kind])
+
+    names = [name for name, _ in network.blocks[0].named_parameters()]
+    optimizer = make()
+    stack(network.blocks, to=5, optimizer=optimizer, how="interleave")
+
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in make().param_groups[0]["params"]]
+
+
+def test_a_parameter_joins_the_one_of_several_optimizers_that_holds_its_source() -> None:
+    network = Network()
+    matrices = [p for p in network.parameters() if p.ndim == 2]
+    optimizers = [SGD(matrices, lr=0.1), AdamW([p for p in network.parameters() if p.ndim == 1])]
+
+    stack(network.blocks, to=4, optimizer=optimizers)
+
+    held = [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers]
+    assert held == [2 + 4 * 2, 2 + 4 * 4]
+
+
+def test_a_reset_state_is_that_of_a_parameter_before_its_first_step() -> None:
+    network, optimizer = trained()
+
+    stack(network.blocks, to=4, optimizer=optimizer, state="reset")
+
+    assert not any(p in optimizer.state for p in network.blocks[3].parameters())
+    assert all(p in optimizer.state for p in network.blocks[0].parameters())
+
+
+def test_zero_blocks_change_nothing_at_first_and_learn() -> None:
+    network, optimizer = trained()
+    x = torch.randn(5, WIDTH)
+    before = network(x)
+
+    stack(network.blocks, to=6, optimizer=optimizer, how="interleave", new="zero", zero=["mlp.2"])
+
+    assert torch.equal(network(x), before)
+    assert equal(network.blocks[1].norm, network.blocks[0].norm)
+    train(network, optimizer, steps=1)
+    assert not torch.equal(network(x), before)
+
+
+def test_fresh_blocks_are_drawn_by_torch_and_have_no_state() -> None:
+    network, optimizer = trained()
+    torch.manual_seed(3)
+    expected = deepcopy(network.blocks[0])
+    for name in ("norm", "mlp.0", "mlp.2"):
+        expected.get_submodule(name).reset_parameters()
+    torch.manual_seed(3)
+
+    stack(network.blocks, to=4, optimizer=optimizer, new="fresh")
+
+    assert equal(network.blocks[3], expected)
+    assert not any(p in optimizer.state for p in network.blocks[3].parameters())
+
+
+def test_what_blocks_share_stays_shared_and_buffers_are_copied() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    network = Network(nn.ModuleList(Block(i, layer) for i in range(2)))
+    for block in network.blocks:
+        block.mlp[2].bias = block.norm.bias  # shared within the block
+        block.calls += 5
+    optimizer = two_groups(network)
+
+    stack(network.blocks, to=4, optimizer=optimizer)
+
+    assert all(block.mlp[0] is layer for block in network.blocks)
+    assert all(block.mlp[2].bias is block.norm.bias for block in network.blocks)
+    assert len({id(block.norm.bias) for block in network.blocks}) == 4
+    assert len({id(block.calls) for block in network.blocks}) == 4 and network.blocks[3].calls == 5
+    assert len({id(p) for g in optimizer.param_groups for p in g["params"]}) == len(list(network.parameters()))
+
+
+def test_hooks_frozen_parameters_and_modes_are_copied_and_blocks_are_told_their_index() -> None:
+    network, seen = Network(), []
+
+    class Watcher:
+        def __init__(self) -> None:
+            self.network = network  # not to be copied along with a hook that is bound to the watcher
+
+        def see(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            seen.append(module)
+
+    watcher = Watcher()
+    for block in network.blocks:
+        block.register_forward_hook(watcher.see)
+        block.norm.requires_grad_(False)
+        block.norm.eval()
+    optimizer = AdamW(p for p in network.parameters() if p.requires_grad)
+
+    stack(network.blocks, to=6, optimizer=optimizer, renumber=lambda block, i: setattr(block, "index", i))
+
+    network(torch.randn(2, WIDTH))
+    assert seen == list(network.blocks)
+    assert not any(block.norm.weight.requires_grad or block.norm.training for block in network.blocks)
+    assert [block.index for block in network.blocks] == list(range(6))
+
+
+def test_given_blocks_take_over_the_content_of_their_sources() -> None:
+    network, optimizer = trained()
+    spare = [Block(3), Block(4)]
+    network.blocks[0].norm.requires_grad_(False)
+
+    stack(network.blocks, to=5, optimizer=optimizer, into=spare)
+
+    assert list(network.blocks)[3:] == spare
+    assert equal(spare[0], network.blocks[0]) and equal(spare[1], network.blocks[1])
+    assert torch.equal(spare[0].calls, network.blocks[0].calls) and spare[0].calls > 0
+    assert not spare[0].norm.weight.requires_grad
+
+
+def test_names_of_a_sequential_are_continued() -> None:
+    blocks = nn.Sequential()
+    for i in range(2):
+        blocks.add_module(f"layer_{i + 1}", Block())
+
+    stack(blocks, to=4)
+
+    assert [name for name, _ in blocks.named_children()] == ["layer_1", "layer_2", "layer_3", "layer_4"]
+    assert blocks(torch.randn(2, WIDTH)).shape == (2, WIDTH)
+
+
+def unlike() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)])
+
+
+def oddly_named() -> nn.Sequential:
+    blocks = nn.Sequential()
+    for name in ("stem", "body"):
+        blocks.add_module(name, Block())
+    return blocks
+
+
+class Scale(nn.Module):
+    """Layer of a parameter without reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def weight_normed() -> nn.ModuleList:
+    return nn.ModuleList(Block(layer=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+
+
+def sharing() -> nn.ModuleList:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.ModuleList(Block(layer=layer) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "reason"),
+    [
+        (lambda: nn.Linear(2, 2), {}, "must be an nn.ModuleList or nn.Sequential that is not empty, got Linear"),
+        (nn.ModuleList, {}, "that is not empty, got ModuleList"),
+        (oddly_named, {}, "blocks are called stem, body; give them names that differ by their number"),
+        (unlike, {}, "blocks 0 and 1 differ in their parameters or shapes"),
+        (None, {"to": 3}, "to must be above 3, the present number of blocks, got 3"),
+        (None, {"how": "first"}, "how must be one of stack, interleave, last, middle, got 'first'"),
+        (None, {"new": "zero"}, r"needs in zero=\(…\) the last layer .*; linear layers of a block: mlp.0, mlp.2"),
+        (None, {"zero": ["mlp.2"]}, "new='zero' needs"),
+        (None, {"new": "zero", "zero": ["out"]}, "has no layer 'out' to set to zero; it has norm, mlp, mlp.0"),
+        (None, {"new": "zero", "zero": ["mlp"]}, "'mlp' of a block has no parameters of its own"),
+        (weight_normed, {"new": "zero", "zero": ["mlp.0"]}, "'mlp.0' of a block has no parameters of its own"),
+        (sharing, {"new": "zero", "zero": ["mlp.0"]}, "'mlp.0' is shared among blocks, so new='zero'"),
+        (sharing, {"new": "fresh"}, "'mlp.0' is shared among blocks, so new='fresh'"),
+        (
+            lambda: nn.ModuleList(Block(layer=Scale()) for _ in range(2)),
+            {"new": "fresh"},
+            "'mlp.0' of a block, a Scale, has no reset_parameters",
+        ),
+        (None, {"into": [Block()]}, "into must hold 2 blocks with the parameters of those in the list"),
+        (None, {"into": [nn.Linear(2, 2)] * 2}, "into must hold 2 blocks"),
+    ],
+)
+def test_a_list_that_cannot_grow_is_refused_in_one_line_and_stays(
+    make: Callable[[], nn.Module] | None, settings: dict[str, Any], reason: str
+) -> None:
+    blocks = make() if make else Network().blocks
+    before = dict(blocks.named_modules())
+
+    with pytest.raises(ValueError, match=reason) as refusal:
+        stack(blocks, **{"to": 5, **settings})
+
+    assert "\n" not in str(refusal.value) and str(refusal.value).startswith("stack: ")
+    assert dict(blocks.named_modules()) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda network: SGD(network.first.parameters(), lr=0.1),
+            "no optimizer holds parameter 'norm.weight' of block 0",
+        ),
+        (lambda network: torch.optim.LBFGS(network.parameters()), "LBFGS cannot take new parameters"),
+    ],
+)
+def test_an_optimizer_that_cannot_take_the_parameters_is_refused(
+    make: Callable[[Network], Optimizer], reason: str
+) -> None:
+    network = Network()
+
+    with pytest.raises(ValueError, match=reason):
+        stack(network.blocks, to=4, optimizer=make(network))
+
+    assert len(network.blocks) == 3
