@@ -216,8 +216,11 @@ def run(args: list[str]) -> None:
     if args and args[0] in COMMANDS:
         auto_cli(COMMANDS[args[0]], args=args[1:], prog=f"{PROGRAM} {args[0]}", as_positional=True, parser_class=Parser)
         return
+    # One form for both: a config may be named by its name in the package.
+    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     args = [
-        str(find_config(arg)) if before == "--config" else arg for before, arg in zip(["", *args], args, strict=False)
+        str(find_config(arg)) if before in ("--config", "-c") else arg
+        for before, arg in zip(["", *args], args, strict=False)
     ]
     epilog = f"Further commands, each with its own --help: {', '.join(COMMANDS)}."
     make_cli(args, parser_kwargs={"prog": PROGRAM, "epilog": epilog})

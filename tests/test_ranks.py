@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.cue import CUE, CueMemory
 from esper_lightning.checkpointing import shards
-from esper_lightning.cli.main import check_torchrun, find_interrupted
+from esper_lightning.cli import check_torchrun, find_interrupted
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -153,9 +153,9 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began(
         (run / "checkpoints").mkdir(parents=True)
         (run / "run.json").write_text(json.dumps({"job": job} | rest))
         if has_checkpoint:
-            (run / "checkpoints" / "latest.ckpt").touch()
+            (run / "checkpoints" / "last.ckpt").touch()
 
-    assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
+    assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "last.ckpt")
     assert find_interrupted(tmp_path / "version_1") is None
 
 
@@ -190,7 +190,7 @@ HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
 
 def checkpoint(root: Path) -> dict:
     """Return the latest checkpoint of the only run below a folder."""
-    return load(only_run(root).latest)
+    return load(only_run(root).last)
 
 
 def distance(one: dict, other: dict) -> float:
@@ -244,7 +244,7 @@ def told(root: Path) -> tuple[list[str], list[dict[str, str]]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path) -> None:
-    flags = (*HOSTS, "--evaluation.hosts=2", "--evaluation.against=[climbing]", "--data.env.executor=loop")
+    flags = (*HOSTS, "--model.evaluation.hosts=2", "--model.evaluation.against=[climbing]", "--data.env.executor=loop")
     fit_in_ranks(1, tmp_path / "alone", *flags)
     fit_in_ranks(2, tmp_path / "together", *flags)
 
@@ -258,7 +258,7 @@ def test_a_run_goes_on_with_any_number_of_processes(
     max_bytes: int, alone: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
-    latest = tmp_path / "version_0" / "checkpoints" / "latest.ckpt"
+    latest = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
     resume, files = ("--ckpt_path", str(latest)), shards.shards_folder(latest)
 
     fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)

@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last checkpoint of a run of two processes."""
     root = tmp_path_factory.mktemp("uninterrupted")
     fit_in_ranks(2, root, *HOSTS)
-    return only_run(root).latest
+    return only_run(root).last
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -46,7 +46,7 @@ def test_sigterm_to_either_process_saves_the_tick_and_ends_both(
 ) -> None:
     fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=tick, rank=rank), code=143)
 
-    latest = only_run(tmp_path).latest
+    latest = only_run(tmp_path).last
     assert load(latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == tick
     if tick in (HORIZON + 1, 2 * HORIZON):
         fit_in_ranks(2, tmp_path, *HOSTS, "--ckpt_path", str(latest))
@@ -62,7 +62,7 @@ def test_the_death_of_a_random_process_at_a_random_moment_ends_the_other_and_the
             break
         root = tmp_path / str(trial)
         root.mkdir()
-        victim, latest = random.randrange(2), root / "runs" / "version_0" / "checkpoints" / "latest.ckpt"
+        victim, latest = random.randrange(2), root / "runs" / "version_0" / "checkpoints" / "last.ckpt"
         with ExitStack() as stack:
             ranks = start_ranks(stack, 2, lambda root=root: fit(root / "runs", *HOSTS), outputs=root)
             wait_until(latest.is_file)
@@ -90,7 +90,7 @@ def test_the_death_of_a_random_process_at_a_random_moment_ends_the_other_and_the
 def test_processes_that_the_program_has_started_end_together_with_one_line(victim: int, tmp_path: Path) -> None:
     flags = (*TINY, "--data.n_envs=2", "--trainer.max_epochs=1000", "--trainer.devices=2")
     command = [sys.executable, "-m", "esper_lightning", "fit", *flags, "--trainer.default_root_dir", str(tmp_path)]
-    latest = tmp_path / "version_0" / "checkpoints" / "latest.ckpt"
+    latest = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
     with (tmp_path / "said.txt").open("w") as said:
         program = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
         try:
@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_written_stops_both_processes_with_a_checkpoint
     assert ended.returncode == EXIT_OUTPUT_FAILED
     assert "Traceback" not in ended.stderr
     assert len(re.findall("an output that cannot be written", ended.stderr)) == 1
-    load(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
+    load(tmp_path / "version_0" / "checkpoints" / "last.ckpt")
 
 
 def torchrun(ranks: int, *args: str) -> int:
@@ -137,7 +137,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_from_its_last_checkpoint(unint
 
     assert code == 0
     assert done.exists()
-    assert differences(content(only_run(tmp_path / "runs").latest), content(uninterrupted)) == []
+    assert differences(content(only_run(tmp_path / "runs").last), content(uninterrupted)) == []
 
 
 def children(pid: int) -> list[int]:
