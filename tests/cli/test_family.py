@@ -62,7 +62,14 @@ def test_another_family_cannot_continue_a_run(
 
 @pytest.mark.slow
 def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
-    asked = ("--model.evaluation.hosts", "4", "--model.evaluation.against", "[climbing]", "--model.evaluation.held_out", "true")
+    asked = (
+        "--model.evaluation.hosts",
+        "4",
+        "--model.evaluation.against",
+        "[climbing]",
+        "--model.evaluation.held_out",
+        "true",
+    )
     call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--out", str(tmp_path))
     summary = json.loads((tmp_path / "evaluation.json").read_text())
     twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
@@ -75,10 +82,25 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
     fit(tmp_path, "--data.env.family", facts, "--trainer.max_epochs", "1")
     run = tmp_path / "version_0"
-    asked = ("--model.evaluation.hosts", "6", "--model.evaluation.search.steps", "160", "--model.evaluation.search.per_price", "true")
+    asked = (
+        "--model.evaluation.hosts",
+        "6",
+        "--model.evaluation.search.steps",
+        "160",
+        "--model.evaluation.search.per_price",
+        "true",
+    )
     names = "[replayed, best fixed, best per price, yoked]"
     call(
-        *("evaluate", "--data.env.family", facts, "--model.evaluation.controls", "false", "--model.evaluation.against", names),
+        *(
+            "evaluate",
+            "--data.env.family",
+            facts,
+            "--model.evaluation.controls",
+            "false",
+            "--model.evaluation.against",
+            names,
+        ),
         *(*asked, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "out")),
     )
     summary = json.loads((tmp_path / "out" / "evaluation.json").read_text())
@@ -89,7 +111,15 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     # Evaluate again from the files, without a search.
     monkeypatch.setattr(comparison, "search_best_schedules", None)
     call(
-        *("evaluate", "--data.env.family", facts, "--model.evaluation.controls", "false", "--model.evaluation.against", names),
+        *(
+            "evaluate",
+            "--data.env.family",
+            facts,
+            "--model.evaluation.controls",
+            "false",
+            "--model.evaluation.against",
+            names,
+        ),
         *("--model.evaluation.hosts", "6", "--model.evaluation.search.found", str(tmp_path / "out")),
         *("--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "again")),
     )
@@ -102,8 +132,14 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     ("args", "said"),
     [
         (("--model.evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
-        (("--model.evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
-        (("--model.evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each context"),
+        (
+            ("--model.evaluation.against", "[best fixed]"),
+            "'best fixed' must be searched first; set evaluation.search.steps",
+        ),
+        (
+            ("--model.evaluation.search.steps", "479"),
+            "search.steps is 479; to see one schedule on a host of each context",
+        ),
         (("--model.evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
         (
             ("--model.evaluation.against", "[best per price]", "--model.evaluation.search.steps", "960"),

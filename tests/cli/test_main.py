@@ -284,7 +284,10 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "a seed that numpy cannot take": ("--seed_everything=99999999999999999999", "must be at most 4294967295, got"),
     "more hosts than any machine has": ("--data.n_envs=1000000000", "data.n_envs must be at most 10000, got"),
     "more evaluation hosts": ("--model.evaluation.hosts=1000000000", "evaluation.hosts must be at most 10000, got"),
-    "an evaluation seed out of range": ("--model.evaluation.seed=4294967296", "evaluation.seed must be at most 4294967295"),
+    "an evaluation seed out of range": (
+        "--model.evaluation.seed=4294967296",
+        "evaluation.seed must be at most 4294967295",
+    ),
     "brackets without end": (f"--data.host={'[' * 3000}", "data.host"),
     "escapes for a terminal": ("--best.monitor=\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
     "one evaluation host": ("--model.evaluation.hosts=1", "evaluation.hosts"),

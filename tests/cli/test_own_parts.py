@@ -227,7 +227,13 @@ def answer(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
-    given = (*TINY, "--trainer.max_epochs=1", "--model.evaluation.hosts=2", "--model.evaluation.controls=false", *shlex.split(line))
+    given = (
+        *TINY,
+        "--trainer.max_epochs=1",
+        "--model.evaluation.hosts=2",
+        "--model.evaluation.controls=false",
+        *shlex.split(line),
+    )
     if "against" not in line:
         given += ("--model.evaluation.hosts=0",)
     try:

@@ -51,7 +51,11 @@ def test_a_run_of_a_policy_over_sets_resumes_bit_for_bit(trained: Run, tmp_path:
 
 def evaluate(trained: Run, out: Path, *args: str) -> list[str]:
     """Return the names of the compared controllers, one for each host."""
-    few = ("--model.evaluation.hosts=2", "--model.evaluation.against=['small static', climbing]", "--model.evaluation.controls=false")
+    few = (
+        "--model.evaluation.hosts=2",
+        "--model.evaluation.against=['small static', climbing]",
+        "--model.evaluation.controls=false",
+    )
     with patch.object(sys, "argv", sys.argv[:1]):
         main(["evaluate", "--ckpt_path", str(trained.last), "--out", str(out), *few, *args])
     with (out / "evaluation.csv").open(newline="") as file:
