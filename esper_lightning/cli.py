@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentError, auto_cli, set_parsing_settings
+from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -215,10 +215,16 @@ COMMANDS: dict[str, Callable[..., object]] = {
 def run(args: list[str]) -> None:
     """Run the command line with the arguments behind the program's name."""
     if args and args[0] in COMMANDS:
-        auto_cli(COMMANDS[args[0]], args=args[1:], prog=f"{PROGRAM} {args[0]}", as_positional=True, parser_class=Parser)
+        function = COMMANDS[args[0]]
+        parser = Parser(prog=f"{PROGRAM} {args[0]}")
+        parser.add_function_arguments(function, as_positional=function in (export_grown, init), fail_untyped=False)
+        function(**vars(parser.instantiate(parser.parse_args(args[1:]))))
         return
+    # One form for both: a config may be named by its name in the package.
+    args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     args = [
-        str(find_config(arg)) if before == "--config" else arg for before, arg in zip(["", *args], args, strict=False)
+        str(find_config(arg)) if before in ("--config", "-c") else arg
+        for before, arg in zip(["", *args], args, strict=False)
     ]
     epilog = f"Further commands, each with its own --help: {', '.join(COMMANDS)}."
     make_cli(args, parser_kwargs={"prog": PROGRAM, "epilog": epilog})

@@ -60,24 +60,30 @@ class SweepResult(NamedTuple):
 
 
 def sweep(
-    config: list[str], seeds: int = 3, set: list[str] | None = None, *, jobs: int = 1, out: str = "runs/sweep"
+    config: str | list[str],
+    seeds: int = 3,
+    set: str | list[str] | None = None,
+    *,
+    jobs: int = 1,
+    out: str = "runs/sweep",
 ) -> None:
     """Train with several RNG seeds and settings, and print and save one table of the results.
 
     Args:
-        config: Configs of every run, read in order.
+        config: Config of every run, or several, which are read in order (`--config+=`).
         seeds: Number of RNG seeds: 0, 1 and so on.
-        set: Settings to vary, each with its values: SETTING=VALUE,VALUE. All values are combined with each other.
+        set: Setting to vary with its values: SETTING=VALUE,VALUE. Several (`--set+=`) are combined with each other.
             Commas within brackets separate nothing.
         jobs: Runs side by side, each on a core.
         out: Folder of the sweep, which must be empty.
     """
     check_jobs(jobs)
-    folder, varied = Path(out), dict(map(varied_setting, set or []))
+    configs, settings = ([one] if isinstance(one, str) else one or [] for one in (config, set))
+    folder, varied = Path(out), dict(map(varied_setting, settings))
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder {out!r} is not empty; name another one by --out")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = plan(config, varied, range(seeds), folder)
+    runs = plan(configs, varied, range(seeds), folder)
     print_status(f"{len(runs)} runs, {min(jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     results: list[SweepResult] = []
     for result in Processes(jobs).map(train_once, runs):

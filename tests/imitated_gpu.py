@@ -132,7 +132,7 @@ class ImitatedGpu:
         self.waits: Counter[str] = Counter()
         self.quiet = 0
         self.backward_passes = 0
-        self.latest = GPU  # device of the latest operation on a GPU
+        self.last = GPU  # device of the latest operation on a GPU
         self.capturing: ImitatedGraph | None = None
         self.graph_pools: dict[tuple[int, int], WeakSet[ImitatedGraph]] = {}  # graphs of each memory pool
 
@@ -281,9 +281,9 @@ class Operations(TorchDispatchMode):
         result = function(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in inputs if real_device(tensor).type != "meta"}
         # A backward pass in C++ makes zeros on the device that tensors really have.
-        home = next(iter(gpus), gpu.latest if gpu.backward_passes and not inputs else CPU)
+        home = next(iter(gpus), gpu.last if gpu.backward_passes and not inputs else CPU)
         if gpus:
-            gpu.latest = home
+            gpu.last = home
         if home.type == "cuda":
             for tensor in tensors_in(result):
                 if real_device(tensor).type != "meta" and tensor.untyped_storage()._cdata not in known:

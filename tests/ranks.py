@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -36,22 +35,14 @@ def rank_variables(rank: int, world: int, port: int, job: str = "test") -> dict[
     return {name: str(value) for name, value in numbers.items()} | texts
 
 
-def start_ranks(stack: ExitStack, world: int, run: Callable[[], object], *, outputs: Path | None = None) -> list[Fork]:
-    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed.
-
-    With `outputs`, rank r writes stdout and stderr to the file `<r>.txt` in that folder.
-    """
+def start_ranks(stack: ExitStack, world: int, run: Callable[[], object]) -> list[Fork]:
+    """Run a function in `world` forks with the variables of torchrun; they are killed when `stack` is closed."""
     build_parser()
     port = free_port()
 
     def run_as(rank: int) -> Callable[[], object]:
         def work() -> None:
             os.environ.update(rank_variables(rank, world, port))
-            if outputs is not None:
-                descriptor = os.open(outputs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(descriptor, 1)
-                os.dup2(descriptor, 2)
-                sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             run()
 
         return work
@@ -64,21 +55,6 @@ def fit_in_ranks(world: int, root: Path, *args: str, code: int = 0) -> None:
     with ExitStack() as stack:
         codes = [rank.wait() for rank in start_ranks(stack, world, lambda: fit(root, *args))]
     assert codes == [code] * world
-
-
-class DieOnce(Callback):
-    """Callback that kills a rank at the end of tick `tick`, unless a file says that it has done so."""
-
-    def __init__(self, tick: int, rank: int, done: str) -> None:
-        self.tick = tick
-        self.rank = rank
-        self.done = Path(done)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        is_due = pl_module.collector.ticks == self.tick and trainer.global_rank == self.rank
-        if is_due and not self.done.exists():
-            self.done.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopAt(Callback):

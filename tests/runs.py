@@ -21,12 +21,12 @@ from torch import nn
 from esper_lightning import plugins
 from esper_lightning.__main__ import main
 from esper_lightning.blueprints import registry
-from esper_lightning.cli.main import EsperCLI
+from esper_lightning.callbacks.preemption import STOP_SIGNALS
+from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
-from esper_lightning.process import STOP_SIGNALS
 from esper_lightning.rewards import REWARDS
 
 # The machine is shared, and with one thread every process adds up in the same order.
@@ -40,9 +40,8 @@ HARD_LIMIT = 240.0
 EPOCHS, HORIZON = 3, 5
 TINY = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--trainer.max_epochs", str(EPOCHS), "--data.env.horizon", str(HORIZON)),
-    *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
+    *("--data.env.training.batches", "2", "--model.evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
     *("--data.env.executor", "loop"),  # no comparison of executors before a run: 1/3 of its time
-    *("--telemetry.figures_every", "0"),
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
@@ -67,7 +66,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
-        self.latest = self.checkpoints / "latest.ckpt"
+        self.last = self.checkpoints / "last.ckpt"
 
     def scalars(self) -> dict[str, list[tuple[int, float]]]:
         """Return TensorBoard's points (step, value) by tag, without tags whose points are all NaN."""
@@ -128,7 +127,7 @@ def cli(*args: str) -> EsperCLI:
             super().before_fit()
 
     # Lightning warns of arguments of the process that differ from those it was given.
-    with patch("esper_lightning.cli.main.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", *args])
     return built[0]
 
@@ -188,10 +187,10 @@ def process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, started.returncode, out, err)
 
 
-def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str, str]:
-    """Return the flags that add `callback` to a run."""
+def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str]:
+    """Return the flag that adds `callback` to a run."""
     path = f"{callback.__module__}.{callback.__qualname__}"
-    return "--trainer.callbacks", json.dumps([{"class_path": path, "init_args": init_args}])
+    return (f"--trainer.callbacks+={json.dumps({'class_path': path, 'init_args': init_args})}",)
 
 
 class SaveEveryTick(Callback):

@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 def test_python_and_the_command_line_train_the_same_policy(run: TrainedRun, tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2")
 
-    ours, theirs = load(run.checkpoint), load(only_run(tmp_path).latest)
+    ours, theirs = load(run.checkpoint), load(only_run(tmp_path).last)
     for part in ("state_dict", "HostPoolData"):
         assert differences(ours[part], theirs[part]) == []
     assert (run.folder / "events.jsonl").is_file()

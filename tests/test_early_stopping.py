@@ -18,7 +18,7 @@ PLATEAU = {"monitor": "rollout/objective", "mode": "max", "patience": 2, "verbos
 def test_a_run_on_a_plateau_stops_early_and_is_saved(tmp_path: Path, min_delta: float, rollouts: int) -> None:
     """S16: EarlyStopping ends a run whose objective stagnates, after a whole rollout, and that rollout is saved."""
     built = fit(tmp_path, "--trainer.max_epochs=4", *with_callback(EarlyStopping, **PLATEAU, min_delta=min_delta))
-    saved = load(only_run(tmp_path).latest)
+    saved = load(only_run(tmp_path).last)
 
     assert built.trainer.current_epoch == rollouts
     assert saved["callbacks"]["RolloutState"]["loop"]["ticks"] == built.model.collector.ticks == rollouts * HORIZON

@@ -67,4 +67,4 @@ def test_the_page_from_python_runs(
         exec(text, names)
 
     said = capsys.readouterr().out
-    assert "latest.ckpt" in said and "tamiyo" in said and "periodic ahead" in said and "{'2': " in said
+    assert "last.ckpt" in said and "tamiyo" in said and "periodic ahead" in said and "{'2': " in said

@@ -50,7 +50,12 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
     assert command == "fit"
     built = cli(
         *(*flags, "--trainer.max_epochs=1", "--data.env.horizon=4", "--data.env.training.batches=1"),
-        *("--trainer.default_root_dir", str(folder / "runs"), "--evaluation.hosts=2", "--evaluation.controls=false"),
+        *(
+            "--trainer.default_root_dir",
+            str(folder / "runs"),
+            "--model.evaluation.hosts=2",
+            "--model.evaluation.controls=false",
+        ),
         *("--trainer.enable_progress_bar=false", "--data.env.executor=counting"),
     )
 
@@ -65,7 +70,10 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_network(folder: Path) -> None:
     root = folder / "runs" / "smoke"
-    shorter = {"fit": ["--trainer.max_epochs=1", "--evaluation.hosts=0"], "evaluate": ["--evaluation.hosts=2"]}
+    shorter = {
+        "fit": ["--trainer.max_epochs=1", "--model.evaluation.hosts=0"],
+        "evaluate": ["--model.evaluation.hosts=2"],
+    }
     for command in (TRAIN_THRIFTY, COMPARE, GROW, COMPARE_POLICY):
         with patch.object(sys, "argv", sys.argv[:1]):
             main([*command, *shorter.get(command[0], [])])

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim import Adam
 
 from esper_lightning.callbacks import RolloutState
-from esper_lightning.cli.main import EsperCLI
+from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
@@ -66,14 +66,14 @@ def test_a_normaliser_that_forgets_all_or_nothing_is_refused(momentum: float) ->
 
 def damaged(run: Run, folder: Path, **changes: Any) -> Path:
     """Write the run's checkpoint with other parts and return its path."""
-    torch.save(load(run.latest) | changes, folder / "damaged.ckpt")
+    torch.save(load(run.last) | changes, folder / "damaged.ckpt")
     return folder / "damaged.ckpt"
 
 
 def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: EsperCLI, run: Run) -> None:
     random_state = torch.get_rng_state()
 
-    loaded = TamiyoModule.load_from_checkpoint(run.latest)
+    loaded = TamiyoModule.load_from_checkpoint(run.last)
 
     trained, pool = built.model, built.datamodule.make_pool(3)
     assert (loaded.policy_config, loaded.ppo, loaded.normalize) == (
@@ -124,7 +124,7 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 def test_a_module_whose_settings_do_not_fit_its_weights_is_refused_in_one_line(
     change: Callable[[dict[str, Any]], dict[str, Any]], reason: str, run: Run, tmp_path: Path
 ) -> None:
-    saved = load(run.latest)["esper_module"]
+    saved = load(run.last)["esper_module"]
 
     with pytest.raises(ValueError, match=reason) as refused:
         TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, esper_module=change(saved)))
@@ -156,7 +156,7 @@ def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
 
 
 def test_a_checkpoint_of_the_module_holds_policy_and_normalisers_alone(run: Run) -> None:
-    parts = {name.partition(".")[0] for name in load(run.latest)["state_dict"]}
+    parts = {name.partition(".")[0] for name in load(run.last)["state_dict"]}
 
     assert parts == {"policy", "observation_norm", "value_norm"}
 
@@ -223,7 +223,7 @@ def test_the_best_checkpoint_holds_the_weights_that_were_scored_and_those_to_go_
     assert differences(best["state_dict"], played) == []
     assert differences(best["esper_updated"], updated) == []
     assert differences(played, updated) != [], "else the update did nothing"
-    assert "esper_updated" not in load(run.latest)
+    assert "esper_updated" not in load(run.last)
 
 
 def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_pat
 
     free, bound = only_run(tmp_path / "free"), only_run(tmp_path / "bound")
     assert values(free, "train/minibatches") == [6.0]
-    assert load(free.latest)["global_step"] == 6
+    assert load(free.last)["global_step"] == 6
     assert values(bound, "train/minibatches")[0] < 6.0
 
 

@@ -177,7 +177,7 @@ def test_five_parts_of_one_file_are_used_by_a_config(place: Path) -> None:
     # The config beside the checkpoint is that of somebody else until its package is trusted.
     sys.modules.pop("mine_parts")
     with pytest.raises(SystemExit), patch.object(sys, "argv", sys.argv[:1]):
-        main(["evaluate", "--ckpt_path", str(run.latest)])
+        main(["evaluate", "--ckpt_path", str(run.last)])
     assert "mine_parts" not in sys.modules
 
 
@@ -345,7 +345,7 @@ def test_a_further_blueprint_changes_no_run_that_exists(place: Path) -> None:
     resumed = fit(place / "resumed", *short, "--ckpt_path", str(shutil.copy(half, place / "half.ckpt")))
 
     assert "later" not in resumed.datamodule.pool.space.blueprint
-    assert differences(continuation(whole.latest), continuation(only_run(place / "resumed").latest)) == []
+    assert differences(continuation(whole.last), continuation(only_run(place / "resumed").last)) == []
     identity = load(half)["esper_identity"]
     saved_names = identity[BLUEPRINT_CHOICES]
     assert saved_names == resumed.datamodule.pool.space.blueprint

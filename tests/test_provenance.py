@@ -37,7 +37,7 @@ def test_what_an_earlier_start_left_is_kept(tmp_path: Path) -> None:
     first = (run.folder / "run.json").read_text()
 
     for epochs in (2, 3):
-        fit(tmp_path, f"--trainer.max_epochs={epochs}", f"--ckpt_path={run.latest}")
+        fit(tmp_path, f"--trainer.max_epochs={epochs}", f"--ckpt_path={run.last}")
 
     assert (run.folder / "run.1.json").read_text() == first
     names = {path.name for path in run.folder.iterdir()}
@@ -47,7 +47,7 @@ def test_what_an_earlier_start_left_is_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_its_settings_as_texts(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
 
-    settings = load(only_run(tmp_path).latest)["esper_settings"]
+    settings = load(only_run(tmp_path).last)["esper_settings"]
 
     assert settings["data.env.objective.price"] == "0.05"
     assert settings["trainer.max_epochs"] == "1"
@@ -55,7 +55,7 @@ def test_a_checkpoint_holds_its_settings_as_texts(tmp_path: Path) -> None:
 
 
 def test_a_repeated_run_does_not_continue_the_resumed_one() -> None:
-    given = Namespace(ckpt_path="runs/version_0/checkpoints/latest.ckpt", seed_everything=7)
+    given = Namespace(ckpt_path="runs/version_0/checkpoints/last.ckpt", seed_everything=7)
 
     record = ConfigRecord(LightningArgumentParser(), given)
 

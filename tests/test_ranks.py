@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.cue import CUE, CueMemory
-from esper_lightning.checkpointing import shards
-from esper_lightning.cli.main import check_torchrun, find_interrupted
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
@@ -143,54 +141,13 @@ def test_ranks_draw_what_one_process_draws() -> None:
         assert drawn.tolist() == ranks.rows(alone).tolist()
 
 
-def test_a_job_that_is_started_again_finds_the_run_that_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    runs = [("mine", True, {}), ("mine", False, {}), ("other", True, {}), (None, True, {})]
-    for number, (job, has_checkpoint, rest) in enumerate([*runs, ("mine", True, {"finished": True})]):
-        run = tmp_path / f"version_{number}"
-        (run / "checkpoints").mkdir(parents=True)
-        (run / "run.json").write_text(json.dumps({"job": job} | rest))
-        if has_checkpoint:
-            (run / "checkpoints" / "latest.ckpt").touch()
-
-    assert find_interrupted(tmp_path) == str(tmp_path / "version_0" / "checkpoints" / "latest.ckpt")
-    assert find_interrupted(tmp_path / "version_1") is None
-
-
-def test_torchrun_may_start_processes_again_only_if_each_start_has_a_store_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    check_torchrun()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check_torchrun()
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # as torchrun sets it with the variable
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    check_torchrun()
-
-
-def test_processes_that_start_again_on_several_machines_need_a_job_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "False"), ("RUN_ID", "none")):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_torchrun()
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="--rdzv-id NAME"):
-        check_torchrun()
-
-
 HOSTS = ("--data.n_envs=4", "--trainer.max_epochs=2", "--model.ppo.epochs=3")
 """Four hosts, two rollouts, two updates of six minibatches."""
 
 
 def checkpoint(root: Path) -> dict:
-    """Return the latest checkpoint of the only run below a folder."""
-    return load(only_run(root).latest)
+    """Return the last checkpoint of the only run below a folder."""
+    return load(only_run(root).last)
 
 
 def distance(one: dict, other: dict) -> float:
@@ -244,7 +201,7 @@ def told(root: Path) -> tuple[list[str], list[dict[str, str]]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path) -> None:
-    flags = (*HOSTS, "--evaluation.hosts=2", "--evaluation.against=[climbing]", "--data.env.executor=loop")
+    flags = (*HOSTS, "--model.evaluation.hosts=2", "--model.evaluation.against=[climbing]", "--data.env.executor=loop")
     fit_in_ranks(1, tmp_path / "alone", *flags)
     fit_in_ranks(2, tmp_path / "together", *flags)
 
@@ -253,21 +210,14 @@ def test_several_processes_tell_once_what_one_tells_of_all_hosts(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("max_bytes", [shards.MAX_BYTES, 0])
-def test_a_run_goes_on_with_any_number_of_processes(
-    max_bytes: int, alone: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "MAX_BYTES", max_bytes)
-    latest = tmp_path / "version_0" / "checkpoints" / "latest.ckpt"
-    resume, files = ("--ckpt_path", str(latest)), shards.shards_folder(latest)
+def test_a_run_goes_on_with_any_number_of_processes(alone: dict, tmp_path: Path) -> None:
+    last = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
+    resume = ("--ckpt_path", str(last))
 
     fit_in_ranks(2, tmp_path, *HOSTS, *with_callback(StopAt, tick=3, rank=1), code=143)
-    assert len([*files.rglob("*-of-0002.pt")]) == (0 if max_bytes else 2)
     fit_in_ranks(4, tmp_path, *HOSTS, *with_callback(StopAt, tick=7, rank=0), *resume, code=143)
-    assert {path.name[-10:] for path in files.rglob("*.pt")} == (set() if max_bytes else {"of-0004.pt"})
-    fit_in_ranks(1, tmp_path, *HOSTS)  # the run is found by the name of the job
+    fit_in_ranks(1, tmp_path, *HOSTS, *resume)
 
-    assert not files.exists()
-    resumed = load(latest)
+    resumed = load(last)
     assert differences(resumed["HostPoolData"]["pool"]["envs"], alone["HostPoolData"]["pool"]["envs"]) == []
     assert distance(resumed, alone) < 1e-5

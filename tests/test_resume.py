@@ -66,7 +66,7 @@ def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
 
 def assert_same_end(run: Run, reference: Run) -> None:
     """Check policy, normalisers, optimizer, hosts, rollout, random states and Lightning's loops."""
-    assert differences(continuation(run.latest), continuation(reference.latest)) == []
+    assert differences(continuation(run.last), continuation(reference.last)) == []
 
 
 def test_the_checkpoints_to_resume_from_are_worth_the_test(saved: Run) -> None:
@@ -120,7 +120,7 @@ def test_a_run_that_chooses_in_all_heads_with_all_options_resumes_too(tmp_path: 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_points_written_after_the_checkpoint_are_not_doubled(saved: Run, uninterrupted: Run, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(saved.folder, tmp_path / "version_0")))  # all its ticks are in TensorBoard
-    run.latest.unlink()
+    run.last.unlink()
 
     fit(tmp_path, "--ckpt_path", str(run.checkpoints / f"tick{MID_ROLLOUT}.ckpt"))
 
@@ -135,9 +135,9 @@ def test_a_run_killed_in_mid_rollout_goes_on_from_its_last_rollout(uninterrupted
     killed = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGKILL)))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run = only_run(tmp_path)
-    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == HORIZON
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == HORIZON
 
-    fit(tmp_path, "--ckpt_path", str(run.latest))
+    fit(tmp_path, "--ckpt_path", str(run.last))
 
     assert only_run(tmp_path).folder == run.folder
     assert_same_end(run, uninterrupted)
@@ -152,10 +152,10 @@ def test_a_run_stopped_by_sigterm_goes_on_from_that_tick(uninterrupted: Run, tmp
     stopped = process(*TINY, *root, *with_callback(SignalAt, tick=MID_ROLLOUT, number=int(signal.SIGTERM)))
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     run = only_run(tmp_path)
-    assert f"--ckpt_path {run.latest}" in stopped.stdout
-    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == MID_ROLLOUT
+    assert f"--ckpt_path {run.last}" in stopped.stdout
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == MID_ROLLOUT
 
-    fit(tmp_path, "--ckpt_path", str(run.latest))
+    fit(tmp_path, "--ckpt_path", str(run.last))
 
     assert only_run(tmp_path).folder == run.folder
     assert_same_end(run, uninterrupted)
@@ -173,7 +173,7 @@ def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
     assert stopped.value.code == 128 + signal.SIGTERM
     run = only_run(tmp_path)
 
-    fit(tmp_path, "--ckpt_path", str(run.latest))
+    fit(tmp_path, "--ckpt_path", str(run.last))
 
     assert_same_end(run, uninterrupted)
     assert differences(continuation(run.checkpoints / "best.ckpt"), continuation(best)) == []
@@ -181,7 +181,7 @@ def test_a_run_stopped_when_its_best_rollout_ends_keeps_that_one_as_the_best(
 
 def test_a_run_that_goes_back_to_its_best_rollout_ends_as_it_did(uninterrupted: Run, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(uninterrupted.folder, tmp_path / "version_0")))
-    run.latest.unlink()
+    run.last.unlink()
 
     fit(tmp_path, "--ckpt_path", str(run.checkpoints / "best.ckpt"))
 
@@ -192,13 +192,13 @@ def test_a_resumed_runs_config_names_no_checkpoint_and_the_earlier_one_is_kept(t
     fit(tmp_path, "--trainer.max_epochs=1")
     run = only_run(tmp_path)
     first = (run.folder / "config.yaml").read_text()
-    torch.save(load(run.latest) | {"hyper_parameters": {"ppo": {"epochs": 1}}}, run.latest)
+    torch.save(load(run.last) | {"hyper_parameters": {"ppo": {"epochs": 1}}}, run.last)
 
     with patch.object(torch, "load", wraps=torch.load) as read:
-        resumed = fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
+        resumed = fit(tmp_path, "--trainer.max_epochs=2", f"--ckpt_path={run.last}")
 
     assert resumed.model.ppo.epochs == PPOConfig().epochs, "no setting comes from a checkpoint"
-    assert [call.args[0].name for call in read.call_args_list] == [str(run.latest)], "it is read once"
+    assert [call.args[0].name for call in read.call_args_list] == [str(run.last)], "it is read once"
     assert only_run(tmp_path).folder == run.folder, "it went on in its folder"
     assert (run.folder / "config.1.yaml").read_text() == first
     again = yaml.safe_load((run.folder / "config.yaml").read_text())

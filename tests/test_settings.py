@@ -17,7 +17,7 @@ import yaml
 
 import esper_lightning
 from esper_lightning.__main__ import main
-from esper_lightning.cli.main import CALLBACKS, EsperCLI
+from esper_lightning.cli import CALLBACKS, EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Variant

@@ -127,7 +127,7 @@ def test_policies_rules_and_schedules_are_measured_once_on_the_same_hosts(
     settings = yaml.safe_load((CONFIGS / "smoke.yaml").read_text())
     settings["data"]["env"] |= {"horizon": 4, "sight": {"layout": "rows", "hidden": ["slot.seed.size"]}}
     config.write_text(yaml.safe_dump(settings))
-    policy = str(only_run(tmp_path / "run").latest)
+    policy = str(only_run(tmp_path / "run").last)
     common = ("--config", str(config), "--baselines", str(folder))
     result = ("result", *common, "--csv", str(csv), "--policies", policy)
 

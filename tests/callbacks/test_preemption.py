@@ -82,7 +82,7 @@ def test_a_stopped_run_is_saved_at_the_end_of_the_tick_and_says_how_to_go_on(
 ) -> None:
     code = stop(tmp_path, number)
 
-    latest = only_run(tmp_path).latest
+    latest = only_run(tmp_path).last
     assert code == 128 + number
     assert load(latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
     command = f"esper-lightning fit --config {latest.parent.parent / 'config.yaml'} --ckpt_path {latest}"
@@ -111,8 +111,8 @@ def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, mon
 
     monkeypatch.setattr("esper_lightning.evaluation.episodes.play_episode", interrupted)
 
-    code, said = run_in_fork(lambda: fit(tmp_path, "--trainer.max_epochs=1", "--evaluation.hosts=2"))
+    code, said = run_in_fork(lambda: fit(tmp_path, "--trainer.max_epochs=1", "--model.evaluation.hosts=2"))
 
     assert code == 130
     assert "error: stopped by SIGINT after training" in said
-    assert only_run(tmp_path).latest.is_file()
+    assert only_run(tmp_path).last.is_file()

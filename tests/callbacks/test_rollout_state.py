@@ -45,7 +45,7 @@ def test_restoring_random_states_changes_the_saved_ones_not(tmp_path: Path) -> N
 def test_a_checkpoint_holds_the_rollout_in_flight(tmp_path: Path) -> None:
     built = fit(tmp_path, "--trainer.max_epochs=1")
 
-    state = load(only_run(tmp_path).latest)["callbacks"]["RolloutState"]
+    state = load(only_run(tmp_path).last)["callbacks"]["RolloutState"]
     loop = built.model.collector
     assert set(state) == {"loop", "normalisers", "random"}
     assert state["normalisers"]["observation_norm.count"] == len(built.model.collector.raw_features) * 2
@@ -89,7 +89,7 @@ def test_a_file_whose_normalisers_are_not_those_of_its_rollout_is_refused_in_one
     """A half-restored file: the statistics of the module are of another moment than its rollout, or the reverse."""
     fit(tmp_path, "--trainer.max_epochs=1", "--model.normalize.rewards=true")
     run = only_run(tmp_path)
-    checkpoint = load(run.latest)
+    checkpoint = load(run.last)
     parts = {
         "state_dict": checkpoint["state_dict"],
         "callbacks": checkpoint["callbacks"]["RolloutState"]["normalisers"],

@@ -70,7 +70,7 @@ def test_a_run_without_a_logger_still_trains(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1", "--trainer.logger=false")
 
     assert not list(tmp_path.rglob("events*"))
-    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["best.ckpt", "latest.ckpt"]
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["best.ckpt", "last.ckpt"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

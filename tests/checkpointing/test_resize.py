@@ -46,7 +46,7 @@ def test_it_goes_on_from_the_beginning_of_the_rollout(
         HORIZON * (rollout + 1) for rollout in range(whole_rollouts, EPOCHS)
     ]
     assert built.trainer.current_epoch == EPOCHS
-    assert len(load(run.latest)["HostPoolData"]["pool"]["envs"]) == envs
+    assert len(load(run.last)["HostPoolData"]["pool"]["envs"]) == envs
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:the checkpoint has the random states")
@@ -90,6 +90,6 @@ def test_what_went_on_can_be_stopped_and_resumed_again(saved: Run, tmp_path: Pat
 
     fit(tmp_path / "again", *more, "--ckpt_path", str(checkpoint))
 
-    assert load(again.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
-    ours, theirs = load(again.latest)["state_dict"], load(whole.latest)["state_dict"]
+    assert load(again.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
+    ours, theirs = load(again.last)["state_dict"], load(whole.last)["state_dict"]
     assert all((ours[name] == theirs[name]).all() for name in ours)

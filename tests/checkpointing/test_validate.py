@@ -195,12 +195,12 @@ def test_a_run_is_continued_by_its_like_alone() -> None:
 
 
 def test_a_runs_own_checkpoint_passes(finished: Run) -> None:
-    open_checkpoint(finished.latest)
+    open_checkpoint(finished.last)
 
 
 @pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 1000), Fraction(1, 3), Fraction(9, 10), Fraction(999, 1000)])
 def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run, tmp_path: Path) -> None:
-    whole = finished.latest.read_bytes()
+    whole = finished.last.read_bytes()
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(whole[: int(kept * len(whole))])
 
@@ -232,7 +232,7 @@ FOREIGN: dict[str, tuple[Callable[[Checkpoint], Any], str]] = {
 def test_a_checkpoint_that_is_not_ours_ends_in_one_line(
     change: Callable[[Checkpoint], Any], named: str, finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save(change(load(finished.latest)), tmp_path / "bad.ckpt")
+    torch.save(change(load(finished.last)), tmp_path / "bad.ckpt")
 
     assert_refused(tmp_path / "bad.ckpt", named, capsys)
 
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_other_settings_ends_in_one_line_and_leaves_its_run_alon
     run = Run(Path(shutil.copytree(finished.folder, tmp_path / "version_0")))
     before = contents(run.folder)
 
-    assert_refused(run.latest, named, capsys, flag)
+    assert_refused(run.last, named, capsys, flag)
 
     assert contents(run.folder) == before
 

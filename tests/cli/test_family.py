@@ -25,12 +25,12 @@ def call(verb: str, *args: str) -> None:
 
 
 def fit(root: Path, *args: str) -> None:
-    quiet = ("--trainer.enable_progress_bar", "false", "--evaluation.hosts", "0")
+    quiet = ("--trainer.enable_progress_bar", "false", "--model.evaluation.hosts", "0")
     call("fit", "--trainer.default_root_dir", str(root), *quiet, *args)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return torch.load(run / "checkpoints" / "latest.ckpt", weights_only=True)["state_dict"]
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs", "1")
     run = tmp_path / "version_0"
-    fit(tmp_path, "--trainer.max_epochs", "2", "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"))
+    fit(tmp_path, "--trainer.max_epochs", "2", "--ckpt_path", str(run / "checkpoints" / "last.ckpt"))
     ours, theirs = weights(run), weights(trained)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
@@ -53,7 +53,7 @@ def test_a_run_on_a_family_goes_on_bit_for_bit(trained: Path, tmp_path: Path) ->
 def test_another_family_cannot_continue_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = trained / "checkpoints" / "latest.ckpt"
+    checkpoint = trained / "checkpoints" / "last.ckpt"
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, "--data.env.family.train", "[{host.kernel: [1, 3]}]", "--ckpt_path", str(checkpoint))
     assert ended.value.code == 2
@@ -62,8 +62,15 @@ def test_another_family_cannot_continue_a_run(
 
 @pytest.mark.slow
 def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
-    asked = ("--evaluation.hosts", "4", "--evaluation.against", "[climbing]", "--evaluation.held_out", "true")
-    call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path))
+    asked = (
+        "--model.evaluation.hosts",
+        "4",
+        "--model.evaluation.against",
+        "[climbing]",
+        "--model.evaluation.held_out",
+        "true",
+    )
+    call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--out", str(tmp_path))
     summary = json.loads((tmp_path / "evaluation.json").read_text())
     twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
     assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
@@ -75,11 +82,26 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
     fit(tmp_path, "--data.env.family", facts, "--trainer.max_epochs", "1")
     run = tmp_path / "version_0"
-    asked = ("--evaluation.hosts", "6", "--evaluation.search.steps", "160", "--evaluation.search.per_price", "true")
+    asked = (
+        "--model.evaluation.hosts",
+        "6",
+        "--model.evaluation.search.steps",
+        "160",
+        "--model.evaluation.search.per_price",
+        "true",
+    )
     names = "[replayed, best fixed, best per price, yoked]"
     call(
-        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
-        *(*asked, "--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "out")),
+        *(
+            "evaluate",
+            "--data.env.family",
+            facts,
+            "--model.evaluation.controls",
+            "false",
+            "--model.evaluation.against",
+            names,
+        ),
+        *(*asked, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "out")),
     )
     summary = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "best per price", "yoked"}
@@ -89,9 +111,17 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     # Evaluate again from the files, without a search.
     monkeypatch.setattr(comparison, "search_best_schedules", None)
     call(
-        *("evaluate", "--data.env.family", facts, "--evaluation.controls", "false", "--evaluation.against", names),
-        *("--evaluation.hosts", "6", "--evaluation.search.found", str(tmp_path / "out")),
-        *("--ckpt_path", str(run / "checkpoints" / "latest.ckpt"), "--out", str(tmp_path / "again")),
+        *(
+            "evaluate",
+            "--data.env.family",
+            facts,
+            "--model.evaluation.controls",
+            "false",
+            "--model.evaluation.against",
+            names,
+        ),
+        *("--model.evaluation.hosts", "6", "--model.evaluation.search.found", str(tmp_path / "out")),
+        *("--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "again")),
     )
     again = json.loads((tmp_path / "again" / "evaluation.json").read_text())["controllers"]
     for name, row in summary["controllers"].items():
@@ -101,22 +131,28 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
-        (("--evaluation.against", "[best fixed]"), "'best fixed' must be searched first; set evaluation.search.steps"),
-        (("--evaluation.search.steps", "479"), "search.steps is 479; to see one schedule on a host of each context"),
-        (("--evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
+        (("--model.evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (
-            ("--evaluation.against", "[best per price]", "--evaluation.search.steps", "960"),
+            ("--model.evaluation.against", "[best fixed]"),
+            "'best fixed' must be searched first; set evaluation.search.steps",
+        ),
+        (
+            ("--model.evaluation.search.steps", "479"),
+            "search.steps is 479; to see one schedule on a host of each context",
+        ),
+        (("--model.evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
+        (
+            ("--model.evaluation.against", "[best per price]", "--model.evaluation.search.steps", "960"),
             "'best per price' must be searched first; set evaluation.search.per_price",
         ),
-        (("--data.env.family.held_out", "[]", "--evaluation.held_out", "true"), "no held-out contexts"),
+        (("--data.env.family.held_out", "[]", "--model.evaluation.held_out", "true"), "no held-out contexts"),
     ],
 )
 def test_unknown_controllers_and_contexts_are_refused(
     trained: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        call("evaluate", "--ckpt_path", str(trained / "checkpoints" / "latest.ckpt"), *args)
+        call("evaluate", "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), *args)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -147,8 +183,8 @@ def test_a_critic_that_is_told_goes_on_with_another_number_of_hosts(
 ) -> None:
     fit(tmp_path, "--trainer.max_epochs", "1")
 
-    fit(tmp_path, "--trainer.max_epochs", "2", "--data.n_envs", "3", "--ckpt_path", "latest")
+    fit(tmp_path, "--trainer.max_epochs", "2", "--data.n_envs", "3", "--ckpt_path", "last")
 
     assert "3 environments, the run so far had 4" in capsys.readouterr().out
-    saved = torch.load(tmp_path / "version_0" / "checkpoints" / "latest.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["callbacks"]["RolloutState"]["loop"]["episode"] == 2

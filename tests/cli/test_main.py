@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from esper_lightning.checkpointing.validate import SCHEMA
-from esper_lightning.cli.main import check_monitor
+from esper_lightning.cli import check_monitor
 from esper_lightning.envs import HEADS, Op
 from esper_lightning.growth.lifecycle import count_parameters, slots_of
 from esper_lightning.growth.stages import Stage
@@ -36,7 +36,7 @@ from tests.runs import (
 from tests.tasks.stored import write_cifar10
 from tests.tiers import rest_is_slow
 
-ONE_ROLLOUT = ("--trainer.max_epochs=1", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false")
+ONE_ROLLOUT = ("--trainer.max_epochs=1", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false")
 RULES = ["random", "small static", "heuristic", "periodic", "climbing", "climbing, zero"]
 CONTROLLERS = ["tamiyo", "sampled", *RULES, "replayed", "yoked", "static tamiyo", "static tamiyo, equal FLOPs"]
 SMOKE_TICKS = range(1, 25)  # 2 rollouts of 12
@@ -73,7 +73,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_smoke_run_leaves_checkpoints_that_load_strictly(smoke: Run) -> None:
     names = sorted(path.name for path in smoke.checkpoints.iterdir())
 
-    assert names == ["best.ckpt", "latest.ckpt"]
+    assert names == ["best.ckpt", "last.ckpt"]
     assert all(load(smoke.checkpoints / name)["esper_schema"] == SCHEMA for name in names)
 
 
@@ -145,7 +145,7 @@ def test_every_config_trains(config: Path, tmp_path: Path, monkeypatch: pytest.M
     first, *others = built.datamodule.loaded_tasks.values()
     assert slots in (None, first.discover_action_space()[0].slot)
     assert bool(others) == (config.stem in ("general", "mixed"))
-    assert only_run(tmp_path / "runs").latest.is_file()
+    assert only_run(tmp_path / "runs").last.is_file()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_config_is_short_and_begins_with_what_it_is_for(config: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
-    built = fit(tmp_path, *FREE_CHOICE, "--evaluation.hosts=2")
+    built = fit(tmp_path, *FREE_CHOICE, "--model.evaluation.hosts=2")
 
     assert list(built.model.policy.heads.tables) == list(HEADS)
     assert built.datamodule.pool.space.speed == [0, 2]
@@ -193,14 +193,14 @@ def test_a_run_may_choose_in_all_heads(tmp_path: Path) -> None:
         assert len(scalars[tag]) == EPOCHS
         assert all(math.isfinite(value) for _, value in scalars[tag]), tag
     assert max(value for _, value in scalars["train/first_ratio_error"]) < 1e-5
-    assert load(only_run(tmp_path).latest)["esper_schema"] == SCHEMA
+    assert load(only_run(tmp_path).last)["esper_schema"] == SCHEMA
 
 
 def test_a_checkpoint_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
 
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path, *FREE_CHOICE, "--ckpt_path", str(only_run(tmp_path).latest))
+        fit(tmp_path, *FREE_CHOICE, "--ckpt_path", str(only_run(tmp_path).last))
 
     assert ended.value.code == 2
     assert_one_line(capsys.readouterr().err, "choices of the op head")
@@ -257,7 +257,7 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "Lightning's last checkpoint": ("--ckpt_path=last", "ckpt_path 'last' is not known here; give latest"),
     "Lightning's best checkpoint": ("--ckpt_path=best", "ckpt_path 'best' is not known here; give latest"),
     "Lightning's registry": ("--ckpt_path=registry:model", "ckpt_path 'registry:model' is not known here"),
-    "the latest checkpoint of no run": ("--ckpt_path=latest", "there is no run with a latest.ckpt below"),
+    "the latest checkpoint of no run": ("--ckpt_path=last", "there is no run with a last.ckpt below"),
     "a checkpoint that may run code": ("--weights_only=false", "weights_only"),
     "no number": ("--data.env.training.lr=.nan", "data.env.training.lr is not a number"),
     "a policy larger than memory": ("--model.policy.width=1000000000000", "more memory than there is"),
@@ -283,11 +283,14 @@ UNWANTED: dict[str, tuple[str, str]] = {
     "a seed out of range": ("--seed_everything=-1", "-1"),
     "a seed that numpy cannot take": ("--seed_everything=99999999999999999999", "must be at most 4294967295, got"),
     "more hosts than any machine has": ("--data.n_envs=1000000000", "data.n_envs must be at most 10000, got"),
-    "more evaluation hosts": ("--evaluation.hosts=1000000000", "evaluation.hosts must be at most 10000, got"),
-    "an evaluation seed out of range": ("--evaluation.seed=4294967296", "evaluation.seed must be at most 4294967295"),
+    "more evaluation hosts": ("--model.evaluation.hosts=1000000000", "evaluation.hosts must be at most 10000, got"),
+    "an evaluation seed out of range": (
+        "--model.evaluation.seed=4294967296",
+        "evaluation.seed must be at most 4294967295",
+    ),
     "brackets without end": (f"--data.host={'[' * 3000}", "data.host"),
     "escapes for a terminal": ("--best.monitor=\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
-    "one evaluation host": ("--evaluation.hosts=1", "evaluation.hosts"),
+    "one evaluation host": ("--model.evaluation.hosts=1", "evaluation.hosts"),
     "telemetry of no ticks": ("--telemetry.every_n_ticks=0", "telemetry.every_n_ticks"),
     "a metric that does not exist": ("--best.monitor=rollout/objectiv", "did you mean 'rollout/objective'?"),
     "a part of an option": ("--data.n_env=3", "did you mean '--data.n_envs'?"),
@@ -389,21 +392,21 @@ def test_latest_is_the_checkpoint_that_was_written_last(tmp_path: Path, capsys: 
     fit(tmp_path, "--trainer.max_epochs=2")
     fit(tmp_path, "--trainer.max_epochs=1")
     first, second = (Run(tmp_path / f"version_{n}") for n in (0, 1))
-    os.utime(second.latest, (1, 1))
+    os.utime(second.last, (1, 1))
     capsys.readouterr()
 
-    fit(tmp_path, "--ckpt_path=latest")
+    fit(tmp_path, "--ckpt_path=last")
 
-    assert f"going on from {first.latest}" in capsys.readouterr().out
-    assert load(first.latest)["callbacks"]["RolloutState"]["loop"]["episode"] == EPOCHS
-    assert load(second.latest)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
+    assert f"going on from {first.last}" in capsys.readouterr().out
+    assert load(first.last)["callbacks"]["RolloutState"]["loop"]["episode"] == EPOCHS
+    assert load(second.last)["callbacks"]["RolloutState"]["loop"]["episode"] == 1
 
 
 def test_settings_that_changed_since_the_run_began_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
-    latest = str(only_run(tmp_path).latest)
+    latest = str(only_run(tmp_path).last)
     capsys.readouterr()
     changes = ("--data.env.objective.price=0.25", "--model.ppo.adam_eps=0.01", "--data.env.actions.max_seeds=2")
 
@@ -420,7 +423,7 @@ def test_settings_that_changed_since_the_run_began_are_reported(
 
 
 @pytest.mark.parametrize(
-    "where", ["esper_lightning.cli.main.EsperCLI.parse_arguments", "esper_lightning.datamodules.tasks.HostPool"]
+    "where", ["esper_lightning.cli.EsperCLI.parse_arguments", "esper_lightning.datamodules.tasks.HostPool"]
 )
 def test_ctrl_c_before_training_ends_in_one_line(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

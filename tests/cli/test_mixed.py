@@ -26,7 +26,7 @@ def mixed(tmp_path: Path) -> tuple[str, ...]:
     return (
         *("--config", str(tmp_path / "mixed.yaml"), "--trainer.default_root_dir", str(tmp_path / "runs")),
         *("--data.env.horizon=4", "--data.env.training.batches=2", "--model.policy.asymmetric=true"),
-        *("--evaluation.hosts=2", "--trainer.enable_progress_bar=false", "--evaluation.controls=false"),
+        *("--model.evaluation.hosts=2", "--trainer.enable_progress_bar=false", "--model.evaluation.controls=false"),
     )
 
 
@@ -38,10 +38,10 @@ def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
     run = only_run(tmp_path / "runs")
     run.folder.rename(tmp_path / "whole")
 
-    cli(*mixed, "--trainer.max_epochs=1", "--evaluation.hosts=0")
-    cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=latest")
+    cli(*mixed, "--trainer.max_epochs=1", "--model.evaluation.hosts=0")
+    cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=last")
 
-    assert differences(continuation(run.latest), continuation(Run(tmp_path / "whole").latest)) == []
+    assert differences(continuation(run.last), continuation(Run(tmp_path / "whole").last)) == []
     pool = whole.datamodule.pool
     assert pool.n_envs == 4 and pool.space.slot == ["place1", "place2", "place3"]
     assert "tasks/table/objective" in run.scalars() and "tasks/Digits/accuracy" in run.scalars()
@@ -49,7 +49,7 @@ def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
         assert {row["controller"] for row in rows_of(run.folder / "evaluation" / task)} >= {"tamiyo", "climbing"}
 
     capsys.readouterr()
-    evaluate("--ckpt_path", str(run.latest), "--out", str(tmp_path / "again"))
+    evaluate("--ckpt_path", str(run.last), "--out", str(tmp_path / "again"))
 
     said = capsys.readouterr().out
     assert "hosts of Digits" in said and "hosts of table" in said
@@ -97,11 +97,11 @@ def test_a_family_is_of_one_task(mixed: tuple[str, ...], capsys: pytest.CaptureF
 def test_a_run_goes_on_with_the_hosts_that_it_had(
     mixed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli(*mixed, "--trainer.max_epochs=1", "--evaluation.hosts=0")
+    cli(*mixed, "--trainer.max_epochs=1", "--model.evaluation.hosts=0")
     capsys.readouterr()
 
     with pytest.raises(SystemExit) as ended:
-        cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=latest", "--data.n_envs=3")
+        cli(*mixed, "--trainer.max_epochs=2", "--ckpt_path=last", "--data.n_envs=3")
 
     assert ended.value.code == 2
     assert "Digits: 2 hosts" in capsys.readouterr().err

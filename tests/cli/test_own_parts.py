@@ -176,13 +176,13 @@ FILES = {
 }
 
 REFUSED = {
-    "--evaluation.against=[own.Early]": "controller 'own.Early': host 0: FOSSILIZE block1.pool is masked; ",
-    "--evaluation.against=[own.Far]": "controller 'own.Far': host 0: (1, 99, 0, 0, 0, 0, 0, 0) is no action",
-    "--evaluation.against=[own.Wide]": "controller 'own.Wide': an action has at most 8 indices, op, slot",
-    "--evaluation.against=[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
-    "--evaluation.against=[own.Few]": "for each of the 2 hosts; got 8 × torch.int64 of shape (1,)",
-    "--evaluation.against=[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
-    "--evaluation.against=[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",
+    "--model.evaluation.against=[own.Early]": "controller 'own.Early': host 0: FOSSILIZE block1.pool is masked; ",
+    "--model.evaluation.against=[own.Far]": "controller 'own.Far': host 0: (1, 99, 0, 0, 0, 0, 0, 0) is no action",
+    "--model.evaluation.against=[own.Wide]": "controller 'own.Wide': an action has at most 8 indices, op, slot",
+    "--model.evaluation.against=[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
+    "--model.evaluation.against=[own.Few]": "for each of the 2 hosts; got 8 × torch.int64 of shape (1,)",
+    "--model.evaluation.against=[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
+    "--model.evaluation.against=[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",
     "--data.env.actions.blueprints=[own.wider]": "must match the size of tensor b (5)",
     "--data.env.actions.blueprints=[own.nothing]": "blueprint 'nothing' built a NoneType; return an nn.Module",
     "--data.env.actions.blueprints=[own.miscounted]": "parameters(4) returns 16, and its module for 4 channels has",
@@ -202,13 +202,13 @@ REFUSED = {
 
 IN_THE_RUN = {
     "--data.env.reward.mode=own.shapeless": "'own.shapeless' returned a Tensor of shape (3,) as its term",
-    "--evaluation.against=[own.Late]": "the policy is trained and saved, so compare again by esper-lightning eval",
+    "--model.evaluation.against=[own.Late]": "the policy is trained and saved, so compare again by esper-lightning eval",
 }
 """Mistakes of parts that show in the run."""
 
 TRACEBACKS = {
     "--data.env.reward.mode=own.mistyped": "error: data.env.reward.mode (own.mistyped) raised AttributeError",
-    "--evaluation.against=[own.Raises]": "error: evaluation.against[0] (own.Raises) raised AttributeError",
+    "--model.evaluation.against=[own.Raises]": "error: evaluation.against[0] (own.Raises) raised AttributeError",
     "--data.env.actions.blueprints=[own.crooked]": "error: data.env.actions.blueprints[0] (own.crooked) rai",
     "--data.host=own.Lost": "error: data.host (own.Lost) raised AttributeError",
     "--imports=needy": "error: your code in needy.py raised ModuleNotFoundError: No module named 'not_installed",
@@ -227,13 +227,19 @@ def answer(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
-    given = (*TINY, "--trainer.max_epochs=1", "--evaluation.hosts=2", "--evaluation.controls=false", *shlex.split(line))
+    given = (
+        *TINY,
+        "--trainer.max_epochs=1",
+        "--model.evaluation.hosts=2",
+        "--model.evaluation.controls=false",
+        *shlex.split(line),
+    )
     if "against" not in line:
-        given += ("--evaluation.hosts=0",)
+        given += ("--model.evaluation.hosts=0",)
     try:
         with (
             forgotten_parts(),
-            patch("esper_lightning.cli.main.EsperCLI", SharedParserCLI),
+            patch("esper_lightning.cli.EsperCLI", SharedParserCLI),
             patch.object(sys, "argv", sys.argv[:1]),
             pytest.raises(SystemExit) as ended,
         ):

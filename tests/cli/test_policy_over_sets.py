@@ -49,14 +49,18 @@ def test_a_run_of_a_policy_over_sets_resumes_bit_for_bit(trained: Run, tmp_path:
 
     fit(tmp_path / "part", *ROWS, "--trainer.max_epochs=2", "--seed_everything=0", "--ckpt_path", str(checkpoint))
 
-    assert differences(continuation(run.latest), continuation(trained.latest)) == []
+    assert differences(continuation(run.last), continuation(trained.last)) == []
 
 
 def evaluate(trained: Run, out: Path, *args: str) -> list[str]:
     """Return the names of the compared controllers, one for each host."""
-    few = ("--evaluation.hosts=2", "--evaluation.against=['small static', climbing]", "--evaluation.controls=false")
+    few = (
+        "--model.evaluation.hosts=2",
+        "--model.evaluation.against=['small static', climbing]",
+        "--model.evaluation.controls=false",
+    )
     with patch.object(sys, "argv", sys.argv[:1]):
-        main(["evaluate", "--ckpt_path", str(trained.latest), "--out", str(out), *few, *args])
+        main(["evaluate", "--ckpt_path", str(trained.last), "--out", str(out), *few, *args])
     with (out / "evaluation.csv").open(newline="") as file:
         return [row["controller"] for row in csv.DictReader(file)]
 
@@ -98,7 +102,7 @@ def test_stand_ins_are_refused_since_it_needs_none(
 def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
     trained: Run, make_pool: Callable[..., HostPool]
 ) -> None:
-    controller = load_controller(trained.latest)
+    controller = load_controller(trained.last)
     fitting = make_pool(2, sight=controller.sight, actions=FAST)
 
     outcome = play_episode(fitting, "tamiyo", controller, rng_seeds=[3, 4])
@@ -117,9 +121,9 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     with pytest.raises(ValueError, match="no policy 'tamiyo' comes with this version; train one with"):
         make_decider("tamiyo")
     file = tmp_path / "general.safetensors"
-    policy_file.write_policy(trained.latest, file, {"zero shot": "a table"})
+    policy_file.write_policy(trained.last, file, {"zero shot": "a table"})
 
-    named, loaded = make_decider("tamiyo"), load_controller(trained.latest)
+    named, loaded = make_decider("tamiyo"), load_controller(trained.last)
     pool = make_pool(2, sight=loaded.sight, actions=FAST)
     ours, theirs = (play_episode(pool, "tamiyo", one, rng_seeds=[3, 4]) for one in (named, loaded))
 
@@ -173,7 +177,7 @@ def test_it_decides_in_the_training_of_a_user_and_goes_on_from_a_checkpoint(trai
     def callback() -> Grow:
         return Grow(
             ["1", "3", "5"],
-            decider=str(trained.latest),
+            decider=str(trained.last),
             batches=1,
             loss="val_loss",
             horizon=4,
@@ -206,7 +210,7 @@ def test_hosts_of_several_tasks_may_be_families_as_in_the_general_config(tmp_pat
     built = cli(
         *("--config", str(small), "--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_epochs=1"),
         *("--data.n_envs=6", "--data.env.horizon=2", "--data.env.family.held_out=[]"),
-        *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--telemetry.level=off"),
+        *("--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--telemetry.level=off"),
     )
 
     pool, report = built.datamodule.pool, built.model.report

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from esper_lightning.__main__ import main
-from esper_lightning.cli.main import run_unprepared as run_command_line
+from esper_lightning.cli import run_unprepared as run_command_line
 from esper_lightning.cli.sweep import (
     COLUMNS,
     DIED,

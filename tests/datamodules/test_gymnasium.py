@@ -121,13 +121,13 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
 
     before = run(2)
     state = {name: value.clone() for name, value in before.state_dict().items()}
-    after = run(2, str(tmp_path / "latest.ckpt"))
+    after = run(2, str(tmp_path / "last.ckpt"))
     assert differences(state, dict(after.state_dict())) == [], "nothing was left to train"
-    loaded = TamiyoModule.load_from_checkpoint(tmp_path / "latest.ckpt")
+    loaded = TamiyoModule.load_from_checkpoint(tmp_path / "last.ckpt")
     assert differences(state, dict(loaded.state_dict())) == [], "a critic with features of its own included"
     assert loaded.policy_shape == before.policy_shape and loaded.ppo == PPO
 
-    further = run(3, str(tmp_path / "latest.ckpt"))
+    further = run(3, str(tmp_path / "last.ckpt"))
     assert further.collector.ticks == 60 and further.collector.episode == 3
     assert further.report.metrics["first_ratio_error"] < 1e-5
     assert {"privileged_norm.mean", "observation_norm.mean"} <= set(further.state_dict())

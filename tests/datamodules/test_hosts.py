@@ -114,6 +114,6 @@ def test_what_is_configured_for_hosts_is_what_runs(tmp_path: Path) -> None:
 def test_hosts_of_a_resumed_run_learn_as_the_new_command_says(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=1")
 
-    resumed = fit(tmp_path, f"--ckpt_path={only_run(tmp_path).latest}", "--data.env.training.lr=0.005")
+    resumed = fit(tmp_path, f"--ckpt_path={only_run(tmp_path).last}", "--data.env.training.lr=0.005")
 
     assert [env.optimizer.param_groups[0]["lr"] for env in resumed.datamodule.pool.envs] == [0.005, 0.005]

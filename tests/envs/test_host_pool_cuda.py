@@ -108,7 +108,7 @@ def test_in_float64_fused_does_what_the_loop_does() -> None:
 @pytest.mark.parametrize("executor", ["loop", "streams", "fused", "auto"])
 def test_a_whole_run_on_a_gpu_ends_with_its_comparison(executor: str, tmp_path: Path) -> None:
     flags = ("--trainer.accelerator", "gpu", "--trainer.devices", "1", "--data.env.executor", executor)
-    fit(tmp_path, *flags, "--trainer.max_epochs", "2", "--evaluation.hosts", "3")
+    fit(tmp_path, *flags, "--trainer.max_epochs", "2", "--model.evaluation.hosts", "3")
 
     run = only_run(tmp_path)
     assert (run.folder / "evaluation" / "evaluation.csv").is_file()

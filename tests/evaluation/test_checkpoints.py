@@ -8,7 +8,7 @@ from esper_lightning.evaluation.checkpoints import path_list, rival_names
 @pytest.mark.parametrize(
     ("paths", "names"),
     [
-        (["/runs/a/best.ckpt", "/runs/a/latest.ckpt"], ["best.ckpt", "latest.ckpt"]),
+        (["/runs/a/best.ckpt", "/runs/a/last.ckpt"], ["best.ckpt", "last.ckpt"]),
         (["/runs/a/best.ckpt", "/runs/b/best.ckpt"], ["a/best.ckpt", "b/best.ckpt"]),
         (["/a/v0/files/x", "/b/v0/files/x", "/b/v1/files/x"], ["a/v0/x", "b/v0/x", "v1/x"]),
         (["/b/x", "/a/b/x"], ["x", "a/x"]),

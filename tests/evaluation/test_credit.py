@@ -89,9 +89,9 @@ def test_a_run_looks_at_seeds_when_it_is_asked_to(tmp_path: Path) -> None:
         tmp_path,
         "--trainer.max_epochs=1",
         "--data.env.training.batches=1",
-        "--evaluation.hosts=2",
-        "--evaluation.credit.hosts=2",
-        "--evaluation.credit.repetitions=2",
+        "--model.evaluation.hosts=2",
+        "--model.evaluation.credit.hosts=2",
+        "--model.evaluation.credit.repetitions=2",
     )
 
     assert (

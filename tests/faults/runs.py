@@ -1,8 +1,6 @@
 """A tiny run in which hosts grow, and the results of such a run."""
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +10,11 @@ from lightning import Callback, Trainer
 
 from esper_lightning.callbacks.telemetry import EVENTS_FILE
 from esper_lightning.module import TamiyoModule
-from esper_lightning.telemetry.events import CheckpointSaved, Started, read_events
-from tests.runs import TINY, Run, cli, continuation, differences, load
+from esper_lightning.telemetry.events import Started, read_events
+from tests.runs import TINY, Run, cli, continuation, differences, load, with_callback
 
 GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")
 """Settings with three hosts and quick seeds, so that some seeds are fossilized whatever the RNG seed."""
-
-MAY_DIFFER = (Started, CheckpointSaved)
 
 Callbacks = Mapping[type[Callback], dict[str, Any]]
 """Classes of callbacks with their arguments."""
@@ -27,11 +23,11 @@ Callbacks = Mapping[type[Callback], dict[str, Any]]
 class RunResult(NamedTuple):
     """Return the results of a finished run, without times and memory."""
 
-    latest: dict[str, Any]
+    last: dict[str, Any]
     best: dict[str, Any]
     points: dict[str, list[tuple[int, float]]]
     events: list[str]
-    """Events except starts and saved checkpoints, whose numbers depend on interruptions."""
+    """Events except starts, whose number depends on interruptions."""
     files: list[str]
 
 
@@ -42,10 +38,10 @@ def grow(root: Path, *flags: str) -> None:
 
 def result_of(run: Run) -> RunResult:
     return RunResult(
-        latest=continuation(run.latest),
+        last=continuation(run.last),
         best=continuation(run.checkpoints / "best.ckpt"),
         points={tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))},
-        events=[str(event) for event in read_events(run.folder / EVENTS_FILE) if not isinstance(event, MAY_DIFFER)],
+        events=[str(event) for event in read_events(run.folder / EVENTS_FILE) if not isinstance(event, Started)],
         files=sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("tick")),
     )
 
@@ -67,13 +63,9 @@ def tick_of(checkpoint: Path) -> int:
     return load(checkpoint)["callbacks"]["RolloutState"]["loop"]["ticks"]
 
 
-def with_callbacks(callbacks: Callbacks) -> tuple[str, str]:
+def with_callbacks(callbacks: Callbacks) -> list[str]:
     """Return flags that add callbacks to a run."""
-    listed = [
-        {"class_path": f"{callback.__module__}.{callback.__qualname__}", "init_args": init_args}
-        for callback, init_args in callbacks.items()
-    ]
-    return "--trainer.callbacks", json.dumps(listed)
+    return [flag for callback, init_args in callbacks.items() for flag in with_callback(callback, **init_args)]
 
 
 class SpoilTwoHosts(Callback):
@@ -90,40 +82,3 @@ class SpoilTwoHosts(Callback):
             for env, factor in zip(pl_module.collector.pool.envs, (math.nan, 1e5), strict=False):
                 with torch.no_grad():
                     env.network.head.weight.mul_(factor)
-
-
-class SignalsAt(Callback):
-    """Sends signals to its own process, one right after the other, at the end of tick `tick`."""
-
-    def __init__(self, tick: int, numbers: list[int]) -> None:
-        self.tick = tick
-        self.numbers = numbers
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
-        if pl_module.collector.ticks == self.tick:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
-
-
-class SignalIn(Callback):
-    """Sends the signal `number` to its own process in the hook of that name, before training begins or after it."""
-
-    def __init__(self, hook: str, number: int) -> None:
-        self.hook = hook
-        self.number = number
-
-    def setup(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
-        self._send_in("setup")
-
-    def on_fit_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._send_in("on_fit_start")
-
-    def on_train_start(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._send_in("on_train_start")
-
-    def on_fit_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
-        self._send_in("on_fit_end")
-
-    def _send_in(self, hook: str) -> None:
-        if hook == self.hook:
-            os.kill(os.getpid(), self.number)

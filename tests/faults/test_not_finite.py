@@ -78,7 +78,7 @@ def test_a_host_whose_reward_is_none_is_left_out_of_one_update_and_the_run_goes_
     assert f"1 of 2 environments are left out of update {update}: {place}" in " ".join(capsys.readouterr().out.split())
     left_out = [count for _, count in run.scalars()["train/left_out"]]
     assert left_out == [float(number == update) for number in range(1, EPOCHS + 1)]
-    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
     assert_checkpoints_load(run)
 
 
@@ -92,8 +92,8 @@ def test_a_rollout_without_any_finite_reward_ends_in_one_line_and_the_checkpoint
 
     run, rollout = only_run(tmp_path), (tick - 1) // HORIZON
     assert f"at step {tick - HORIZON * rollout} the reward term objective is nan; for a reward lower" in line
-    assert run.latest.exists() == (rollout > 0)
-    assert line.endswith(f"--ckpt_path {run.latest}" if rollout else "there is no checkpoint yet to go on from")
+    assert run.last.exists() == (rollout > 0)
+    assert line.endswith(f"--ckpt_path {run.last}" if rollout else "there is no checkpoint yet to go on from")
     assert_checkpoints_load(run)
 
 
@@ -117,11 +117,11 @@ def test_three_minibatches_in_a_row_that_are_not_finite_end_in_one_line_and_the_
 
     run = only_run(tmp_path)
     assert "3 minibatches in a row is not finite; lower model.ppo.lr, or set model.ppo.target_kl, and go on" in line
-    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == HORIZON
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == HORIZON
     assert_checkpoints_load(run)
     monkeypatch.undo()
-    fit(tmp_path, "--ckpt_path", str(run.latest))
-    assert load(run.latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
+    fit(tmp_path, "--ckpt_path", str(run.last))
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["ticks"] == EPOCHS * HORIZON
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_policy_that_is_not_finite_never_replaces_one_that_is(part: str, bad: 
         tensor[1] = value
         return saved
 
-    target = tmp_path / "latest.ckpt"
+    target = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint(checkpoint(2.0), target)
     kept = target.read_bytes()
 

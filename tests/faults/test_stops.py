@@ -1,214 +1,183 @@
-"""A run that receives a stop signal at any tick or while it starts, stops with one line; resumed, it ends equal."""
+"""A run that is stopped or killed at any moment ends with its code; resumed, it equals one that was not stopped."""
 
 import os
-from collections.abc import Sequence
-from itertools import product
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGCONT, SIGHUP, SIGINT, SIGSTOP, SIGTERM, Signals
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
+from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import pytest
-from torch import nn
+import torch
+from lightning import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
 
-from tests.faults.programs import Program, Start, fresh_starter, wait_for_next_second
-from tests.faults.runs import (
-    GROWING,
-    RunResult,
-    SignalIn,
-    SignalsAt,
-    check_that_it_grows,
-    differences_of,
-    grow,
-    result_of,
-    tick_of,
-    with_callbacks,
-)
-from tests.runs import HORIZON, Run, SaveEveryTick, continuation, differences, guarded_signals, only_run, tiny_host
+from esper_lightning import default_callbacks, from_config
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.module import TamiyoModule
+from tests.faults.runs import GROWING, RunResult, check_that_it_grows, differences_of, grow, result_of, tick_of
+from tests.processes import run_in_fork
+from tests.runs import HORIZON, Run, only_run, with_callback
 from tests.tiers import rest_is_slow
 
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")
+
 MID_ROLLOUT = HORIZON + 3
-CHECK_INTERVAL_SECONDS = 0.0002
-"""Seconds between two checks for a draft, which exists for about 5 ms."""
+TICKS = (1, 3, HORIZON - 1, HORIZON, HORIZON + 1, MID_ROLLOUT, 2 * HORIZON, 3 * HORIZON - 1)
+MOMENTS = ("validation", "save", *TICKS)
+"""During the second validation, while a checkpoint of the second rollout is written, and at the ends of these ticks."""
 
-TRAINED = "`Trainer.fit` stopped: `max_epochs=3` reached.\n"
 
-ATTEMPTS = 20
-"""Attempts to catch a checkpoint while it is written; on a busy machine a check is sometimes too late."""
+class SignalDuring(Callback):
+    """Callback that sends a signal to its own process, once.
+
+    Args:
+        moment: `validation` or `save`, each of the second rollout, or the number of a tick.
+        number: Signal.
+    """
+
+    def __init__(self, moment: str | int, number: int) -> None:
+        self.moment, self.number = moment, number
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        ticks = pl_module.collector.ticks
+        if ticks == self.moment:
+            os.kill(os.getpid(), self.number)
+        if self.moment == "save" and ticks == 2 * HORIZON:
+            patch.object(torch, "save", self._save_half).start()  # the process ends soon
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if self.moment == "validation" and trainer.current_epoch == 1:
+            os.kill(os.getpid(), self.number)
+
+    def _save_half(self, content: Any, file: BinaryIO, save: Callable[..., None] = torch.save) -> None:
+        """Save with a signal when a part of the file is written."""
+        file.write(b"a draft")
+        file.flush()
+        os.kill(os.getpid(), self.number)
+        file.seek(0)
+        save(content, file)
+
+
+def run_by_command(root: Path, *callbacks: tuple[type[Callback], dict[str, Any]], checkpoint: Path | None) -> None:
+    added = [flag for callback, settings in callbacks for flag in with_callback(callback, **settings)]
+    grow(root, *added, *(["--ckpt_path", str(checkpoint)] if checkpoint else []))
+
+
+def run_by_script(root: Path, *callbacks: tuple[type[Callback], dict[str, Any]], checkpoint: Path | None) -> None:
+    """Train as a program of Python does, with a Trainer of its own."""
+    seed_everything(0, verbose=False)
+    module, data = from_config(GROWING[1], *GROWING[2:])
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=TensorBoardLogger(root, name="", version=0),
+        callbacks=[*default_callbacks(), *(callback(**settings) for callback, settings in callbacks)],
+        plugins=[AtomicCheckpointIO()],
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+
+
+DOORS = {"command": run_by_command, "script": run_by_script}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Reference run without a stop, with a checkpoint of every tick."""
-    root = tmp_path_factory.mktemp("saved")
-    grow(root, *with_callbacks({SaveEveryTick: {}}))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunResult]:
+    """Result of a run that is not stopped, by its door."""
+    done: dict[str, RunResult] = {}
+
+    def run(door: str) -> RunResult:
+        if door not in done:
+            root = tmp_path_factory.mktemp(door)
+            DOORS[door](root, checkpoint=None)
+            done[door] = result_of(only_run(root))
+            check_that_it_grows(done[door])
+        return done[door]
+
+    return run
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """In a fork of pytest: signals end the process, as in a program."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (SIGTERM, SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stop(door: str, moment: str | int, number: Signals, root: Path) -> Run:
+    """Train in another process that gets a signal, and return its run."""
+
+    def train() -> None:
+        with default_signals():
+            DOORS[door](root, (SignalDuring, {"moment": moment, "number": int(number)}), checkpoint=None)
+
+    code, said = run_in_fork(train)
+    assert code == (-number if number == SIGKILL else 128 + number), said
     return only_run(root)
 
 
-@pytest.fixture(scope="module")
-def untouched(saved: Run) -> RunResult:
-    ending = result_of(saved)
-    check_that_it_grows(ending)
-    return ending
+CASES = [(door, moment, SIGTERM) for door in DOORS for moment in MOMENTS]
+CASES += [("command", moment, SIGKILL) for moment in MOMENTS if moment not in TICKS[:3]]  # else nothing is saved yet
+CASES += [("command", MID_ROLLOUT, number) for number in (SIGINT, SIGHUP)] + [("script", MID_ROLLOUT, SIGKILL)]
+FAST = [("command", MID_ROLLOUT, SIGTERM), ("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]
 
 
-def assert_it_goes_on_to_the_same_end(root: Path, untouched: RunResult) -> None:
-    """Resume the run below `root`, and compare its results with the reference."""
-    wait_for_next_second(root)
-    grow(root, "--ckpt_path", str(only_run(root).latest))
-    assert differences_of(result_of(only_run(root)), untouched) == []
+@pytest.mark.parametrize(("door", "moment", "number"), rest_is_slow(CASES, FAST), ids=str)
+def test_a_stopped_run_goes_on_to_the_end_of_one_that_was_not_stopped(
+    door: str, moment: str | int, number: Signals, whole: Callable[[str], RunResult], tmp_path: Path
+) -> None:
+    run = stop(door, moment, number, tmp_path)
+    ticks = 2 * HORIZON if moment in ("validation", "save") else int(moment)
+    assert tick_of(run.last) == (ticks if number != SIGKILL else (ticks - 1) // HORIZON * HORIZON)
+
+    DOORS[door](tmp_path, checkpoint=run.last)
+
+    assert differences_of(result_of(run), whole(door)) == []
 
 
-def start_training(start: Start, root: Path, *flags: str) -> Program:
-    root.mkdir(exist_ok=True)
-    return start([*GROWING, "--trainer.default_root_dir", str(root / "runs"), *flags], root / "output.txt")
+def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(tmp_path: Path) -> None:
+    def train() -> None:
+        with default_signals():
+            grow(tmp_path, *with_callback(SignalTwice))
+
+    code, said = run_in_fork(train)
+
+    assert code == -SIGTERM, said
+    assert tick_of(only_run(tmp_path).last) == HORIZON
 
 
-def stopped_at(tick: int, number: Signals, root: Path, *flags: str) -> Path:
-    """Start or resume a run in this process, send it a signal at the end of a tick, and return the saved checkpoint."""
-    wait_for_next_second(root)
-    with guarded_signals(), pytest.raises(SystemExit) as stopped:
-        grow(root, *with_callbacks({SignalsAt: {"tick": tick, "numbers": [int(number)]}}), *flags)
-    assert stopped.value.code == 128 + number
-    latest = only_run(root).latest
-    assert tick_of(latest) == tick
-    return latest
+class SignalTwice(Callback):
+    """Callback that sends SIGTERM to its own process twice, one right after the other."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        if pl_module.collector.ticks == MID_ROLLOUT:
+            os.kill(os.getpid(), SIGTERM)
+            os.kill(os.getpid(), SIGTERM)
 
 
 @pytest.mark.slow
 def test_a_run_stopped_at_every_tick_of_two_rollouts_goes_on_each_time(
-    saved: Run, untouched: RunResult, tmp_path: Path
+    whole: Callable[[str], RunResult], tmp_path: Path
 ) -> None:
-    go_on: tuple[str, ...] = ()
+    checkpoint: Path | None = None
     for tick in range(1, 2 * HORIZON + 1):
-        latest = stopped_at(tick, SIGTERM, tmp_path, *go_on)
-        go_on = ("--ckpt_path", str(latest))
-        expected = continuation(saved.checkpoints / f"tick{tick}.ckpt")
-        assert differences(continuation(latest), expected) == [], f"at tick {tick}, having been stopped at all before"
 
-    assert_it_goes_on_to_the_same_end(tmp_path, untouched)
+        def train(tick: int = tick, checkpoint: Path | None = checkpoint) -> None:
+            with default_signals():
+                run_by_command(tmp_path, (SignalDuring, {"moment": tick, "number": SIGTERM}), checkpoint=checkpoint)
 
+        code, said = run_in_fork(train)
+        assert code == 128 + SIGTERM, said
+        checkpoint = only_run(tmp_path).last
+        assert tick_of(checkpoint) == tick
 
-@pytest.mark.parametrize(
-    ("number", "tick"),
-    rest_is_slow(
-        [(SIGTERM, MID_ROLLOUT), (SIGINT, 1), (SIGINT, MID_ROLLOUT), (SIGHUP, MID_ROLLOUT)], {(SIGTERM, MID_ROLLOUT)}
-    ),
-)
-def test_a_run_stopped_once_goes_on(number: Signals, tick: int, untouched: RunResult, tmp_path: Path) -> None:
-    stopped_at(tick, number, tmp_path)
-
-    assert_it_goes_on_to_the_same_end(tmp_path, untouched)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second"),
-    rest_is_slow(
-        [(SIGTERM, SIGTERM), (SIGINT, SIGINT), (SIGTERM, SIGINT), (SIGINT, SIGTERM)],
-        {(SIGTERM, SIGINT)},
-    ),
-)
-def test_a_second_signal_ends_a_run_at_once_and_leaves_its_last_checkpoint(
-    first: Signals, second: Signals, start: Start, tmp_path: Path
-) -> None:
-    at = {"tick": MID_ROLLOUT, "numbers": [int(first), int(second)]}
-    program = start_training(start, tmp_path, *with_callbacks({SignalsAt: at}))
-
-    assert program.ended() == -second, program.output.read_text()
-    assert tick_of(only_run(tmp_path / "runs").latest) == HORIZON
-
-
-def send_during_second_checkpoint(program: Program, checkpoints: Path, number: Signals) -> bool:
-    """Send the signal while the checkpoint is written. False: it would have come too late, and was not sent."""
-    latest, draft = checkpoints / "latest.ckpt", checkpoints / f".latest.ckpt.{program.pid}.tmp"
-    while program.wait(CHECK_INTERVAL_SECONDS) is None:
-        if latest.exists() and draft.exists():
-            program.send(SIGSTOP)
-            if caught := draft.exists():
-                program.send(number)
-            program.send(SIGCONT)
-            return caught
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
-def test_a_second_signal_while_a_checkpoint_is_written_leaves_the_one_before(
-    number: Signals, start: Start, untouched: RunResult, tmp_path: Path
-) -> None:
-    first = with_callbacks({SignalsAt: {"tick": MID_ROLLOUT, "numbers": [int(number)]}})
-    for root in (tmp_path / str(attempt) for attempt in range(ATTEMPTS)):
-        program = start_training(start, root, *first)
-        checkpoints = root / "runs" / "version_0" / "checkpoints"
-        caught = send_during_second_checkpoint(program, checkpoints, number)
-        code = program.ended()
-        if caught:
-            break
-    else:
-        raise AssertionError(f"in {ATTEMPTS} runs no checkpoint was caught while it was written")
-
-    assert code == -number, program.output.read_text()
-    assert {path.name for path in checkpoints.iterdir() if path.name.startswith(".")}, "its draft is left"
-    assert tick_of(only_run(root / "runs").latest) == HORIZON
-    assert_it_goes_on_to_the_same_end(root / "runs", untouched)
-
-
-def host_that_meets_sighup(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    os.kill(os.getpid(), SIGHUP)
-    return tiny_host(input_shape, outputs)
-
-
-def host_that_meets_sigint(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    os.kill(os.getpid(), SIGINT)
-    return tiny_host(input_shape, outputs)
-
-
-def host_that_meets_sigterm(input_shape: Sequence[int], outputs: int) -> nn.Module:
-    os.kill(os.getpid(), SIGTERM)
-    return tiny_host(input_shape, outputs)
-
-
-def assert_stopped_in_a_line(program: Program, number: Signals) -> None:
-    code, said = program.ended(), program.output.read_text().replace(TRAINED, "")
-    assert code == 128 + number, said
-    (line,) = said.splitlines()
-    assert line.startswith(f"error: stopped by {number.name} ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-def test_a_signal_while_hosts_are_built_ends_the_program_in_a_line(
-    number: Signals, start: Start, tmp_path: Path
-) -> None:
-    host = f"--data.host={__name__}.host_that_meets_{number.name.lower()}"
-    assert_stopped_in_a_line(start_training(start, tmp_path, host), number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hook", "number"), list(product(["setup", "on_fit_start", "on_train_start"], [SIGINT, SIGTERM, SIGHUP]))
-)
-def test_a_signal_right_before_training_ends_the_program_in_a_line(
-    hook: str, number: Signals, start: Start, tmp_path: Path
-) -> None:
-    flags = with_callbacks({SignalIn: {"hook": hook, "number": int(number)}})
-    assert_stopped_in_a_line(start_training(start, tmp_path, *flags), number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
-def test_a_signal_after_training_and_before_the_comparison_ends_the_program_in_a_line(
-    number: Signals, start: Start, tmp_path: Path
-) -> None:
-    flags = with_callbacks({SignalIn: {"hook": "on_fit_end", "number": int(number)}})
-    assert_stopped_in_a_line(start_training(start, tmp_path, *flags), number)
-
-
-@pytest.mark.parametrize("number", rest_is_slow([SIGINT, SIGTERM], {SIGINT}))
-def test_a_signal_while_torch_is_imported_ends_the_program_in_a_line(number: Signals, tmp_path: Path) -> None:
-    with fresh_starter() as start:
-        program = start_training(start, tmp_path)
-        maps = Path(f"/proc/{program.pid}/maps")
-        while program.wait(0.01) is None and "libtorch" not in maps.read_text():
-            pass
-        program.send(number)
-        assert_stopped_in_a_line(program, number)
+    grow(tmp_path, "--ckpt_path", str(checkpoint))
+    assert differences_of(result_of(only_run(tmp_path)), whole("command")) == []

@@ -12,7 +12,7 @@ from tests.runs import fit, load, only_run
 def test_a_checkpoint_holds_all_statistics_of_the_normalisers(tmp_path: Path) -> None:
     """F7: mean, variance and count of both normalisers are buffers of the module, and so in its checkpoint."""
     built = fit(tmp_path, "--trainer.max_epochs", "1")
-    saved = load(only_run(tmp_path).latest)["state_dict"]
+    saved = load(only_run(tmp_path).last)["state_dict"]
 
     for name in ("observation_norm", "value_norm"):
         norm = getattr(built.model, name)

@@ -37,9 +37,9 @@ def test_a_run_with_accounts_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     paid = ("--data.env.reward.mode", "escrow")
     whole = fit_saving_ticks(tmp_path / "whole", *paid)
     at = whole.checkpoints / f"tick{HORIZON + 3}.ckpt"
-    expected = continuation(whole.latest)
+    expected = continuation(whole.last)
     fit(tmp_path / "resumed", *paid, "--ckpt_path", str(at))
-    assert differences(expected, continuation(whole.latest)) == []
+    assert differences(expected, continuation(whole.last)) == []
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_the_configured_batch_size_runs_on_cifar10(
     built = cli(
         *("--config", str(CONFIGS / "cifar10.yaml"), "--trainer.default_root_dir", str(tmp_path / "runs")),
         *("--data.task.init_args.root", str(tmp_path), "--data.task.init_args.validation", "10"),
-        *("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--evaluation.hosts", "0"),
+        *("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--model.evaluation.hosts", "0"),
         *("--data.n_envs", str(HOSTS), "--model.ppo.minibatches", "1", "--data.env.horizon", "1"),
         *("--data.env.executor", executor, "--trainer.enable_progress_bar", "false"),
         *(("--data.env.training.batch_size", str(size)) if size != 128 else ()),

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from esper_lightning.blueprints import registry
 from esper_lightning.callbacks import telemetry
-from esper_lightning.cli.main import EsperCLI
+from esper_lightning.cli import EsperCLI
 from tests.runs import CONFIGS, cli, only_run
 
 SMALL = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--data.env.horizon=8", "--data.env.training.batches=4"),
-    *("--data.n_envs=8", "--evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
+    *("--data.n_envs=8", "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
 )
 """Settings of a small run: eight hosts, eight ticks of four minibatches; half a second per rollout."""
 

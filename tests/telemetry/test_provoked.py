@@ -173,7 +173,7 @@ def test_healthy_runs_of_full_length_raise_nothing_critical(
     """configs/digits.yaml without the closing comparison; two to five minutes each."""
     with collect_printed_lines(monkeypatch) as lines:
         built = cli(
-            *("--config", str(CONFIGS / "digits.yaml"), "--evaluation.hosts=0", f"--seed_everything={seed}"),
+            *("--config", str(CONFIGS / "digits.yaml"), "--model.evaluation.hosts=0", f"--seed_everything={seed}"),
             *("--trainer.enable_progress_bar=false", "--trainer.default_root_dir", str(tmp_path)),
         )
     found = RunReport(built, tmp_path, lines)
@@ -187,7 +187,7 @@ def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: p
     frozen = ("--model.ppo.lr={start: 0.0, end: 0.0}", "--telemetry.anomalies.frozen_policy.updates=3")
     with collect_printed_lines(monkeypatch):
         cli(*SMALL, *frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=2")
-    (latest,) = tmp_path.rglob("latest.ckpt")
+    (latest,) = tmp_path.rglob("last.ckpt")
 
     found = run(tmp_path, monkeypatch, *frozen, "--trainer.max_epochs=4", "--ckpt_path", str(latest))
 

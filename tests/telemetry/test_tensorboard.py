@@ -21,7 +21,7 @@ from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_s
 from tests.tiers import rest_is_slow
 
 RICH = (
-    *("--config", str(CONFIGS / "smoke.yaml"), "--evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
+    *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
     *(
         "--telemetry.level=debug",
         "--telemetry.figures_every=1",
@@ -221,7 +221,7 @@ def test_an_anomaly_raises_the_level_for_a_while(tmp_path: Path) -> None:
 def test_telemetry_does_not_change_learning(tmp_path: Path) -> None:
     for level in ("off", "debug"):
         fit(tmp_path / level, f"--telemetry.level={level}", "--telemetry.anomalies.enabled=false")
-    off, debug = (continuation(only_run(tmp_path / level).latest) for level in ("off", "debug"))
+    off, debug = (continuation(only_run(tmp_path / level).last) for level in ("off", "debug"))
 
     for part in ("state_dict", "optimizer_states", "HostPoolData"):
         assert differences(off[part], debug[part]) == []
@@ -259,7 +259,7 @@ def test_a_damaged_file_of_events_is_set_aside_and_the_run_goes_on(
     (run.folder / "events.jsonl").write_text("nonsense\n")
     capsys.readouterr()
 
-    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.latest))
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.last))
 
     assert "events.jsonl, line 1: " in capsys.readouterr().out.replace("\n", "")
     assert (run.folder / "events.1.jsonl").read_text() == "nonsense\n"

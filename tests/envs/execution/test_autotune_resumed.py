@@ -114,14 +114,14 @@ AUTO = ("--data.env.executor=auto", "--data.env.training.onednn=null")
 
 @pytest.mark.slow
 def test_a_run_measures_at_its_start_and_says_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    built = fit(tmp_path / "runs", *AUTO, "--evaluation.hosts=2")
+    built = fit(tmp_path / "runs", *AUTO, "--model.evaluation.hosts=2")
 
     printed = capsys.readouterr().out
     choice = built.datamodule.pool.executor_choice
     assert [line.count("│") for line in printed.splitlines() if "│ →" in line] == [4]
     assert f"│ → {choice} " in printed
     assert "remembered in" in printed
-    saved = load(only_run(tmp_path / "runs").latest)
+    saved = load(only_run(tmp_path / "runs").last)
     assert saved["HostPoolData"]["pool"]["executor"] == list(choice)
 
 
@@ -133,18 +133,18 @@ def test_a_resumed_run_goes_on_with_its_executor(
     run = only_run(tmp_path / "runs")
     capsys.readouterr()
 
-    fit(tmp_path / "runs", *AUTO, "--trainer.max_epochs=2", f"--ckpt_path={run.latest}")
+    fit(tmp_path / "runs", *AUTO, "--trainer.max_epochs=2", f"--ckpt_path={run.last}")
     assert "executor threads without oneDNN: the fastest when it was measured" in capsys.readouterr().out
 
     cache.unlink()
     stopwatch.speeds["loop"] = 9.0
-    built = fit(tmp_path / "runs", *AUTO, "--trainer.max_epochs=3", f"--ckpt_path={run.latest}")
+    built = fit(tmp_path / "runs", *AUTO, "--trainer.max_epochs=3", f"--ckpt_path={run.last}")
     printed = capsys.readouterr().out
     assert "│ → loop " in printed
     assert "executor threads without oneDNN, as the run so far, not loop: " in printed
     assert built.datamodule.pool.executor_choice == PLAIN_THREADS
 
-    named = ("--data.env.executor=loop", "--data.env.training.onednn=true", f"--ckpt_path={run.latest}")
+    named = ("--data.env.executor=loop", "--data.env.training.onednn=true", f"--ckpt_path={run.last}")
     built = fit(tmp_path / "runs", *named, "--trainer.max_epochs=4")
     assert "executor loop, the run so far had threads without oneDNN: it continues within" in capsys.readouterr().out
     assert built.datamodule.pool.executor_choice == LOOP

@@ -1,0 +1,372 @@
+"""What users of Lightning do with a Trainer, its flags, its callbacks, its loggers and LightningCLI works here, too."""
+
+import csv
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from esper_lightning import (
+    EnvConfig,
+    HostPoolData,
+    HostTraining,
+    PolicyConfig,
+    PPOConfig,
+    TamiyoModule,
+    default_callbacks,
+    train,
+)
+from esper_lightning.callbacks import Governor, RolloutState, Telemetry
+from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
+from esper_lightning.errors import DivergedError
+from esper_lightning.evaluation.comparison import EvaluationConfig
+from esper_lightning.tasks import Digits
+from tests.callbacks.test_governor import SpoilHosts
+from tests.faults.test_attacks import FillPolicy
+from tests.runs import Run, SaveEveryTick, continuation, differences, fit, load, only_run, tiny_host, with_callback
+
+HORIZON = 4
+
+
+def hosts(kind: type[HostPoolData] = HostPoolData) -> HostPoolData:
+    env = EnvConfig(horizon=HORIZON, executor="loop", training=HostTraining(batches=1, lr=0.02))
+    return kind(Digits(validation=100, test=100), tiny_host, env, n_envs=2, val_hosts=2)
+
+
+def module(kind: type[TamiyoModule] = TamiyoModule) -> TamiyoModule:
+    few = EvaluationConfig(hosts=2, against=["small static"], controls=False)
+    return kind(PolicyConfig(width=16), PPOConfig(minibatches=2, epochs=2), evaluation=few)
+
+
+def trainer(root: Path, *callbacks: Callback, **flags: Any) -> Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    settings = {"max_epochs": 2, "default_root_dir": root, "num_sanity_val_steps": 0, **quiet, **flags}
+    return Trainer(callbacks=list(callbacks), **settings)
+
+
+class Recorder(Callback):
+    """Callback that counts batches, rollouts and validations, and keeps the ticks so far."""
+
+    def __init__(self) -> None:
+        self.batches = self.validations = self.ticks = self.rollouts = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        self.batches += 1
+        self.ticks = pl_module.collector.ticks
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self.rollouts += 1
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        self.validations += 1
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.batches, self.ticks, self.validations
+
+
+FLAGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "nothing": ({}, (8, 8, 2)),
+    "fast_dev_run": ({"fast_dev_run": True}, (1, 4, 1)),
+    "overfit_batches": ({"overfit_batches": 1}, (2, 8, 2)),
+    "limit_train_batches": ({"limit_train_batches": 2}, (4, 8, 2)),
+    "limit_val_batches": ({"limit_val_batches": 0}, (8, 8, 0)),
+    "max_steps": ({"max_steps": 3, "max_epochs": -1}, (4, 4, 1)),
+    "val_check_interval": ({"val_check_interval": 2}, (8, 8, 4)),
+    "check_val_every_n_epoch": ({"check_val_every_n_epoch": 2}, (8, 8, 1)),
+    "profiler": ({"profiler": "simple"}, (8, 8, 2)),
+    "deterministic": ({"deterministic": True}, (8, 8, 2)),
+    "detect_anomaly": ({"detect_anomaly": True}, (8, 8, 2)),
+    "barebones": ({"barebones": True}, (8, 8, 0)),
+    "sanity check": ({"num_sanity_val_steps": 1}, (8, 8, 3)),
+}
+"""Flags of a Trainer of two rollouts of four ticks, with its batches, ticks and validations."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("flags", "counts"), FLAGS.values(), ids=list(FLAGS))
+def test_a_flag_of_the_trainer_does_what_lightning_says(
+    flags: dict[str, Any], counts: tuple[int, int, int], tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    if flags.get("barebones"):
+        made = Trainer(max_epochs=2, accelerator="cpu", barebones=True, callbacks=[recorder])
+    else:
+        made = trainer(tmp_path, recorder, **flags)
+    try:
+        made.fit(module(), datamodule=hosts())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert recorder.counts == counts
+
+
+def test_max_time_ends_a_run_after_a_whole_number_of_ticks(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer(tmp_path, recorder, max_epochs=100_000, max_time={"seconds": 1}).fit(module(), datamodule=hosts())
+
+    assert 1 <= recorder.rollouts < 1000
+
+
+def test_a_limit_that_does_not_divide_a_rollout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="which do not divide the 4 ticks"):
+        trainer(tmp_path, limit_train_batches=3).fit(module(), datamodule=hosts())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Run]:
+    """Run of two rollouts with the usual callbacks, with a logger of TensorBoard and one of CSV."""
+    root = tmp_path_factory.mktemp("trained")
+    seed_everything(0, verbose=False)
+    loggers = [TensorBoardLogger(root, name="", version="tb"), CSVLogger(root, name="", version="csv")]
+    made = trainer(root, *default_callbacks(), SaveEveryTick(), logger=loggers, plugins=[AtomicCheckpointIO()])
+    made.fit(module(), datamodule=hosts())
+    return made, Run(root / "tb")
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a CSVLogger, without empty cells."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+OURS = {"rollout/return", "rollout/objective", "train/lr", "train/kl", "train/explained_variance", "val/objective"}
+
+
+def test_both_loggers_get_every_tag_once_per_tick(trained: tuple[Trainer, Run]) -> None:
+    run = trained[1]
+    points = run.scalars()
+    assert set(points) >= OURS and "hosts/accuracy" in points
+    for tag, of_tag in points.items():
+        assert max(Counter(step for step, _ in of_tag).values()) == 1, tag
+    assert [step for step, _ in points["val/objective"]] == [HORIZON, 2 * HORIZON]
+
+    written = Counter((name, row["step"]) for row in rows(run.folder.parent / "csv") for name in row if name in OURS)
+    assert {name for name, _ in written} == OURS
+    assert set(written.values()) == {1}
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_without_telemetry_the_module_logs_rollouts_updates_and_validations(
+    kind: type[CSVLogger] | type[TensorBoardLogger], tmp_path: Path
+) -> None:
+    trainer(tmp_path, logger=kind(tmp_path, name="", version=0)).fit(module(), datamodule=hosts())
+
+    if kind is CSVLogger:
+        at = {name: [row["step"] for row in rows(tmp_path / "version_0") if name in row] for name in OURS}
+    else:
+        points = only_run(tmp_path).scalars()
+        assert not any(tag.startswith("hosts/") for tag in points)
+        at = {name: [step for step, _ in points[name]] for name in OURS}
+    assert at == {name: [HORIZON, 2 * HORIZON] for name in OURS}
+
+
+def test_settings_are_in_hparams_yaml_and_in_the_checkpoint(trained: tuple[Trainer, Run]) -> None:
+    run = trained[1]
+    written = yaml.safe_load((run.folder / "hparams.yaml").read_text())
+    saved = load(run.last)
+
+    assert written["policy"]["width"] == 16 and written["evaluation"]["hosts"] == 2
+    assert saved["hyper_parameters"]["ppo"]["minibatches"] == 2
+    assert "hp_metric" in trained[0].callback_metrics
+
+
+def test_a_module_is_loaded_from_a_checkpoint_alone(trained: tuple[Trainer, Run]) -> None:
+    loaded = TamiyoModule.load_from_checkpoint(trained[1].last)
+
+    assert loaded.policy_config.width == 16
+    assert differences(dict(loaded.state_dict()), dict(trained[0].lightning_module.state_dict())) == []
+
+
+def test_the_best_checkpoint_is_that_of_the_best_validation(trained: tuple[Trainer, Run]) -> None:
+    made, run = trained
+    (best,) = (one for one in made.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.monitor)
+    points = run.scalars()["val/objective"]
+
+    assert float(best.best_model_score) == pytest.approx(max(value for _, value in points))
+    assert Path(best.best_model_path) == run.checkpoints / "best.ckpt"
+
+
+def test_validate_and_test_read_a_checkpoint(trained: tuple[Trainer, Run], tmp_path: Path) -> None:
+    run = trained[1]
+    other = trainer(tmp_path, *default_callbacks())
+
+    (validated,) = other.validate(module(), datamodule=hosts(), ckpt_path=run.last, verbose=False)
+    (tested,) = other.test(module(), datamodule=hosts(), ckpt_path=run.last, verbose=False)
+
+    assert validated["val/objective"] == pytest.approx(run.scalars()["val/objective"][-1][1], abs=1e-6)
+    assert math.isfinite(tested["test/objective"]) and 0.0 <= tested["test/accuracy"] <= 1.0
+    assert list(tmp_path.rglob("evaluation.csv"))
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("name", ["tick2.ckpt", "tick4.ckpt", "tick6.ckpt"])
+def test_a_plain_trainer_resumes_bit_for_bit(name: str, trained: tuple[Trainer, Run], tmp_path: Path) -> None:
+    made = trainer(tmp_path, *default_callbacks(), logger=CSVLogger(tmp_path, name="", version=0))
+    made.fit(module(), datamodule=hosts(), ckpt_path=trained[1].checkpoints / name)
+
+    ours, theirs = load(tmp_path / "version_0" / "checkpoints" / "last.ckpt"), load(trained[1].last)
+    for part in ("state_dict", "optimizer_states", "HostPoolData"):
+        assert differences(ours[part], theirs[part]) == []
+
+
+class MyModule(TamiyoModule):
+    """Module of a user."""
+
+
+class MyHosts(HostPoolData):
+    """Data module of a user."""
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_subclasses_of_the_module_and_the_data_module_resume(tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    trainer(tmp_path / "a", *default_callbacks(), SaveEveryTick()).fit(module(MyModule), datamodule=hosts(MyHosts))
+    (saved,) = (tmp_path / "a").rglob("tick6.ckpt")
+    trainer(tmp_path / "b", *default_callbacks()).fit(module(MyModule), datamodule=hosts(MyHosts), ckpt_path=saved)
+
+    ours, theirs = (load(next((tmp_path / name).rglob("last.ckpt"))) for name in "ab")
+    for part in ("state_dict", "MyHosts"):
+        assert differences(ours[part], theirs[part]) == []
+
+
+def test_early_stopping_and_the_monitor_of_learning_rates_see_the_modules_metrics(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val/objective", mode="max", min_delta=10.0, patience=1)
+    made = trainer(
+        *(tmp_path, stopping, LearningRateMonitor()), max_epochs=50, logger=CSVLogger(tmp_path, name="", version=0)
+    )
+    made.fit(module(), datamodule=hosts())
+
+    assert made.current_epoch == 2
+    assert any("lr-Adam" in row for row in rows(tmp_path / "version_0"))
+
+
+def test_two_governors_of_a_plain_trainer_are_refused_and_a_missing_rollout_state_is_brought(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"two Governors in trainer\.callbacks; keep one"):
+        trainer(tmp_path, Governor(), Governor()).fit(module(), datamodule=hosts())
+    made = trainer(tmp_path, max_epochs=1)
+    made.fit(module(), datamodule=hosts())
+    assert any(isinstance(one, RolloutState) for one in made.callbacks)
+
+
+def test_a_callback_of_ones_own_is_added_to_those_of_the_command_line(tmp_path: Path) -> None:
+    built = fit(tmp_path, "--trainer.max_epochs=1", *with_callback(Recorder), *with_callback(RichProgressBar))
+
+    kinds = [type(one) for one in built.trainer.callbacks]
+    assert {Telemetry, Governor, RolloutState, RichProgressBar} <= set(kinds)
+    (recorder,) = (one for one in built.trainer.callbacks if isinstance(one, Recorder))
+    assert recorder.counts == (5, 5, 1)
+
+
+def test_a_governor_of_ones_own_replaces_the_usual_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    built = fit(
+        *(tmp_path, "--trainer.max_epochs=1", *with_callback(SpoilHosts, rollouts=1)),
+        *with_callback(Governor, rules={"penalty": 7.0}),
+    )
+
+    (governor,) = (one for one in built.trainer.callbacks if isinstance(one, Governor))
+    assert governor.rules.penalty == 7.0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
+    assert said and len(said) == len(set(said))
+    rollback = [value for _, value in only_run(tmp_path).scalars()["reward/rollback"]]
+    assert min(rollback) <= -3.5, "the penalty of one of two hosts"
+
+
+@pytest.mark.parametrize("name", ["last", "best", "path"])
+def test_the_command_line_resumes_by_last_best_or_path(name: str, tmp_path: Path) -> None:
+    fit(tmp_path, "--trainer.max_epochs=1")
+    run = only_run(tmp_path)
+
+    fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(run.last) if name == "path" else name)
+
+    assert only_run(tmp_path).folder == run.folder
+    assert load(run.last)["callbacks"]["RolloutState"]["loop"]["episode"] == 2
+
+
+def test_a_printed_config_gives_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "b", "--trainer.max_epochs=1", "--print_config")
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+
+    fit(tmp_path / "a", "--trainer.max_epochs=1")
+    fit(tmp_path / "b", "--config", str(tmp_path / "printed.yaml"))
+
+    ours, theirs = (continuation(only_run(tmp_path / name).last) for name in "ab")
+    assert differences(ours, theirs) == []
+
+
+def test_lightning_cli_of_a_users_own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "model": {"policy": {"width": 16}, "ppo": {"minibatches": 2}},
+        "data": {
+            "task": "esper_lightning.tasks.Digits",
+            "host": {"class_path": "esper_lightning.hosts.CNN", "init_args": {"base": 4, "kernel": 1, "pools": 2}},
+            "n_envs": 2,
+            "val_hosts": 2,
+            "env": {"horizon": HORIZON, "executor": "loop", "training": {"batches": 1}},
+        },
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": str(tmp_path), "logger": False},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.setattr("sys.argv", ["mine.py"])
+
+    made = LightningCLI(TamiyoModule, HostPoolData, args=["fit", "--config", str(tmp_path / "mine.yaml")])
+
+    assert made.model.collector.ticks == HORIZON
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_policy_is_trained_in_another_thread(tmp_path: Path) -> None:
+    done: list[Any] = []
+
+    def work() -> None:
+        done.append(train(hosts(), rollouts=1, ppo=PPOConfig(minibatches=2), folder=tmp_path, accelerator="cpu"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert done and done[0].checkpoint.is_file()
+
+
+class Fills(FillPolicy):
+    """Callback that fills the policy's weights with NaN in the first rollout."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
+        for parameter in pl_module.policy.parameters():
+            parameter.fill_(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (lambda root: train(hosts(), rollouts=0, folder=root), ValueError),
+        (lambda root: train(hosts(), ppo=PPOConfig(minibatches=3), folder=root, accelerator="cpu"), ValueError),
+        (
+            lambda root: train(
+                *(hosts(),),
+                ppo=PPOConfig(minibatches=2),
+                callbacks=[Fills("weights")],
+                folder=root,
+                accelerator="cpu",
+            ),
+            DivergedError,
+        ),
+    ],
+)
+def test_train_raises_and_never_ends_the_interpreter(
+    work: Callable[[Path], object], error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error):
+        work(tmp_path)
