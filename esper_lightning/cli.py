@@ -45,11 +45,13 @@ class Parser(LightningArgumentParser):
 
 
 class SaveFitConfig(SaveConfigCallback):
-    """Saves config.yaml in the folder of the run; `validate` and `test` leave that of `fit` as it is."""
+    """Saves config.yaml in the folder of a run that trains; a refused start, `validate` and `test` leave it alone."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        """Do nothing: a checkpoint is not restored yet."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().setup(trainer, pl_module, "fit")
 
 
 class EsperCLI(LightningCLI):

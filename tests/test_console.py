@@ -7,7 +7,6 @@ import pytest
 from esper_lightning.console import (
     MAX_LENGTH,
     NOISY_LOGGERS,
-    exit_with_error,
     print_status,
     printable,
     quieter_lightning,
@@ -33,15 +32,6 @@ def test_a_text_of_others_is_printed_as_it_is(text: str, shown: str, capsys: pyt
 
     wide_console().print(text) if text.isprintable() else None
     assert capsys.readouterr().out == (f"{shown}\n" if text.isprintable() else "")
-
-
-def test_an_error_is_one_short_line_of_printable_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        exit_with_error(f"bad \x1b[2J\n {'x' * 10**6}; do this")
-
-    line = capsys.readouterr().err
-    assert line.startswith(r"error: bad \x1b[2J xxx") and line.endswith("; do this\n")
-    assert len(line) < 1.1 * MAX_LENGTH
 
 
 def test_a_text_is_cut_in_its_middle() -> None:

@@ -1,51 +1,19 @@
-"""Work in processes: the same results in the same order, and a worker that dies concerns its item alone."""
+"""Work in processes: the same results in the same order, and tensors that nobody shares."""
 
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import zeros
 
-from esper_lightning import plugins
-from esper_lightning.parallel import Processes, WorkerDied
+from esper_lightning.parallel import Processes
 
 
 def square(number: int) -> int:
     return number * number
 
 
-def die_until_marked(item: tuple[Path, int]) -> int:
-    """End the process without a word until as many attempts as the item asks for have left their marks."""
-    folder, deaths = item
-    attempts = len(list(folder.iterdir()))
-    if attempts < deaths:
-        (folder / str(attempts)).touch()
-        os._exit(9)
-    return attempts
-
-
-def tell_and_wait(file: Path) -> None:
-    """Write the number of this process to a file, in one step, and work for as long as the test may take."""
-    file.with_suffix(".tmp").write_text(str(os.getpid()))
-    file.with_suffix(".tmp").rename(file)
-    time.sleep(60.0)
-
-
 def refuse(number: int) -> int:
     raise ValueError(f"{number} is refused")
-
-
-def loaded(name: str) -> bool:
-    return name in sys.modules
-
-
-def marks(root: Path, deaths: int) -> tuple[Path, int]:
-    folder = root / str(deaths)
-    folder.mkdir()
-    return folder, deaths
 
 
 def add_one(values: Any) -> Any:
@@ -55,20 +23,9 @@ def add_one(values: Any) -> Any:
 def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
     expected = [0, 1, 4, 9, 16]
     assert list(Processes(1).map(square, range(5))) == expected
-    assert list(Processes(2).map(square, range(5))) == expected
     assert list(Processes(2).map(square, reversed(range(5)))) == expected[::-1]
     with pytest.raises(ValueError, match="jobs must lie in 1 … 1024, got 0"):
         Processes(0)
-
-
-def test_a_worker_that_dies_is_replaced_once(tmp_path: Path) -> None:
-    once, never, twice = marks(tmp_path, 1), marks(tmp_path, 0), marks(tmp_path, 2)
-
-    found = list(Processes(1, on_death=lambda item: -item[1]).map(die_until_marked, [once, twice, never]))
-
-    assert found == [1, -2, 0]
-    with pytest.raises(WorkerDied, match="died 2 times, killed or out of memory, with"):
-        list(Processes(1).map(die_until_marked, [marks(tmp_path, 3)]))
 
 
 def test_an_error_of_the_function_is_raised() -> None:
@@ -78,32 +35,6 @@ def test_an_error_of_the_function_is_raised() -> None:
 
 @pytest.mark.slow
 def test_workers_share_no_tensor_with_each_other_or_with_the_process_that_started_them() -> None:
-    from torch import zeros  # workers of the other tests need no torch
-
     values = zeros(3)
     assert [added.tolist() for added in Processes(2).map(add_one, [values] * 4)] == [[1.0] * 3] * 4
     assert values.tolist() == [0.0] * 3
-
-
-def test_workers_import_the_modules_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_imported", {"this": None})
-
-    assert list(Processes(1).map(loaded, ["this", "antigravity"])) == [True, False]
-
-
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    file = tmp_path / "worker"
-    code = "from tests.test_parallel import *\nlist(Processes(1).map(tell_and_wait, [Path(sys.argv[1])]))"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(file)], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL
-    ) as started:
-        while not file.exists():
-            assert started.poll() is None
-            time.sleep(0.05)
-        started.kill()
-
-    worker = Path("/proc", file.read_text())
-    deadline = time.monotonic() + 30.0
-    while worker.exists() and "\nState:\tZ" not in (worker / "status").read_text():
-        assert time.monotonic() < deadline, "it works for nobody"
-        time.sleep(0.05)

@@ -1,8 +1,8 @@
-"""Names of rivals, and lists of paths."""
+"""Names of rivals."""
 
 import pytest
 
-from esper_lightning.evaluation.checkpoints import path_list, rival_names
+from esper_lightning.evaluation.checkpoints import rival_names
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,3 @@ def test_a_rival_is_named_by_its_file_and_by_the_folders_that_tell_it_from_other
     assert rival_names(paths, compared) == [f"rival {name}" for name in names]
 
 
-def test_paths_are_a_list_or_have_commas_between_them() -> None:
-    assert path_list("a.ckpt,b.ckpt") == path_list(["a.ckpt", "b.ckpt"]) == ["a.ckpt", "b.ckpt"]
-    assert path_list("a.ckpt") == ["a.ckpt"]
-    assert path_list(None) == []

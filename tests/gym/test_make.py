@@ -12,7 +12,7 @@ pytest.importorskip("gymnasium")
 import gymnasium
 
 import esper_lightning.gym
-from esper_lightning.cli.configs import config_names
+from esper_lightning.config_files import config_paths
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.gym.make import load_pool, make_vector_env
 from tests.gym.configs import write_config
@@ -25,7 +25,8 @@ TO_DOWNLOAD = ("Cifar10",)
 
 
 def test_an_id_stands_for_each_config_of_one_task_that_comes_with_the_package() -> None:
-    assert {kwargs["config"] for kwargs in IDS.values() if kwargs} == {*config_names()} - {"general", "mixed"}
+    names = {path.stem for path in config_paths()}
+    assert {kwargs["config"] for kwargs in IDS.values() if kwargs} == names - {"general", "mixed"}
     assert IDS["esper_lightning/Growth-v0"] == {} and IDS["esper_lightning/DigitsFamily-v0"] == {
         "config": "digits_family"
     }

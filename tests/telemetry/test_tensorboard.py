@@ -10,26 +10,24 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
 
 from esper_lightning.callbacks import telemetry
 from esper_lightning.ppo.update_watch import WORST_TRANSITIONS
 from esper_lightning.telemetry.events import RatioExploded, read_events
 from esper_lightning.telemetry.tags import FIGURES, HISTOGRAMS, SCALARS, TEXTS, Tag, guide
-from esper_lightning.telemetry.tensorboard import CUSTOM_SCALARS, HPARAM_METRICS, MAX_SETTING_LENGTH, parse_setting
-from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_saving_ticks, only_run
+from esper_lightning.telemetry.tensorboard import CUSTOM_SCALARS
+from tests.runs import CONFIGS, ROOT, cli, continuation, differences, fit, fit_saving_ticks, only_run, with_callback
 from tests.tiers import rest_is_slow
 
 RICH = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false"),
-    *(
-        "--telemetry.level=debug",
-        "--telemetry.figures_every=1",
-        "--telemetry.anomalies.least_seeds=1",
-        "--data.env.training.precision=fp16",
+    *with_callback(
+        telemetry.Telemetry,
+        level="debug",
+        figures_every=1,
+        anomalies={"least_seeds": 1, "ratio_high": {"warning": 1.001}, "ratio_low": {"warning": 0.999}},
     ),
-    *("--data.n_envs=6", "--model.normalize.rewards=true"),
-    *("--telemetry.anomalies.ratio_high={warning: 1.001}", "--telemetry.anomalies.ratio_low={warning: 0.999}"),
+    *("--data.env.training.precision=fp16", "--data.n_envs=6", "--model.normalize.rewards=true"),
 )
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
@@ -122,21 +120,6 @@ def test_the_layout_is_the_plugin_s_and_every_chart_has_something_to_show(run_wi
             assert any(re.fullmatch(pattern, name) for name in names), f"{chart.title}: nothing matches {pattern}"
 
 
-def test_hyper_parameters_have_the_objective_as_a_metric(run_with_every_tag: EventAccumulator) -> None:
-    content = {
-        tag: plugin_data_pb2.HParamsPluginData.FromString(data)
-        for tag, data in run_with_every_tag.PluginTagToContent("hparams").items()
-    }
-    experiment = content["_hparams_/experiment"].experiment
-    started = content["_hparams_/session_start_info"].session_start_info
-
-    assert [metric.name.tag for metric in experiment.metric_infos] == list(HPARAM_METRICS)
-    assert set(HPARAM_METRICS) <= set(run_with_every_tag.Tags()["scalars"])
-    assert started.hparams["data.n_envs"].number_value == 6.0
-    assert started.hparams["data.env.training.precision"].string_value == "fp16"
-    assert "model.ppo.clip" not in started.hparams, "only what is not a default"
-
-
 def test_ratios_that_exploded_are_events_of_their_update(rich_folder: Path) -> None:
     """The bounds of this run are so tight that every update exceeds them."""
     told = [event for event in read_events(rich_folder / "events.jsonl") if isinstance(event, RatioExploded)]
@@ -145,13 +128,6 @@ def test_ratios_that_exploded_are_events_of_their_update(rich_folder: Path) -> N
     for one in told:
         assert one.tick - 12 < one.action_tick <= one.tick and 0 <= one.host < 6
         assert "op" in one.heads and len(one.heads) == len(one.before) == len(one.after)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("True", True), ("0.5", 0.5), ("fused", "fused"), ("x" * 200, "x" * MAX_SETTING_LENGTH + "…")]
-)
-def test_settings_are_shown_as_what_they_are(text: str, value: object) -> None:
-    assert parse_setting(text) == value and type(parse_setting(text)) is type(value)
 
 
 @pytest.mark.slow
