@@ -106,43 +106,11 @@ def test_a_module_from_a_checkpoint_has_the_settings_of_its_run_and_can_be_train
     assert loaded.report is not None
 
 
-UNFIT: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "a setting that is not there": (lambda saved: saved | {"ppo": {"epoch": 3}}, "unexpected keyword argument 'epoch'"),
-    "a setting out of range": (lambda saved: saved | {"ppo": {"epochs": 0}}, r"ppo\.epochs must be at least 1"),
-    "settings that are none": (lambda saved: saved | {"normalize": [1]}, "NormalizeConfig is a list, not a dict"),
-    "another policy": (lambda saved: saved | {"policy": {"width": 32}}, r"not torch\.float32 \[32"),
-    "a size that fills the memory": (
-        lambda saved: saved | {"policy": {"width": 2**20}},
-        r"float32 \[1048576",
-    ),
-    "no sizes": (lambda saved: saved | {"shape": {}}, "cannot be loaded: 'space'"),
-    "a size that is none": (lambda saved: saved | {"shape": saved["shape"] | {"features": -1}}, "features is -1"),
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), UNFIT.values(), ids=list(UNFIT))
-def test_a_module_whose_settings_do_not_fit_its_weights_is_refused_in_one_line(
-    change: Callable[[dict[str, Any]], dict[str, Any]], reason: str, run: Run, tmp_path: Path
-) -> None:
-    saved = load(run.last)["esper_module"]
-
-    with pytest.raises(ValueError, match=reason) as refused:
-        TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, esper_module=change(saved)))
-
-    assert "damaged.ckpt" in str(refused.value) and "\n" not in str(refused.value)
-
-
 def test_a_checkpoint_without_a_policy_of_ours_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
-    for changes, reason in (
-        ({"esper_schema": 1}, "it has schema 1"),
-        ({"state_dict": {}}, "the network's state lacks policy"),
-        ({"esper_module": 3}, "esper_module is a int"),
-    ):
+    for changes, reason in (({"esper_schema": 1}, "it has schema 1"), ({"esper_module": 3}, "esper_module is a int")):
         with pytest.raises(ValueError, match=reason) as refused:
             TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, **changes))
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"'none\.ckpt' does not exist"):
-        TamiyoModule.load_from_checkpoint("none.ckpt")
 
 
 def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
@@ -215,15 +183,13 @@ def test_normalisers_have_seen_every_step_when_a_rollout_ends(run: Run) -> None:
         assert weights["observation_norm.count"] == weights["value_norm.count"] == steps
 
 
-def test_the_best_checkpoint_holds_the_weights_that_were_scored_and_those_to_go_on_with(run: Run) -> None:
+def test_the_best_checkpoint_holds_the_weights_that_were_validated(run: Run) -> None:
+    scores = values(run, "val/objective")
     best = load(run.checkpoints / "best.ckpt")
-    end = best["callbacks"]["RolloutState"]["loop"]["ticks"]
-    played, updated = (load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"] for tick in (end - 1, end))
+    tick = HORIZON * (scores.index(max(scores)) + 1)
 
-    assert differences(best["state_dict"], played) == []
-    assert differences(best["esper_updated"], updated) == []
-    assert differences(played, updated) != [], "else the update did nothing"
-    assert "esper_updated" not in load(run.last)
+    assert best["callbacks"]["RolloutState"]["loop"]["ticks"] == tick
+    assert differences(best["state_dict"], load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]) == []
 
 
 def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
