@@ -9,22 +9,11 @@ from typing import Any
 
 import pytest
 
-from esper_lightning import plugins
-from esper_lightning.parallel import Processes, WorkerDied
+from esper_lightning.parallel import Processes
 
 
 def square(number: int) -> int:
     return number * number
-
-
-def die_until_marked(item: tuple[Path, int]) -> int:
-    """End the process without a word until as many attempts as the item asks for have left their marks."""
-    folder, deaths = item
-    attempts = len(list(folder.iterdir()))
-    if attempts < deaths:
-        (folder / str(attempts)).touch()
-        os._exit(9)
-    return attempts
 
 
 def tell_and_wait(file: Path) -> None:
@@ -36,16 +25,6 @@ def tell_and_wait(file: Path) -> None:
 
 def refuse(number: int) -> int:
     raise ValueError(f"{number} is refused")
-
-
-def loaded(name: str) -> bool:
-    return name in sys.modules
-
-
-def marks(root: Path, deaths: int) -> tuple[Path, int]:
-    folder = root / str(deaths)
-    folder.mkdir()
-    return folder, deaths
 
 
 def add_one(values: Any) -> Any:
@@ -61,16 +40,6 @@ def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes
         Processes(0)
 
 
-def test_a_worker_that_dies_is_replaced_once(tmp_path: Path) -> None:
-    once, never, twice = marks(tmp_path, 1), marks(tmp_path, 0), marks(tmp_path, 2)
-
-    found = list(Processes(1, on_death=lambda item: -item[1]).map(die_until_marked, [once, twice, never]))
-
-    assert found == [1, -2, 0]
-    with pytest.raises(WorkerDied, match="died 2 times, killed or out of memory, with"):
-        list(Processes(1).map(die_until_marked, [marks(tmp_path, 3)]))
-
-
 def test_an_error_of_the_function_is_raised() -> None:
     with pytest.raises(ValueError, match="3 is refused"):
         list(Processes(1).map(refuse, [3, 4]))
@@ -83,12 +52,6 @@ def test_workers_share_no_tensor_with_each_other_or_with_the_process_that_starte
     values = zeros(3)
     assert [added.tolist() for added in Processes(2).map(add_one, [values] * 4)] == [[1.0] * 3] * 4
     assert values.tolist() == [0.0] * 3
-
-
-def test_workers_import_the_modules_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_imported", {"this": None})
-
-    assert list(Processes(1).map(loaded, ["this", "antigravity"])) == [True, False]
 
 
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
