@@ -70,6 +70,10 @@ class Preemption(Checkpoint):
         trainer.strategy.barrier()  # the first process to end makes Lightning end the others
         raise SystemExit(128 + number)
 
+    def on_train_end(self, trainer: Trainer, pl_module: TamiyoModule) -> None:
+        # Not later: Lightning removes its own handlers before the teardown of callbacks, and they would come back.
+        self.teardown(trainer, pl_module, "fit")
+
     def teardown(self, trainer: Trainer, pl_module: TamiyoModule, stage: str) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -81,6 +81,14 @@ def points_after(tick: int, points: Mapping[str, list[tuple[int, float]]]) -> di
     return {tag: of_tag for tag, of_tag in later.items() if of_tag}
 
 
+def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Return what a run wrote to TensorBoard, but for speed, memory and the metric of hyperparameters.
+
+    At every start TensorBoardLogger writes the last one with the value -1.
+    """
+    return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/", "hp_m"))}
+
+
 def only_run(root: Path) -> Run:
     """Return the only run folder below `root`."""
     (folder,) = root.iterdir()
@@ -90,14 +98,15 @@ def only_run(root: Path) -> Run:
 class SharedParserCLI(EsperCLI):
     """Command line with a parser that is built once per process, since building it takes most of a short start."""
 
-    built: ClassVar[dict[str, Any]] = {}
+    built: ClassVar[dict[str, dict[str, Any]]] = {}  # by what is asked for: with subcommands or without
 
     def setup_parser(self, *args: Any) -> None:
-        if not self.built:
+        asked = repr(args[:2])
+        if asked not in self.built:
             super().setup_parser(*args)
             parts = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
-            self.built.update({name: getattr(self, name) for name in parts})
-        vars(self).update(self.built)
+            self.built[asked] = {name: getattr(self, name) for name in parts if hasattr(self, name)}
+        vars(self).update(self.built[asked])
 
 
 def remembered(find: Callable[..., Any]) -> Callable[..., Any]:

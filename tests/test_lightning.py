@@ -87,7 +87,7 @@ FLAGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "profiler": ({"profiler": "simple"}, (8, 8, 2)),
     "deterministic": ({"deterministic": True}, (8, 8, 2)),
     "detect_anomaly": ({"detect_anomaly": True}, (8, 8, 2)),
-    "barebones": ({"barebones": True}, (8, 8, 0)),
+    "barebones": ({"barebones": True}, (8, 8, 2)),
     "sanity check": ({"num_sanity_val_steps": 1}, (8, 8, 3)),
 }
 """Flags of a Trainer of two rollouts of four ticks, with its batches, ticks and validations."""
@@ -260,7 +260,8 @@ def test_two_governors_of_a_plain_trainer_are_refused_and_a_missing_rollout_stat
 
 
 def test_a_callback_of_ones_own_is_added_to_those_of_the_command_line(tmp_path: Path) -> None:
-    built = fit(tmp_path, "--trainer.max_epochs=1", *with_callback(Recorder), *with_callback(RichProgressBar))
+    added = (*with_callback(Recorder), *with_callback(RichProgressBar))
+    built = fit(tmp_path, "--trainer.max_epochs=1", "--trainer.enable_progress_bar=true", *added)
 
     kinds = [type(one) for one in built.trainer.callbacks]
     assert {Telemetry, Governor, RolloutState, RichProgressBar} <= set(kinds)
@@ -275,7 +276,7 @@ def test_a_governor_of_ones_own_replaces_the_usual_one(tmp_path: Path, capsys: p
     )
 
     (governor,) = (one for one in built.trainer.callbacks if isinstance(one, Governor))
-    assert governor.rules.penalty == 7.0
+    assert governor.config.penalty == 7.0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host ")]
     assert said and len(said) == len(set(said))
     rollback = [value for _, value in only_run(tmp_path).scalars()["reward/rollback"]]

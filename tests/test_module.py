@@ -1,7 +1,6 @@
 """The LightningModule trains only the policy, at the configured learning rates."""
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
-from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape
+from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape
 from esper_lightning.tasks import Digits
 from tests.controllers.playing import episode
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
@@ -71,8 +70,6 @@ def damaged(run: Run, folder: Path, **changes: Any) -> Path:
 
 
 def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: EsperCLI, run: Run) -> None:
-    random_state = torch.get_rng_state()
-
     loaded = TamiyoModule.load_from_checkpoint(run.last)
 
     trained, pool = built.model, built.datamodule.make_pool(3)
@@ -82,7 +79,6 @@ def test_a_module_from_a_checkpoint_alone_acts_like_the_trained_one(built: Esper
         trained.normalize,
     )
     assert differences(dict(loaded.state_dict()), dict(trained.state_dict())) == []
-    assert torch.equal(torch.get_rng_state(), random_state), "no weights are drawn"
     controllers = [SampledController(module.policy, module.observation_norm, 0) for module in (loaded, trained)]
     taken = [episode(pool, controller) for controller in controllers]
     assert torch.equal(*taken) and taken[0].any()
@@ -106,43 +102,11 @@ def test_a_module_from_a_checkpoint_has_the_settings_of_its_run_and_can_be_train
     assert loaded.report is not None
 
 
-UNFIT: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "a setting that is not there": (lambda saved: saved | {"ppo": {"epoch": 3}}, "unexpected keyword argument 'epoch'"),
-    "a setting out of range": (lambda saved: saved | {"ppo": {"epochs": 0}}, r"ppo\.epochs must be at least 1"),
-    "settings that are none": (lambda saved: saved | {"normalize": [1]}, "NormalizeConfig is a list, not a dict"),
-    "another policy": (lambda saved: saved | {"policy": {"width": 32}}, r"not torch\.float32 \[32"),
-    "a size that fills the memory": (
-        lambda saved: saved | {"policy": {"width": 2**20}},
-        r"float32 \[1048576",
-    ),
-    "no sizes": (lambda saved: saved | {"shape": {}}, "cannot be loaded: 'space'"),
-    "a size that is none": (lambda saved: saved | {"shape": saved["shape"] | {"features": -1}}, "features is -1"),
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), UNFIT.values(), ids=list(UNFIT))
-def test_a_module_whose_settings_do_not_fit_its_weights_is_refused_in_one_line(
-    change: Callable[[dict[str, Any]], dict[str, Any]], reason: str, run: Run, tmp_path: Path
-) -> None:
-    saved = load(run.last)["esper_module"]
-
-    with pytest.raises(ValueError, match=reason) as refused:
-        TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, esper_module=change(saved)))
-
-    assert "damaged.ckpt" in str(refused.value) and "\n" not in str(refused.value)
-
-
 def test_a_checkpoint_without_a_policy_of_ours_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
-    for changes, reason in (
-        ({"esper_schema": 1}, "it has schema 1"),
-        ({"state_dict": {}}, "the network's state lacks policy"),
-        ({"esper_module": 3}, "esper_module is a int"),
-    ):
+    for changes, reason in (({"esper_schema": 1}, "it has schema 1"), ({"esper_module": 3}, "esper_module is a int")):
         with pytest.raises(ValueError, match=reason) as refused:
             TamiyoModule.load_from_checkpoint(damaged(run, tmp_path, **changes))
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"'none\.ckpt' does not exist"):
-        TamiyoModule.load_from_checkpoint("none.ckpt")
 
 
 def test_hosts_are_not_part_of_the_module(built: EsperCLI) -> None:
@@ -215,15 +179,13 @@ def test_normalisers_have_seen_every_step_when_a_rollout_ends(run: Run) -> None:
         assert weights["observation_norm.count"] == weights["value_norm.count"] == steps
 
 
-def test_the_best_checkpoint_holds_the_weights_that_were_scored_and_those_to_go_on_with(run: Run) -> None:
+def test_the_best_checkpoint_holds_the_weights_that_were_validated(run: Run) -> None:
+    scores = values(run, "val/objective")
     best = load(run.checkpoints / "best.ckpt")
-    end = best["callbacks"]["RolloutState"]["loop"]["ticks"]
-    played, updated = (load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"] for tick in (end - 1, end))
+    tick = HORIZON * (scores.index(max(scores)) + 1)
 
-    assert differences(best["state_dict"], played) == []
-    assert differences(best["esper_updated"], updated) == []
-    assert differences(played, updated) != [], "else the update did nothing"
-    assert "esper_updated" not in load(run.last)
+    assert best["callbacks"]["RolloutState"]["loop"]["ticks"] == tick
+    assert differences(best["state_dict"], load(run.checkpoints / f"tick{tick}.ckpt")["state_dict"]) == []
 
 
 def test_every_minibatch_is_learned_from_unless_the_policy_moves_too_far(tmp_path: Path) -> None:
@@ -365,11 +327,10 @@ class Poisoned(Twice):
         super().__init__(ppo=ppo)
         self.places = places
         self.seen = 0
-        self.terms_of = self.poisoned_terms
 
-    def poisoned_terms(self, policy: Policy, minibatch: Rollout, config: PPOConfig) -> PPOTerms:
+    def _terms_over_ranks(self, minibatch: Rollout) -> PPOTerms:
         """Return the terms of the loss with a number that is not finite where it is their turn."""
-        terms, place = ppo_terms(policy, minibatch, config), self.places.get(self.seen)
+        terms, place = super()._terms_over_ranks(minibatch), self.places.get(self.seen)
         self.seen += 1
         match place:
             case "gradient":

@@ -76,7 +76,10 @@ def test_beyond_the_most_lines_of_a_rollout_hosts_are_counted(
     rest = "1 more hosts ended and 1 more hosts rolled back in this rollout"
     advice = "if there are many, lower data.env.training.lr"
 
-    assert governor_lines(tmp_path, capsys, 2, "--governor.lines=3") == (2 * BROKEN[:3], 2 * [f"{rest}: {advice}"])
+    assert governor_lines(tmp_path, capsys, 2, *with_callback(Governor, lines=3)) == (
+        2 * BROKEN[:3],
+        2 * [f"{rest}: {advice}"],
+    )
 
 
 @pytest.fixture
@@ -125,11 +128,7 @@ def test_a_host_that_diverges_gets_its_own_last_snapshot_back_within_the_tick(da
     assert step.terminated.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("disabled", [True, False])
-def test_without_the_callback_or_with_a_disabled_one_no_host_is_watched(data: HostPoolData, disabled: bool) -> None:
-    if disabled:
-        trainer = trainer_of(data, Governor(ONLY_NAN_DIVERGES, enabled=False))
-        trainer.callbacks[-1].teardown(trainer, TamiyoModule(), "fit")
+def test_without_the_callback_no_host_is_watched(data: HostPoolData) -> None:
     pool = data.pool
     pool.reset([3, 4])
 

@@ -5,21 +5,15 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from esper_lightning.callbacks import Preemption, RolloutState
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.envs import EnvConfig
-from esper_lightning.evaluation.play import Outcome, play_episode
+from esper_lightning.callbacks import Preemption
+from esper_lightning.callbacks.preemption import STOP_SIGNALS
 from esper_lightning.module import TamiyoModule
-from esper_lightning.process import STOP_SIGNALS
-from esper_lightning.tasks import Digits
-from tests.processes import run_in_fork
-from tests.runs import SignalAt, fit, guarded_signals, load, only_run, tiny_host, with_callback
+from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
 
 TICK = 3  # in the middle of the first rollout
 
@@ -82,15 +76,14 @@ def test_a_stopped_run_is_saved_at_the_end_of_the_tick_and_says_how_to_go_on(
 ) -> None:
     code = stop(tmp_path, number)
 
-    latest = only_run(tmp_path).last
+    last = only_run(tmp_path).last
     assert code == 128 + number
-    assert load(latest)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
-    command = f"esper-lightning fit --config {latest.parent.parent / 'config.yaml'} --ckpt_path {latest}"
-    assert f"stopped by {number.name}; go on with: {command}" in capsys.readouterr().out
+    assert load(last)["callbacks"]["RolloutState"]["loop"]["ticks"] == TICK
+    assert f"stopped by {number.name}; go on from ckpt_path {last}" in capsys.readouterr().out
 
 
 def test_the_checkpoint_can_have_a_name_of_its_own(tmp_path: Path) -> None:
-    stop(tmp_path, signal.SIGTERM, "--preemption.filename=stopped")
+    stop(tmp_path, signal.SIGTERM, *with_callback(Preemption, filename="stopped"))
 
     assert [path.name for path in only_run(tmp_path).checkpoints.iterdir()] == ["stopped.ckpt"]
 
@@ -102,17 +95,3 @@ def test_a_second_signal_ends_at_once() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_ctrl_c_during_the_final_evaluation_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **more: Any) -> Outcome:
-        os.kill(os.getpid(), signal.SIGINT)
-        return play_episode(*args, **more)
-
-    monkeypatch.setattr("esper_lightning.evaluation.episodes.play_episode", interrupted)
-
-    code, said = run_in_fork(lambda: fit(tmp_path, "--trainer.max_epochs=1", "--model.evaluation.hosts=2"))
-
-    assert code == 130
-    assert "error: stopped by SIGINT after training" in said
-    assert only_run(tmp_path).last.is_file()

@@ -6,16 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from lightning import Trainer
 
 from esper_lightning.callbacks.rollout_state import RolloutState, random_states, set_random_states
-from esper_lightning.datamodules.hosts import HostPoolData
-from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
-from esper_lightning.tasks import Digits
-from tests.runs import differences, fit, load, only_run, tiny_host
+from tests.runs import differences, fit, load, only_run
 
 
 def draw_random_numbers() -> list[float]:
@@ -79,41 +75,3 @@ def test_a_loop_that_was_elsewhere_goes_on_from_the_state_of_another(
     play_rollout(other)
     restoring.on_train_start(Trainer(), SimpleNamespace(collector=other))
     assert other.ticks == 3 + 6, "it is restored once"
-
-
-@pytest.mark.parametrize("name", ["state_dict", "callbacks"])
-@pytest.mark.parametrize("statistic", ["observation_norm.mean", "reward_norm.var"])
-def test_a_file_whose_normalisers_are_not_those_of_its_rollout_is_refused_in_one_line(
-    statistic: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A half-restored file: the statistics of the module are of another moment than its rollout, or the reverse."""
-    fit(tmp_path, "--trainer.max_epochs=1", "--model.normalize.rewards=true")
-    run = only_run(tmp_path)
-    checkpoint = load(run.last)
-    parts = {
-        "state_dict": checkpoint["state_dict"],
-        "callbacks": checkpoint["callbacks"]["RolloutState"]["normalisers"],
-    }
-    parts[name][statistic] += 1e-6
-    torch.save(checkpoint, run.checkpoints / "half.ckpt")
-    capsys.readouterr()
-
-    with pytest.raises(SystemExit) as refused:
-        fit(
-            tmp_path,
-            "--trainer.max_epochs=2",
-            "--model.normalize.rewards=true",
-            *("--ckpt_path", str(run.checkpoints / "half.ckpt")),
-        )
-
-    assert refused.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"half.ckpt' cannot be continued: {statistic} of the module is not that of the rollout" in line
-
-
-def test_a_module_does_not_train_without_it(tmp_path: Path) -> None:
-    trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, logger=False, accelerator="cpu")
-
-    with pytest.raises(ValueError, match="RolloutState is missing"):
-        trainer.fit(TamiyoModule(), datamodule=HostPoolData(Digits(), tiny_host, n_envs=4))
-    assert not list(tmp_path.rglob("*.ckpt"))

@@ -6,7 +6,7 @@ import pytest
 
 from esper_lightning.callbacks import Telemetry
 from esper_lightning.profiling import PHASES
-from tests.runs import HORIZON, fit, only_run
+from tests.runs import HORIZON, fit, only_run, with_callback
 
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -18,7 +18,7 @@ def steps(root: Path, tag: str) -> list[int]:
 
 
 def test_hosts_are_written_as_often_as_asked_and_rollouts_always(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=2", "--telemetry.every_n_ticks=3")
+    fit(tmp_path, "--trainer.max_epochs=2", *with_callback(Telemetry, every_n_ticks=3))
 
     assert steps(tmp_path, "hosts/accuracy") == steps(tmp_path, "growth/block3/DORMANT") == [3, 6, 9]
     assert steps(tmp_path, "rollout/objective") == steps(tmp_path, "train/kl") == ROLLOUT_ENDS
@@ -45,7 +45,7 @@ def test_where_time_goes_adds_up_to_all_of_it(scalars: Scalars) -> None:
 
 
 def test_seconds_of_a_tick_are_told_by_the_name_of_the_clock(tmp_path: Path) -> None:
-    fit(tmp_path, "--trainer.max_epochs=2", "--telemetry.every_n_ticks=2")
+    fit(tmp_path, "--trainer.max_epochs=2", *with_callback(Telemetry, every_n_ticks=2))
 
     scalars = only_run(tmp_path).scalars()
     seconds = {phase: scalars[f"time/perf_counter.{phase}"] for phase in PHASES}

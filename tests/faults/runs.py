@@ -11,7 +11,7 @@ from lightning import Callback, Trainer
 from esper_lightning.callbacks.telemetry import EVENTS_FILE
 from esper_lightning.module import TamiyoModule
 from esper_lightning.telemetry.events import Started, read_events
-from tests.runs import TINY, Run, cli, continuation, differences, load, with_callback
+from tests.runs import TINY, Run, cli, continuation, differences, load, measured, with_callback
 
 GROWING = (*TINY, "--data.n_envs", "3", "--data.env.actions.tempos={FAST: 1}")
 """Settings with three hosts and quick seeds, so that some seeds are fossilized whatever the RNG seed."""
@@ -40,7 +40,7 @@ def result_of(run: Run) -> RunResult:
     return RunResult(
         last=continuation(run.last),
         best=continuation(run.checkpoints / "best.ckpt"),
-        points={tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/"))},
+        points=measured(run),
         events=[str(event) for event in read_events(run.folder / EVENTS_FILE) if not isinstance(event, Started)],
         files=sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("tick")),
     )

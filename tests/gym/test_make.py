@@ -20,13 +20,17 @@ from tests.runs import ROOT
 
 IDS = {name: spec.kwargs for name, spec in gymnasium.registry.items() if spec.namespace == "esper_lightning"}
 
+GOVERNOR = "esper_lightning.callbacks.Governor"
+
 TO_DOWNLOAD = ("Cifar10",)
 """Beginnings of the names of ids whose data are not part of a package."""
 
 
 def test_an_id_stands_for_each_config_of_one_task_that_comes_with_the_package() -> None:
-    names = {path.stem for path in config_paths()}
-    assert {kwargs["config"] for kwargs in IDS.values() if kwargs} == names - {"general", "mixed"}
+    assert {kwargs["config"] for kwargs in IDS.values() if kwargs} == {path.stem for path in config_paths()} - {
+        "general",
+        "mixed",
+    }
     assert IDS["esper_lightning/Growth-v0"] == {} and IDS["esper_lightning/DigitsFamily-v0"] == {
         "config": "digits_family"
     }
@@ -57,7 +61,7 @@ def test_a_config_is_made_into_the_hosts_that_fit_would_train(tmp_path: Path) ->
     config = write_config(
         tmp_path / "mine.yaml",
         model={"ppo": {"gamma": 0.9, "horizon_is_end": False}},
-        governor={"rules": {"penalty": 0.25}},
+        trainer={"callbacks": [{"class_path": GOVERNOR, "init_args": {"rules": {"penalty": 0.25}}}]},
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", category=UserWarning)
@@ -72,7 +76,7 @@ def test_a_config_is_made_into_the_hosts_that_fit_would_train(tmp_path: Path) ->
 
 
 def test_hosts_are_not_watched_where_the_config_says_so(tmp_path: Path) -> None:
-    envs = make_vector_env(write_config(tmp_path / "mine.yaml", governor={"enabled": False}), num_envs=3)
+    envs = make_vector_env(write_config(tmp_path / "mine.yaml", trainer={"callbacks": []}), num_envs=3)
 
     assert envs.hosts.pool.overseer is None
     assert envs.observation_space.shape[0] == envs.action_space.shape[0] == 3
@@ -95,7 +99,7 @@ def test_a_config_without_hosts_of_one_task_is_refused(tmp_path: Path, text: str
 
 def test_a_setting_that_is_not_valid_is_told_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine\.yaml: .*n_horizons"):
-        load_pool(write_config(tmp_path / "mine.yaml", governor={"n_horizons": 3}), 1)
+        load_pool(write_config(tmp_path / "mine.yaml", data={"n_horizons": 3}), 1)
     with pytest.raises(
         ValueError, match=r"mine\.yaml: n_envs must be at least 1, got 0|mine\.yaml: data.n_envs must be"
     ):

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from esper_lightning.callbacks import Telemetry
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.tamiyo.policy import RecurrentState
-from tests.runs import CONFIGS, cli
+from tests.runs import CONFIGS, cli, with_callback
 from tests.telemetry.provoke import SMALL, RunReport, collect_printed_lines, dead_blueprints, open_gate, run
 from tests.tiers import rest_is_slow
 
@@ -76,14 +77,14 @@ def test_one_step_per_update_leaves_ratios_at_one(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("governor", "named"),
-    rest_is_slow([("true", {"rolled_back", "gradient_health"}), ("false", set())], lambda case: case[0] == "true"),
+    rest_is_slow([(True, {"rolled_back", "gradient_health"}), (False, set())], lambda case: case[0]),
 )
 def test_exploding_hosts_are_the_learning_rate_s_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: str, named: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, governor: bool, named: set[str]
 ) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=1", "--data.env.training.lr=1000"),
-        f"--governor.enabled={governor}",
+        *([] if governor else ["--trainer.callbacks=[esper_lightning.callbacks.Telemetry]"]),
     )
 
     assert found.at_least(1) == {"gradient_health"} | named
@@ -184,12 +185,15 @@ def test_healthy_runs_of_full_length_raise_nothing_critical(
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = ("--model.ppo.lr={start: 0.0, end: 0.0}", "--telemetry.anomalies.frozen_policy.updates=3")
+    frozen = (
+        "--model.ppo.lr={start: 0.0, end: 0.0}",
+        *with_callback(Telemetry, anomalies={"frozen_policy": {"updates": 3}}),
+    )
     with collect_printed_lines(monkeypatch):
         cli(*SMALL, *frozen, "--trainer.default_root_dir", str(tmp_path), "--trainer.max_epochs=2")
-    (latest,) = tmp_path.rglob("last.ckpt")
+    (last,) = tmp_path.rglob("last.ckpt")
 
-    found = run(tmp_path, monkeypatch, *frozen, "--trainer.max_epochs=4", "--ckpt_path", str(latest))
+    found = run(tmp_path, monkeypatch, *frozen, "--trainer.max_epochs=4", "--ckpt_path", str(last))
 
     assert found.levels["frozen_policy"] == [0, 0, 2, 2], "the first two updates were counted"
     assert found.raised("frozen_policy").startswith("anomaly frozen_policy: critical at update 3: 0, bound 1e-06")
@@ -199,7 +203,7 @@ def test_a_resumed_run_goes_on_in_the_same_states(tmp_path: Path, monkeypatch: p
 def test_detection_that_is_switched_off_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(
         *(tmp_path, monkeypatch, "--trainer.max_epochs=2", "--model.ppo.lr={start: 0.0, end: 0.0}"),
-        "--telemetry.anomalies.enabled=false",
+        *with_callback(Telemetry, anomalies={"enabled": False}),
     )
 
     assert not found.lines and not found.levels
