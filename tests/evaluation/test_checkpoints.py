@@ -22,5 +22,3 @@ def test_a_rival_is_named_by_its_file_and_by_the_folders_that_tell_it_from_other
     compared = [] if len(paths) > 1 else ["/runs/other/best.ckpt"]
 
     assert rival_names(paths, compared) == [f"rival {name}" for name in names]
-
-
