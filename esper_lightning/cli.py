@@ -174,7 +174,7 @@ def load_config(config: str | Path, *overrides: str) -> EsperCLI:
     try:
         args = ["--config", str(find_config(config)), *overrides]
         return make_cli(args, run=False, parser_kwargs={"exit_on_error": False})
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:
         raise ValueError(f"{config}: {' '.join(str(error).split())}") from error
 
 

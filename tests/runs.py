@@ -173,11 +173,11 @@ def guarded_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def process(*args: str) -> subprocess.CompletedProcess[str]:
+def process(*args: str, command: str = "fit") -> subprocess.CompletedProcess[str]:
     """Start `python -m esper_lightning fit` in a subprocess, which has ended when this returns or raises."""
-    command = [sys.executable, "-m", "esper_lightning", "fit", *args]
+    program = [sys.executable, "-m", "esper_lightning", command, *args]
     with subprocess.Popen(
-        command,
+        program,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -193,7 +193,7 @@ def process(*args: str) -> subprocess.CompletedProcess[str]:
     # Readers of TensorBoard go through a folder's files by the second in their names, then by process: a run that goes
     # on in this process, within the same second, could come first. Two programs are never started that fast.
     time.sleep(1.0 - time.time() % 1.0)
-    return subprocess.CompletedProcess(command, started.returncode, out, err)
+    return subprocess.CompletedProcess(program, started.returncode, out, err)
 
 
 def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import Distribution
@@ -11,18 +12,29 @@ from pathlib import Path
 import pytest
 
 from esper_lightning import __version__
-from tests.mutations.defect import copy_project
-from tests.runs import CONFIGS, TINY
+from tests.runs import CONFIGS, ROOT, TINY
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the package as it is installed from its wheel; its dependencies are those of this Python."""
+@pytest.fixture(scope="module", params=["symbolic links", "no symbolic links"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the package as it is installed from its wheel; its dependencies are those of this Python.
+
+    A clone without symbolic links has a text file in place of each.
+    """
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    project = copy_project(source / "project")
+    project = source / "project"
+    project.mkdir()
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        copy = project / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink() and request.param == "no symbolic links":
+            copy.write_text(str((ROOT / name).readlink()))
+        elif (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            shutil.copy2(ROOT / name, copy, follow_symlinks=False)
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, project], check=True)
     (wheel,) = wheels.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)

@@ -16,13 +16,12 @@ import pytest
 import yaml
 
 import esper_lightning
+from esper_lightning import callbacks
 from esper_lightning.__main__ import main
-from esper_lightning.cli import CALLBACKS, EsperCLI
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.module import TamiyoModule
 from esper_lightning.tasks import Variant
 from esper_lightning.telemetry.anomaly_rules import RULES, Rule
-from esper_lightning.trainer import EsperTrainer
 from tests.runs import CONFIGS
 
 ENTRY = "entry"
@@ -92,25 +91,19 @@ def groups_of(command: str, path: tuple[str, ...], target: Callable[..., Any], k
 
 
 def all_groups() -> Iterator[Group]:
-    """Yield the groups of settings on the command line: of the two modules, the callbacks and the commands."""
-    roots: list[tuple[str, tuple[str, ...], Callable[..., Any]]] = [
-        ("fit", ("model",), TamiyoModule),
-        ("fit", ("data",), HostPoolData),
-        *(("fit", (key,), imported(path)) for key, path in CALLBACKS.items()),
-        *((command, (), getattr(EsperTrainer, command)) for command in EsperCLI.subcommands() if command != "fit"),
-    ]
+    """Yield the groups of settings of the two modules and the callbacks."""
     known: set[type] = set()
-    for command, path, takes in roots:
-        yield from groups_of(command, path, takes, known)
+    yield from groups_of("fit", ("model",), TamiyoModule, known)
+    yield from groups_of("fit", ("data",), HostPoolData, known)
+    for name in OWN_CALLBACKS:
+        yield from groups_of("callback", (name,), getattr(callbacks, name), known)
 
 
-def imported(path: str) -> Any:
-    """Return the class or function with this dotted path."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
+OWN_CALLBACKS = [name for name in callbacks.__all__ if name[0].isupper()]
+"""Names of the callbacks, whose settings stand in a config's `trainer.callbacks`."""
 
 GROUPS = list(all_groups())
+OF_COMMANDS = [group for group in GROUPS if group.command == "fit"]
 
 
 def printed(command: str, *args: str) -> str:
@@ -188,7 +181,7 @@ def test_no_class_of_settings_is_out_of_reach() -> None:
     assert defined - NO_SETTINGS == {group.settings for group in GROUPS}
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("group", OF_COMMANDS, ids=str)
 def test_every_setting_is_reachable_from_yaml_and_explained_by_help(
     group: Group, printed_config: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -205,9 +198,24 @@ def test_every_setting_is_reachable_from_yaml_and_explained_by_help(
         assert squeezed(docs[name]) in said[f"{group.option}.{name}"], name
 
 
+@pytest.mark.parametrize("name", OWN_CALLBACKS)
+def test_every_setting_of_a_callback_is_explained(name: str) -> None:
+    """A8: each parameter is in the docstring, and each field of a group has one."""
+    made = getattr(callbacks, name)
+    for parameter in inspect.signature(made.__init__).parameters:
+        assert parameter in ("self", "args", "kwargs") or re.search(rf"\b{parameter}\b.*:", made.__doc__), parameter
+    for group in GROUPS:
+        if group.path[0] == name:
+            assert set(field_docs(group.settings)) == {field.name for field in fields(group.settings)}
+
+
 def test_anomalies_point_to_settings_that_there_are(printed_config: Callable[[str], dict[str, Any]]) -> None:
+    config = printed_config("fit")
+    of_callbacks = {
+        one["class_path"].rpartition(".")[2]: one.get("init_args", {}) for one in config["trainer"]["callbacks"]
+    }
     for name in {name for rule in RULES for name in rule.settings}:
-        section: Any = printed_config("fit")
+        section: Any = config | of_callbacks
         for key in name.split("."):
             assert key in section, name
             section = section[key]

@@ -24,4 +24,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: str | Path, *_: object, **__: object) -> dict[str, Any]:
         """Read a checkpoint of plain data and tensors, on the CPU. Raises ValueError, in one line, if it is none."""
-        return read_tensors(Path(path))
+        checkpoint = read_tensors(Path(path))
+        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+            raise ValueError(f"{str(path)!r} is no checkpoint of Lightning; give the path of a .ckpt file")
+        return checkpoint

@@ -168,8 +168,8 @@ def without_rollout(checkpoint: Checkpoint) -> Checkpoint:
 
 
 FOREIGN: dict[str, tuple[Callable[[Checkpoint], Any], str]] = {
-    "plain dict": (lambda _: {"epoch": 3, "weights": torch.ones(2)}, "not written by esper-lightning"),
-    "list": (lambda _: [1, 2], "holds a list"),
+    "plain dict": (lambda _: {"epoch": 3, "weights": torch.ones(2)}, "is no checkpoint of Lightning"),
+    "list": (lambda _: [1, 2], "is no checkpoint of Lightning"),
     "Fraction": (lambda _: Fraction(1, 2), "bad.ckpt"),  # a class that torch does not load
     "Fraction within": (lambda ours: ours | {"extra": Fraction(1, 2)}, "bad.ckpt"),
     "other schema": (lambda ours: ours | {"esper_schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),

@@ -1,4 +1,4 @@
-"""Families on the command line: training, resuming, evaluation on held-out contexts, and the value of information."""
+"""Families on the command line: training, resuming, and evaluation on held-out contexts."""
 
 import json
 import sys
@@ -60,18 +60,18 @@ def test_another_family_cannot_continue_a_run(
     assert "; family " in capsys.readouterr().err
 
 
+def compare(root: Path, run: Path, *args: str) -> Path:
+    """Run `test` on a family with the policy of a run, and return the folder of the results."""
+    call("test", "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--trainer.default_root_dir", str(root), *args)
+    (found,) = root.rglob("evaluation.json")
+    return found.parent
+
+
 @pytest.mark.slow
 def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Path, tmp_path: Path) -> None:
-    asked = (
-        "--model.evaluation.hosts",
-        "4",
-        "--model.evaluation.against",
-        "[climbing]",
-        "--model.evaluation.held_out",
-        "true",
-    )
-    call("evaluate", *asked, "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--out", str(tmp_path))
-    summary = json.loads((tmp_path / "evaluation.json").read_text())
+    asked = ("hosts=4", "against=[climbing]", "held_out=true")
+    folder = compare(tmp_path, trained, *(f"--model.evaluation.{one}" for one in asked))
+    summary = json.loads((folder / "evaluation.json").read_text())
     twins = {f"static {name}{end}" for name in ("tamiyo", "climbing") for end in ("", ", equal FLOPs")}
     assert set(summary["controllers"]) == {"tamiyo", "climbing", *twins}
 
@@ -79,51 +79,23 @@ def test_held_out_contexts_are_evaluated_against_chosen_controllers(trained: Pat
 @pytest.mark.slow
 def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "SEARCH_ENVS", 8)
-    facts = "{train: [{objective.price: [0.0, 1.0]}], held_out: []}"
-    fit(tmp_path, "--data.env.family", facts, "--trainer.max_epochs", "1")
-    run = tmp_path / "version_0"
-    asked = (
-        "--model.evaluation.hosts",
-        "6",
-        "--model.evaluation.search.steps",
-        "160",
-        "--model.evaluation.search.per_price",
-        "true",
-    )
+    family = "--data.env.family={train: [{objective.price: [0.0, 1.0]}], held_out: []}"
+    fit(tmp_path / "runs", family, "--trainer.max_epochs", "1")
+    run = tmp_path / "runs" / "version_0"
     names = "[replayed, best fixed, best per price, yoked]"
-    call(
-        *(
-            "evaluate",
-            "--data.env.family",
-            facts,
-            "--model.evaluation.controls",
-            "false",
-            "--model.evaluation.against",
-            names,
-        ),
-        *(*asked, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "out")),
-    )
-    summary = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    asked = (family, *(f"--model.evaluation.{one}" for one in ("controls=false", f"against={names}", "hosts=6")))
+    searched = [f"--model.evaluation.search.{one}" for one in ("steps=160", "per_price=true")]
+    folder = compare(tmp_path / "first", run, *asked, *searched)
+
+    summary = json.loads((folder / "evaluation.json").read_text())
     assert set(summary["controllers"]) == {"tamiyo", "replayed", "best fixed", "best per price", "yoked"}
-    files = {path.name for path in (tmp_path / "out").glob("best_schedule*.json")}
+    files = {path.name for path in folder.glob("best_schedule*.json")}
     assert files == {"best_schedule.json", "best_schedule_price_0.json", "best_schedule_price_1.json"}
 
     # Evaluate again from the files, without a search.
     monkeypatch.setattr(comparison, "search_best_schedules", None)
-    call(
-        *(
-            "evaluate",
-            "--data.env.family",
-            facts,
-            "--model.evaluation.controls",
-            "false",
-            "--model.evaluation.against",
-            names,
-        ),
-        *("--model.evaluation.hosts", "6", "--model.evaluation.search.found", str(tmp_path / "out")),
-        *("--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--out", str(tmp_path / "again")),
-    )
-    again = json.loads((tmp_path / "again" / "evaluation.json").read_text())["controllers"]
+    folder = compare(tmp_path / "again", run, *asked, f"--model.evaluation.search.found={folder}")
+    again = json.loads((folder / "evaluation.json").read_text())["controllers"]
     for name, row in summary["controllers"].items():
         assert again[name]["objective"] == row["objective"]
 
@@ -149,32 +121,12 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
     ],
 )
 def test_unknown_controllers_and_contexts_are_refused(
-    trained: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    trained: Path, args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        call("evaluate", "--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), *args)
+        compare(tmp_path, trained, *args)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_worth_of_knowing_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--look.plans", "2", "--look.finalists", "5", "--look.hosts", "2")
-    facts = "[{host.kernel: [1, 3], objective.price: [0.0, 1.0]}]"
-    call("information", *few, "--data.env.family", f"{{train: {facts}, held_out: []}}", "--out", str(tmp_path))
-    said = capsys.readouterr().out
-    assert "value of information" in said and "objective.price" in said
-    summary = json.loads((tmp_path / "information.json").read_text())
-    assert set(summary["gains"]) == {"host.kernel", "objective.price", "all variables"}
-    assert len(summary["contexts"]) == 4 and (tmp_path / "best_schedule.json").is_file()
-
-
-@pytest.mark.slow
-def test_one_kind_of_host_has_no_worth_to_print(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        call("information", "--data.env.family", "{train: [], held_out: []}")
-    assert ended.value.code == 2
-    assert "one kind of host only" in capsys.readouterr().err
 
 
 @pytest.mark.slow

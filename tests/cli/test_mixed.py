@@ -1,12 +1,15 @@
 """Runs on hosts of several tasks: training, resuming, evaluation and refusals on the command line."""
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
-from tests.cli.test_evaluate import evaluate, rows_of
+from esper_lightning.__main__ import main
+from tests.cli.test_test_command import rows_of
 from tests.runs import CONFIGS, Run, cli, continuation, differences, only_run
 
 TABLE = {
@@ -49,14 +52,15 @@ def test_a_run_on_two_tasks_is_resumed_bit_for_bit_and_compared_on_each(
         assert {row["controller"] for row in rows_of(run.folder / "evaluation" / task)} >= {"tamiyo", "climbing"}
 
     capsys.readouterr()
-    evaluate("--ckpt_path", str(run.last), "--out", str(tmp_path / "again"))
+    root = ("--trainer.default_root_dir", str(tmp_path / "again"))
+    with patch.object(sys, "argv", sys.argv[:1]):
+        main(["test", *mixed, "--ckpt_path", str(run.last), *root])
+    (again,) = {path.parents[1] for path in (tmp_path / "again").rglob("evaluation.csv")}
 
     said = capsys.readouterr().out
     assert "hosts of Digits" in said and "hosts of table" in said
     for task in ("Digits", "table"):
-        theirs = [
-            [row["objective"] for row in rows_of(at / task)] for at in (run.folder / "evaluation", tmp_path / "again")
-        ]
+        theirs = [[row["objective"] for row in rows_of(at / task)] for at in (run.folder / "evaluation", again)]
         assert theirs[0] == theirs[1]
 
 

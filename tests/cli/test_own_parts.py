@@ -1,16 +1,13 @@
-"""Mistakes in parts of the user: one line names the part, the problem and the way out, or whose the traceback is."""
+"""Parts of the user by import path: a mistake is a line that names the part and the way out; its errors stay its own."""
 
 import importlib
-import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from esper_lightning.__main__ import main
-from esper_lightning.errors import EXIT_USER_CODE
-from tests.runs import TINY, SharedParserCLI, forgotten_parts
+from tests.runs import fit, forgotten_parts
 from tests.tiers import rest_is_slow
 
 PARTS = """
@@ -168,117 +165,72 @@ class NoPart:
     pass
 """
 
-FILES = {
-    "own.py": PARTS,
-    "no_python.py": "def f(:",
-    "needy.py": "import not_installed",
-    "zero.py": "1 / 0",
-}
+FILES = {"own.py": PARTS, "no_python.py": "def f(:", "needy.py": "import not_installed"}
 
+AGAINST = "--model.evaluation.against="
 REFUSED = {
-    "--model.evaluation.against=[own.Early]": "controller 'own.Early': host 0: FOSSILIZE block1.pool is masked; ",
-    "--model.evaluation.against=[own.Far]": "controller 'own.Far': host 0: (1, 99, 0, 0, 0, 0, 0, 0) is no action",
-    "--model.evaluation.against=[own.Wide]": "controller 'own.Wide': an action has at most 8 indices, op, slot",
-    "--model.evaluation.against=[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
-    "--model.evaluation.against=[own.Few]": "for each of the 2 hosts; got 8 × torch.int64 of shape (1,)",
-    "--model.evaluation.against=[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
-    "--model.evaluation.against=[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",
-    "--data.env.actions.blueprints=[own.wider]": "must match the size of tensor b (5)",
+    f"{AGAINST}[own.Early]": "controller 'own.Early': host 0: FOSSILIZE block1.pool is masked; ",
+    f"{AGAINST}[own.Far]": "controller 'own.Far': host 0: (1, 99, 0, 0, 0, 0, 0, 0) is no action",
+    f"{AGAINST}[own.Flat]": "controller 'own.Flat': the action of one host is a list, as [op, slot, bl",
+    f"{AGAINST}[own.Silent]": "an action is made by to_action([[op, slot, blueprint, …], …], pool.dev",
+    f"{AGAINST}[own.NoPart]": "controller 'own.NoPart': NoPart has no method 'reset'; give it one",
     "--data.env.actions.blueprints=[own.nothing]": "blueprint 'nothing' built a NoneType; return an nn.Module",
     "--data.env.actions.blueprints=[own.miscounted]": "parameters(4) returns 16, and its module for 4 channels has",
+    "--data.env.reward.mode=own.shapeless": "'own.shapeless' returned a Tensor of shape (3,) as its term",
     "--data.task=own.TwoClasses": "correct `classes` or the targets, or get the data set again",
     "--data.task=own.MeanLoss": "task MeanLoss: measure returned as loss shape () for 32 samples; return Measures",
-    "--data.task=own.NoPart": "data.task: own.NoPart is no subclass of Task; derive it from Task",
-    "--data.task=own.TwoClasse": "data.task: own has no 'TwoClasse'; did you mean 'TwoClasses'?",
-    "--data.task=nowhere.Task": "data.task: cannot import 'nowhere' for 'nowhere.Task': No module named 'nowhere'; it",
+    "--data.task=own.NoPart": "data.task",
+    "--data.task=nowhere.Task": "data.task",
     "--data.host=own.FewOutputs": "the host's outputs have shape (32, 7), and the task has 10 classes; end the",
     "--data.host=own.NoSlots": "the host has no slots; name at least one where seeds may grow",
-    "--data.host=own.NoPart": "data.host: own.NoPart is no nn.Module, nor a function annotated as returning",
-    "--data.host=own.blueprint": "data.host: own.blueprint is no nn.Module, nor a function annotated",
-    "--imports=no_python": "imports: cannot import 'no_python': invalid syntax (",
-    "--data.host=no_python.Host": "no_python.py, line 1: invalid syntax; correct this file",
+    "--data.host=own.NoPart": "data.host",
 }
-"""Mistakes that are answered before a run begins, with a part of the answer."""
-
-IN_THE_RUN = {
-    "--data.env.reward.mode=own.shapeless": "'own.shapeless' returned a Tensor of shape (3,) as its term",
-    "--model.evaluation.against=[own.Late]": "the policy is trained and saved, so compare again by esper-lightning eval",
-}
-"""Mistakes of parts that show in the run."""
+"""Mistakes in parts of the user that end in one line, with a part of it."""
 
 TRACEBACKS = {
-    "--data.env.reward.mode=own.mistyped": "error: data.env.reward.mode (own.mistyped) raised AttributeError",
-    "--model.evaluation.against=[own.Raises]": "error: evaluation.against[0] (own.Raises) raised AttributeError",
-    "--data.env.actions.blueprints=[own.crooked]": "error: data.env.actions.blueprints[0] (own.crooked) rai",
-    "--data.host=own.Lost": "error: data.host (own.Lost) raised AttributeError",
-    "--imports=needy": "error: your code in needy.py raised ModuleNotFoundError: No module named 'not_installed",
-    "--imports=zero": "error: your code in zero.py raised ZeroDivisionError",
-    "--data.task=needy.Task": "error: your code in needy.py raised ModuleNotFoundError",
+    "--data.env.reward.mode=own.mistyped": AttributeError,
+    f"{AGAINST}[own.Raises]": AttributeError,
+    "--data.env.actions.blueprints=[own.crooked]": AttributeError,
+    "--data.host=own.Lost": AttributeError,
 }
-"""Errors in code of the user, with the beginning of the line behind their traceback."""
+"""Errors that code of the user raises, which stay tracebacks."""
 
 
-def answer(
-    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, list[str]]:
-    """Return the exit code of a tiny run with a further option, and what it says on stderr."""
+@pytest.fixture
+def fit_with_own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """`fit_with_own_parts(flag)` starts a tiny run in a folder with the files of the user."""
     for name, text in FILES.items():
-        (folder / name).write_text(text)
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    given = (
-        *TINY,
-        "--trainer.max_epochs=1",
-        "--model.evaluation.hosts=2",
-        "--model.evaluation.controls=false",
-        *shlex.split(line),
-    )
-    if "against" not in line:
-        given += ("--model.evaluation.hosts=0",)
-    try:
-        with (
-            forgotten_parts(),
-            patch("esper_lightning.cli.EsperCLI", SharedParserCLI),
-            patch.object(sys, "argv", sys.argv[:1]),
-            pytest.raises(SystemExit) as ended,
-        ):
-            main(["fit", *given])
-    finally:
-        for name in FILES:
-            sys.modules.pop(Path(name).stem, None)
-    assert isinstance(ended.value.code, int)
-    said = [line for line in capsys.readouterr().err.splitlines() if "`Trainer.fit` stopped" not in line]
-    return ended.value.code, [line for line in said if line]
+
+    def run(flag: str) -> None:
+        hosts = "2" if "against" in flag else "0"
+        few = ("--trainer.max_epochs=1", f"--model.evaluation.hosts={hosts}", "--model.evaluation.controls=false")
+        fit(tmp_path / "runs", *few, flag)
+
+    with forgotten_parts():
+        yield run
+    for name in FILES:
+        sys.modules.pop(Path(name).stem, None)
 
 
-@pytest.mark.parametrize(("line", "said"), rest_is_slow(list(REFUSED.items()), lambda case: ".Few]" in case[0]))
-def test_a_part_that_cannot_be_used_is_refused_in_a_line_before_a_run_begins(
-    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("flag", "said"), rest_is_slow(list(REFUSED.items()), lambda case: "NoSlots" in case[0]))
+def test_a_part_that_cannot_be_used_is_refused_in_a_line(
+    flag: str, said: str, fit_with_own_parts: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, lines = answer(line, tmp_path, monkeypatch, capsys)
+    with pytest.raises(SystemExit) as ended:
+        fit_with_own_parts(flag)
 
-    assert code == 2
-    assert len(lines) == 1 and said in lines[0]
-    assert not (tmp_path / "runs").exists()
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "`Trainer.fit` stopped" not in line]
+    assert line.startswith("error: ") and said in line
 
 
-@pytest.mark.parametrize(("line", "said"), rest_is_slow(list(IN_THE_RUN.items()), lambda case: "shape" in case[0]))
-def test_a_part_that_fails_in_the_run_ends_it_with_a_line(
-    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("flag", "kind"), rest_is_slow(list(TRACEBACKS.items()), lambda case: "mistyped" in case[0]))
+def test_what_code_of_the_user_raises_stays_a_traceback(
+    flag: str, kind: type[Exception], fit_with_own_parts: Callable[[str], None]
 ) -> None:
-    code, lines = answer(line, tmp_path, monkeypatch, capsys)
-
-    assert code == EXIT_USER_CODE
-    assert len(lines) == 1 and said in lines[0]
-
-
-@pytest.mark.parametrize(("line", "said"), rest_is_slow(list(TRACEBACKS.items()), lambda case: "needy." in case[0]))
-def test_what_code_of_the_user_raises_is_shown_with_its_traceback_and_its_name(
-    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, lines = answer(line, tmp_path, monkeypatch, capsys)
-
-    assert code == EXIT_USER_CODE
-    assert lines[0].startswith("Traceback") and lines[-1].startswith(said)
-    assert not any("esper_lightning" in frame for frame in lines[:-1] if frame.startswith("  File"))
+    with pytest.raises(kind):
+        fit_with_own_parts(flag)

@@ -85,9 +85,8 @@ def test_hosts_are_not_watched_where_the_config_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer: {max_epochs: 3}", "mine.yaml is no config of hosts: it has no group `data`"),
-        ("- 1", "mine.yaml is no config of hosts"),
-        ("data: {also: {text: {}}}", r"mine\.yaml: data\.also names further tasks; an environment has one"),
+        ("trainer: {max_epochs: 3}", r"mine\.yaml: the following arguments are required: data\.task, data\.host"),
+        ("- 1", r"mine\.yaml: Unexpected config"),
     ],
 )
 def test_a_config_without_hosts_of_one_task_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -1,0 +1,232 @@
+"""The comparison: `fit` ends with it; `test` repeats it from a checkpoint, with other policies, rules and schedules."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from esper_lightning.__main__ import main
+from esper_lightning.checkpointing.policy_file import write_policy
+from esper_lightning.controllers.schedule import Schedule, write_schedule
+from esper_lightning.evaluation.checkpoints import rival_names
+from tests.runs import CONFIGS, TINY, Run, fit, load, only_run, process
+from tests.tasks.stored import write_cifar10
+
+FEW = ("--model.evaluation.hosts=2",)
+LITTLE = (*FEW, "--model.evaluation.controls=false", "--model.evaluation.against=[climbing]")
+SLOTS = ("block1.pool", "block2.pool", "block3")
+ELSEWHERE = (
+    *("--config", str(CONFIGS / "tabular.yaml"), "--data.n_envs=2", "--model.ppo.minibatches=2", *LITTLE),
+    *("--data.env.horizon=5", "--data.env.training.batches=2", "--model.policy.width=32"),
+)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of a comparison without durations."""
+    with (folder / "evaluation.csv").open(newline="") as file:
+        return [{name: text for name, text in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+
+
+def compare(root: Path, *args: str) -> Path:
+    """Run `test` in this process and return the folder of its only results."""
+    with patch.object(sys, "argv", sys.argv[:1]):
+        main(["test", *args, "--trainer.default_root_dir", str(root)])
+    (found,) = root.rglob("evaluation.csv")
+    return found.parent
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Runs of two training seeds, each with its comparison."""
+    runs = []
+    for seed in range(2):
+        root = tmp_path_factory.mktemp("trained")
+        fit(root, "--trainer.max_epochs=1", f"--seed_everything={seed}", *FEW)
+        runs.append(only_run(root))
+    return runs
+
+
+def names(rows: list[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(row["controller"] for row in rows))
+
+
+def test_fit_ends_with_the_comparison_of_all_controllers(trained: list[Run]) -> None:
+    folder = trained[0].folder / "evaluation"
+    rules = ["small static", "random", "heuristic", "periodic", "climbing", "climbing, zero"]
+
+    assert {"tamiyo", "sampled", *rules, "static tamiyo", "static tamiyo, equal FLOPs"} <= set(names(rows_of(folder)))
+    summary = json.loads((folder / "evaluation.json").read_text())["controllers"]
+    own = [float(row["objective"]) for row in rows_of(folder) if row["controller"] == "tamiyo"]
+    assert summary["tamiyo"]["objective"]["mean"] == pytest.approx(np.mean(own), rel=1e-5)
+    scalars = trained[0].scalars()
+    assert scalars["test/objective"][0][1] == pytest.approx(np.mean(own), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_fresh_process_repeats_the_comparison_from_a_checkpoint(trained: list[Run], tmp_path: Path) -> None:
+    config = ("--config", str(trained[0].folder / "config.yaml"), "--ckpt_path", str(trained[0].last))
+
+    done = process(*config, "--trainer.default_root_dir", str(tmp_path), command="test")
+
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.rglob("evaluation.csv")
+    assert rows_of(found.parent) == rows_of(trained[0].folder / "evaluation")
+
+
+def test_test_repeats_the_comparison_with_other_hosts_and_rules(trained: list[Run], tmp_path: Path) -> None:
+    own = compare(tmp_path, *TINY, *LITTLE, "--ckpt_path", str(trained[0].last))
+
+    expected = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] in ("tamiyo", "climbing")]
+    assert rows_of(own) == expected
+
+
+def test_several_policies_are_training_seeds_and_rivals_are_rows(trained: list[Run], tmp_path: Path) -> None:
+    paths = [str(run.last) for run in trained]
+    both = compare(tmp_path / "a", *TINY, *LITTLE, f"--model.evaluation.policies={json.dumps(paths)}")
+    rival = ("--ckpt_path", paths[0], f"--model.evaluation.rivals=[{paths[1]}]")
+    against = compare(tmp_path / "b", *TINY, *LITTLE, *rival)
+
+    assert {row["training_seed"] for row in rows_of(both) if row["controller"] == "tamiyo"} == {"0", "1"}
+    (name,) = rival_names(paths[1:], paths[:1])
+    assert names(rows_of(against))[:2] == ["tamiyo", name]
+    theirs = [row["objective"] for row in rows_of(both) if row["training_seed"] == "1"]
+    assert [row["objective"] for row in rows_of(against) if row["controller"] == name] == theirs
+
+
+def test_rules_and_schedules_are_compared_without_a_policy(trained: list[Run], tmp_path: Path) -> None:
+    write_schedule(Schedule(SLOTS, ()), tmp_path / "never.json")
+    schedules = ("--model.evaluation.schedules", json.dumps({"never": str(tmp_path / "never.json")}))
+    alone = ("--model.evaluation.policies=[]", "--model.evaluation.against=[periodic, never]")
+
+    rows = rows_of(compare(tmp_path / "runs", *TINY, *FEW, "--model.evaluation.controls=false", *alone, *schedules))
+
+    assert names(rows) == ["periodic", "never"]
+    beside = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "periodic"]
+    assert [row for row in rows if row["controller"] == "periodic"] == beside
+
+
+def test_the_best_networks_are_saved(trained: list[Run], tmp_path: Path) -> None:
+    folder = compare(
+        tmp_path, *TINY, *LITTLE, "--ckpt_path", str(trained[0].last), "--model.evaluation.save_networks=1"
+    )
+
+    assert (folder / "networks" / "1" / "host.json").is_file()
+
+
+def test_transfer_to_the_training_hosts_changes_nothing(trained: list[Run], tmp_path: Path) -> None:
+    own = (f"--model.evaluation.policies=[{trained[0].last}]", "--model.evaluation.transfer=true")
+
+    rows = rows_of(compare(tmp_path, *TINY, *LITTLE, *own))
+
+    assert [row["objective"] for row in rows if row["controller"] == "tamiyo"] == [
+        row["objective"] for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "tamiyo"
+    ]
+
+
+def test_the_policy_of_the_package_meets_hosts_that_it_never_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = write_cifar10(tmp_path, monkeypatch, each=40)
+    hosts = (
+        *("--config", str(CONFIGS / "cifar10.yaml"), f"--data.task.init_args.root={stored}"),
+        *("--data.task.init_args.validation=20", "--data.env.executor=loop", "--data.env.training.batch_size=8"),
+        *("--data.env.training.batches=1", "--data.env.horizon=3", "--data.n_envs=2", "--model.ppo.minibatches=2"),
+        *("--data.env.actions.tempos={FAST: 2}", "--trainer.accelerator=cpu", *LITTLE),
+    )
+
+    rows = rows_of(
+        compare(tmp_path, *hosts, "--model.evaluation.policies=[tamiyo]", "--model.evaluation.transfer=true")
+    )
+
+    assert names(rows) == ["tamiyo", "climbing"] and len(rows) == 4
+
+
+@pytest.mark.slow
+def test_a_policy_as_safetensors_is_compared_like_its_checkpoint(trained: list[Run], tmp_path: Path) -> None:
+    write_policy(trained[0].last, tmp_path / "mine.safetensors", {})
+
+    rows = rows_of(compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{tmp_path / 'mine.safetensors'}]"))
+
+    expected = [row for row in rows_of(trained[0].folder / "evaluation") if row["controller"] == "tamiyo"]
+    assert [row["objective"] for row in rows][:2] == [row["objective"] for row in expected]
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "nothing to compare": (
+        (*FEW, "--model.evaluation.against=[]", "--model.evaluation.controls=false", "--model.evaluation.policies=[]"),
+        "there is nothing to compare",
+    ),
+    "a control of no policy": (
+        (*FEW, "--model.evaluation.against=[climbing, yoked]", "--model.evaluation.policies=[]"),
+        "'yoked' needs a trained policy",
+    ),
+    "a policy that is not there": ((*LITTLE, "--model.evaluation.policies=[no.ckpt]"), "'no.ckpt' does not exist"),
+    "a rival that is not there": ((*LITTLE, "--ckpt_path=LAST", "--model.evaluation.rivals=[no.ckpt]"), "'no.ckpt' do"),
+    "a policy as its own rival": (
+        (*LITTLE, "--model.evaluation.policies=[LAST]", "--model.evaluation.rivals=[LAST]"),
+        "is named twice",
+    ),
+    "the same policy twice": ((*LITTLE, "--model.evaluation.policies=[LAST, LAST]"), "is named twice"),
+    "a training seed twice": ((*LITTLE, "--model.evaluation.policies=[LAST, BEST]"), "are both of training seed 0"),
+    "a checkpoint that is not there": ((*LITTLE, "--ckpt_path=nowhere.ckpt"), "'nowhere.ckpt' does not exist"),
+    "another policy": ((*LITTLE, "--ckpt_path=LAST", "--model.policy.width=32"), "model.policy.width: the checkpoint"),
+    "other hosts": ((*LITTLE, "--ckpt_path=LAST", "--data.host.init_args.base=8"), "host: the checkpoint has"),
+    "a schedule of other hosts": (
+        (*FEW, "--ckpt_path=LAST", '--model.evaluation.schedules={"a": "SCHEDULE"}'),
+        "the schedule is for hosts with slots",
+    ),
+    "no hosts": (("--ckpt_path=LAST", "--model.evaluation.hosts=0"), "evaluation.hosts is 0"),
+    "a policy of other hosts": ((*LITTLE, "--model.evaluation.policies=[tamiyo]"), "evaluate on others with transfer"),
+    "transfer to fewer slots": (
+        (*ELSEWHERE, "--model.evaluation.policies=[LAST]", "--model.evaluation.transfer=true"),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_what_cannot_be_compared_ends_in_one_line(
+    flags: tuple[str, ...], said: str, trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_schedule(Schedule(("elsewhere",), ()), tmp_path / "schedule.json")
+    known = {"LAST": trained[0].last, "BEST": trained[0].checkpoints / "best.ckpt"}
+    for name, path in (known | {"SCHEDULE": tmp_path / "schedule.json"}).items():
+        flags = tuple(flag.replace(name, str(path)) for flag in flags)
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        compare(tmp_path, *TINY, *flags)
+
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("foreign", "said"),
+    [
+        ({"host": "a host of 7 parameters"}, "host: the checkpoint has"),
+        ({"observed features": 3}, "bad.ckpt"),
+        ({"choices of the slot head": ["a"]}, "bad.ckpt"),
+    ],
+    ids=str,
+)
+def test_a_policy_whose_identity_does_not_fit_is_refused_with_its_path(
+    foreign: dict[str, Any], said: str, trained: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load(trained[1].last)
+    checkpoint["esper_identity"] |= foreign
+    torch.save(checkpoint, tmp_path / "bad.ckpt")
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        compare(tmp_path, *TINY, *LITTLE, f"--model.evaluation.policies=[{tmp_path / 'bad.ckpt'}]")
+
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
