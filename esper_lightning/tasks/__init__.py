@@ -7,6 +7,7 @@ from esper_lightning.tasks.datamodule import FromDataModule
 from esper_lightning.tasks.digits import Digits
 from esper_lightning.tasks.glyphs import Glyphs
 from esper_lightning.tasks.integrity import check_data, find_doubts, fingerprint
+from esper_lightning.tasks.source import Source
 from esper_lightning.tasks.synthetic import Synthetic
 from esper_lightning.tasks.tabular import Tabular
 from esper_lightning.tasks.task import Measures, Split, Task, TaskData
@@ -21,6 +22,7 @@ __all__ = [
     "FromDataModule",
     "Glyphs",
     "Measures",
+    "Source",
     "Split",
     "Synthetic",
     "Tabular",

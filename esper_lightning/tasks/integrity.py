@@ -42,7 +42,8 @@ def check_data(data: TaskData, task: str) -> None:
                 )
         if targets.is_floating_point():
             raise ValueError(f"{where} have targets of {targets.dtype}; give the number of the class, int64")
-        invalid = ((targets < 0) | (targets >= data.classes)).flatten(1 if targets.ndim > 1 else 0)
+        # Not >= classes: 256 is no number of uint8.
+        invalid = ((targets < 0) | (targets > data.classes - 1)).flatten(1 if targets.ndim > 1 else 0)
         invalid = invalid.any(1) if targets.ndim > 1 else invalid
         if invalid.any():
             first = int(invalid.nonzero()[0])
