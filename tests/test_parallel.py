@@ -12,13 +12,6 @@ def square(number: int) -> int:
     return number * number
 
 
-def tell_and_wait(file: Path) -> None:
-    """Write the number of this process to a file, in one step, and work for as long as the test may take."""
-    file.with_suffix(".tmp").write_text(str(os.getpid()))
-    file.with_suffix(".tmp").rename(file)
-    time.sleep(60.0)
-
-
 def refuse(number: int) -> int:
     raise ValueError(f"{number} is refused")
 
@@ -45,21 +38,3 @@ def test_workers_share_no_tensor_with_each_other_or_with_the_process_that_starte
     values = zeros(3)
     assert [added.tolist() for added in Processes(2).map(add_one, [values] * 4)] == [[1.0] * 3] * 4
     assert values.tolist() == [0.0] * 3
-
-
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    file = tmp_path / "worker"
-    code = "from tests.test_parallel import *\nlist(Processes(1).map(tell_and_wait, [Path(sys.argv[1])]))"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(file)], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL
-    ) as started:
-        while not file.exists():
-            assert started.poll() is None
-            time.sleep(0.05)
-        started.kill()
-
-    worker = Path("/proc", file.read_text())
-    deadline = time.monotonic() + 30.0
-    while worker.exists() and "\nState:\tZ" not in (worker / "status").read_text():
-        assert time.monotonic() < deadline, "it works for nobody"
-        time.sleep(0.05)
