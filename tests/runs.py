@@ -18,7 +18,6 @@ from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from esper_lightning import plugins
 from esper_lightning.__main__ import main
 from esper_lightning.blueprints import registry
 from esper_lightning.callbacks.preemption import STOP_SIGNALS
@@ -149,7 +148,7 @@ def fit(root: Path, *args: str) -> EsperCLI:
 @contextmanager
 def forgotten_parts() -> Iterator[None]:
     """Forget at the end of the context what has been registered and imported in it."""
-    tables = [registry._BLUEPRINTS, plugins._imported]
+    tables: list[Any] = [registry._BLUEPRINTS]
     for parts in (REWARDS, CONTROLLERS, EXECUTORS):
         tables += [parts, parts.registered, parts._found]
     with ExitStack() as stack:

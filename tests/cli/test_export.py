@@ -36,7 +36,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load(config.read_text())
     settings["data"]["env"]["horizon"] = 8
     config.write_text(yaml.safe_dump(settings))
-    run("grow", str(config), "periodic", f"--out={folder}")
+    run("grow", f"--config={config}", "--controller=periodic", f"--out={folder}")
     return folder
 
 
@@ -173,6 +173,6 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
     for args, answer in answers.items():
         assert answer in refused(capsys, "export", *args)
     for controller, answer in {"periodc": "did you mean 'periodic'", "nosuch.json": "nosuch.json"}.items():
-        line = refused(capsys, "grow", "smoke", controller, f"--out={tmp_path / 'out'}")
+        line = refused(capsys, "grow", "--config=smoke", f"--controller={controller}", f"--out={tmp_path / 'out'}")
         assert answer in line
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Parts of the user by import path: a mistake is a line that names the part and the way out; its errors stay its own."""
+"""Parts of the user by import path: a mistake is a line that names the part; errors of their code stay tracebacks."""
 
 import importlib
 import sys

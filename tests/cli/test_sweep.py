@@ -77,10 +77,10 @@ def test_the_table_has_the_means_of_each_setting_with_their_intervals(tmp_path: 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["smoke", "--set", "[lr]"], "--set 'lr': give a setting and its values"),
-        (["smoke", "--set", '["lr=[1"]'], "--set 'lr=[1': its values are no YAML"),
-        (["smoke", "--jobs", "0"], "jobs must lie in 1"),
-        (["smoke", "--out", "."], "folder '.' is not empty; name another one by --out"),
+        (["--set", "lr"], "--set 'lr': give a setting and its values"),
+        (["--set", "lr=[1"], "--set 'lr=[1': its values are no YAML"),
+        (["--jobs", "0"], "jobs must lie in 1"),
+        (["--out", "."], "folder '.' is not empty; name another one by --out"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_in_a_line(
@@ -89,7 +89,7 @@ def test_a_sweep_that_cannot_be_is_refused_in_a_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").touch()
     with pytest.raises(SystemExit) as ended:
-        main(["sweep", f"[{args[0]}]", *args[1:]])
+        main(["sweep", "--config=smoke", *args])
 
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()

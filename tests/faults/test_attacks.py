@@ -67,11 +67,6 @@ DAMAGED: dict[str, tuple[Callable[[Run, Path], object], str]] = {
     "another schema": (changed(lambda saved: saved.update(esper_schema=6)), "it has schema 6"),
     "other hosts": (changed(lambda saved: saved["esper_identity"].update(host="7 layers")), "host: the checkpoint has"),
     "another program's": (changed(lambda saved: saved.pop("esper_schema")), "it was not written by esper-lightning"),
-    "other weights": (changed(lambda saved: saved["state_dict"].update(a=torch.zeros(3))), "bad.ckpt"),
-    "another moment's normaliser": (
-        changed(lambda saved: saved["state_dict"]["observation_norm.mean"].add_(1e-6)),
-        "observation_norm.mean of the module is not that of the rollout",
-    ),
     "no rollout": (changed(lambda saved: saved["callbacks"].pop("RolloutState")), "it lacks the state of"),
 }
 
@@ -85,6 +80,20 @@ def test_a_checkpoint_that_is_not_of_this_run_is_refused_and_runs_no_code(
     assert said in answer(tmp_path, capsys, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
 
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_rollout_of_another_moment_than_the_normalisers_is_refused(
+    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(lambda saved: saved["state_dict"]["observation_norm.mean"].add_(1e-6))(finished, tmp_path / "bad.ckpt")
+    capsys.readouterr()
+
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
+
+    assert ended.value.code == 2
+    assert "observation_norm.mean of the module is not that of the rollout" in capsys.readouterr().err
 
 
 def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:

@@ -19,15 +19,18 @@ TICKS = (1, HORIZON, HORIZON + 2, 2 * HORIZON)
 
 
 def break_rewards(monkeypatch: pytest.MonkeyPatch, tick: int, hosts: tuple[int, ...], value: float) -> None:
-    """Replace the reward of some of the two hosts at one tick, counted from 1."""
-    calls = 0
+    """Replace the reward of some of the two hosts at one tick, counted from 1.
+
+    Behind every rollout as many rewards are those of its validation.
+    """
+    calls, at_call = 0, tick + (tick - 1) // HORIZON * HORIZON
 
     def broken(*args: Any) -> dict[str, float]:
         nonlocal calls
         at, host = divmod(calls, 2)
         calls += 1
         terms = reward.reward_terms(*args)
-        return terms | {"objective": value} if at + 1 == tick and host in hosts else terms
+        return terms | {"objective": value} if at + 1 == at_call and host in hosts else terms
 
     monkeypatch.setattr("esper_lightning.envs.host_pool.reward_terms", broken)
 
