@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentError, auto_cli, set_parsing_settings
+from jsonargparse import ArgumentError, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -214,7 +214,11 @@ COMMANDS: dict[str, Callable[..., object]] = {
 def run(args: list[str]) -> None:
     """Run the command line with the arguments behind the program's name."""
     if args and args[0] in COMMANDS:
-        auto_cli(COMMANDS[args[0]], args=args[1:], prog=f"{PROGRAM} {args[0]}", as_positional=True, parser_class=Parser)
+        command = COMMANDS[args[0]]
+        parser = Parser(prog=f"{PROGRAM} {args[0]}", description=(command.__doc__ or "").partition("\n")[0])
+        # Not by `auto_cli`, which drops an argument that is called config.
+        parser.add_function_arguments(command, as_group=False, as_positional=True)
+        command(**parser.parse_args(args[1:]).as_dict())
         return
     args = [
         str(find_config(arg)) if before == "--config" else arg for before, arg in zip(["", *args], args, strict=False)
