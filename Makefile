@@ -9,15 +9,15 @@ WORKERS := --numprocesses auto --dist worksteal
 .PHONY: fit smoke test test-all coverage bench bench-execution bench-memory gpu lint clean
 
 fit: $(BIN)/.installed  ## train Tamiyo on handwritten digits
-	$(RUN) $(BIN)/esper-lightning fit --config configs/digits.yaml
+	$(RUN) $(BIN)/esper-lightning fit --config digits
 
 smoke: $(BIN)/.installed  ## the same in miniature
-	$(BIN)/esper-lightning fit --config configs/smoke.yaml
+	$(BIN)/esper-lightning fit --config smoke
 
 test: $(BIN)/.installed  ## all that protects users from a change, in minutes
 	$(RUN) $(BIN)/python -m pytest $(WORKERS)
 
-test-all: $(BIN)/.installed  ## the same and the slow tier: every tick, every combination, every defect of tests/mutations
+test-all: $(BIN)/.installed  ## the same and the slow tier: every tick, every combination
 	$(RUN) $(BIN)/python -m pytest $(WORKERS) -m "not cuda"
 
 coverage: $(BIN)/.installed  ## lines and branches that `make test` goes through

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper_lightning.console import wide_console
-from esper_lightning.parallel import Processes, make_executor
+from esper_lightning.parallel import Processes
 
 SINGLE, FAMILY = "configs/digits.yaml", "configs/digits_family.yaml"
 """Configs with one kind of host, and with a family of hosts."""
@@ -93,8 +93,8 @@ def train(run: Run) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "esper_lightning", "fit", "--config", config, *changes]
         command += ["--seed_everything", str(run.rng_seed), "--trainer.default_root_dir", folder]
-        command += ["--trainer.enable_progress_bar", "false", "--evaluation.hosts", str(HOSTS)]
-        command += ["--evaluation.against", "[]", "--evaluation.controls", "false"]
+        command += ["--model.evaluation.hosts", str(HOSTS)]
+        command += ["--model.evaluation.against", "[]", "--model.evaluation.controls", "false"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{run.name}, seed {run.rng_seed}: exit {done.returncode}: {done.stderr[-2000:]}")
@@ -126,14 +126,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(ABLATIONS), default=list(ABLATIONS), metavar="NAME")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, a core each")
-    parser.add_argument("--executor", help="dotted path of another executor, such as ray.util.multiprocessing.Pool")
     args = parser.parse_args()
     rows = list(csv.DictReader(args.csv.open())) if args.csv.exists() else []
     known = {Run(row["ablation"], int(row["seed"])) for row in rows}
     wanted = [run for name in args.only for seed in args.seeds if (run := Run(name, seed)) not in known]
     args.csv.parent.mkdir(parents=True, exist_ok=True)
-    executor = Processes(args.jobs) if args.executor is None else make_executor(args.executor, args.jobs)
-    for row in executor.map(train, wanted):
+    for row in Processes(args.jobs).map(train, wanted):
         rows.append(row)
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Make the tables of the README and of docs/results from committed results of `evaluate`.
+"""Make the tables of the README and of docs/results from committed results of `test`.
 
     python -m benchmarks.tables keep RUN/evaluation/evaluation.csv benchmarks/results/NAME.csv
     python -m benchmarks.tables show benchmarks/results/NAME.csv

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich import box
 from rich.table import Table
 
 from benchmarks.hosts import CASES, training_settings
 from esper_lightning.callbacks import Governor, RolloutState, Telemetry
-from esper_lightning.cli.main import make_logger
 from esper_lightning.console import wide_console
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
@@ -88,7 +88,7 @@ def measure(hosts: int, executor: str, rounds: int, folder: Path) -> Alternating
         accelerator="cpu",
         max_epochs=len(LEVELS) * (rounds + WARM_UP_ROUNDS),
         callbacks=[RolloutState(), Governor(), telemetry],
-        logger=make_logger(folder, None),
+        logger=TensorBoardLogger(folder, name=""),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

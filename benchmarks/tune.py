@@ -1,7 +1,7 @@
 """Tune the settings of hand-written controllers on a config's training hosts, so that they are fair baselines.
 
     python -m benchmarks.tune --config configs/digits.yaml --out benchmarks/settings/digits.yaml
-    esper-lightning evaluate --config configs/digits.yaml --config benchmarks/settings/digits.yaml --ckpt_path …
+    esper-lightning test --config digits --config benchmarks/settings/digits.yaml --ckpt_path …
 
 All settings of a controller are played on the same hosts, with equal numbers of each context of a family (the number of
 hosts is rounded up), and compared by the objective on validation images. The best few are compared again on twice as
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from lightning.pytorch.cli import LightningArgumentParser
 
 from esper_lightning.callbacks import Governor
+from esper_lightning.cli import governor_of, load_config
 from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
@@ -42,12 +42,8 @@ Rule = PeriodicConfig | ClimbingConfig
 
 def read_data(config: Path) -> tuple[HostPoolData, Governor | None]:
     """Return the data module of a config, which is not built yet, and its Governor. None: hosts are not watched."""
-    parser = LightningArgumentParser()
-    parser.add_lightning_class_args(HostPoolData, "data")
-    parser.add_lightning_class_args(Governor, "governor")
-    settings = yaml.safe_load(config.read_text())
-    parts = parser.instantiate(parser.parse_object({key: settings.get(key, {}) for key in ("data", "governor")}))
-    return parts.data, parts.governor if parts.governor.enabled else None
+    made = load_config(config)
+    return made.datamodule, governor_of(made.trainer)
 
 
 def open_data(config: Path) -> HostPoolData:
@@ -101,7 +97,7 @@ def tune(pool: HostPool, rules: Sequence[Rule], rng_seed: int) -> tuple[Rule, fl
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Tune each controller and write the best settings as a config for `evaluate`."""
+    """Tune each controller and write the best settings as a config for `test`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="a YAML file")
@@ -123,7 +119,9 @@ def main(args: Sequence[str] | None = None) -> None:
         comments.append(f"# {name}: {objective:.3f} on validation images, the best of {len(rules)} settings.")
         print(comments[-1].removeprefix("# "), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("\n".join(comments) + "\n" + yaml.safe_dump({"evaluation": best}, default_flow_style=None))
+    options.out.write_text(
+        "\n".join(comments) + "\n" + yaml.safe_dump({"model": {"evaluation": best}}, default_flow_style=None)
+    )
 
 
 if __name__ == "__main__":

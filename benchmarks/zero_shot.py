@@ -1,10 +1,10 @@
 """Evaluate policies over sets on hosts that their training has left out, beside rules and schedules.
 
     python -m benchmarks.zero_shot baselines
-    python -m benchmarks.zero_shot result --policies runs/general/version_0/checkpoints/latest.ckpt …
-    python -m benchmarks.zero_shot result --name "one kind" --policies runs/digits/version_0/checkpoints/latest.ckpt …
+    python -m benchmarks.zero_shot result --policies runs/general/version_0/checkpoints/last.ckpt …
+    python -m benchmarks.zero_shot result --name "one kind" --policies runs/digits/version_0/checkpoints/last.ckpt …
     python -m benchmarks.zero_shot table
-    python -m benchmarks.zero_shot publish runs/general/version_0/checkpoints/latest.ckpt
+    python -m benchmarks.zero_shot publish runs/general/version_0/checkpoints/last.ckpt
 
 baselines: on the training hosts of the config, play every rule, and search the best fixed schedule of each task. The
     results lie in a folder of `benchmarks/settings`.

@@ -137,10 +137,10 @@ def train(run: Run, *, rollouts: int, folder: Path) -> list[Row]:
     command = [sys.executable, "-m", "esper_lightning", "fit", "--config", str(CONFIG), *ABLATIONS[run.name]]
     command += ["--seed_everything", str(run.rng_seed), "--trainer.max_epochs", str(rollouts)]
     command += ["--trainer.default_root_dir", str(root), "--trainer.enable_progress_bar", "false"]
-    done = subprocess.run([*command, "--evaluation.hosts", "0"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--model.evaluation.hosts", "0"], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{run.name}, seed {run.rng_seed}: exit {done.returncode}: {done.stderr[-2000:]}")
-    *_, checkpoint = sorted(root.glob("version_*/checkpoints/latest.ckpt"), key=lambda path: path.stat().st_mtime)
+    *_, checkpoint = sorted(root.glob("version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     data, policy = open_data(CONFIG), load_set_policy(checkpoint)
     pools = {task: partial(data.make_pool, HOSTS, task=task, sight=policy.sight) for task in data.pools} | {
         title: partial(

@@ -217,10 +217,11 @@ COMMANDS: dict[str, Callable[..., object]] = {
 def run(args: list[str]) -> None:
     """Run the command line with the arguments behind the program's name."""
     if args and args[0] in COMMANDS:
-        function = COMMANDS[args[0]]
-        parser = Parser(prog=f"{PROGRAM} {args[0]}")
-        parser.add_function_arguments(function, as_positional=function in (export_grown, init), fail_untyped=False)
-        function(**vars(parser.instantiate(parser.parse_args(args[1:]))))
+        command = COMMANDS[args[0]]
+        parser = Parser(prog=f"{PROGRAM} {args[0]}", description=(command.__doc__ or "").partition("\n")[0])
+        # Not by `auto_cli`, which drops an argument that is called config.
+        parser.add_function_arguments(command, as_group=False, as_positional=True)
+        command(**parser.parse_args(args[1:]).as_dict())
         return
     # One form for both: a config may be named by its name in the package.
     args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from rich.table import Table
 
 from esper_lightning.console import print_status, wide_console
@@ -60,30 +59,28 @@ class SweepResult(NamedTuple):
 
 
 def sweep(
-    config: str | list[str],
-    seeds: int = 3,
-    set: str | list[str] | None = None,
-    *,
-    jobs: int = 1,
-    out: str = "runs/sweep",
+    config: str, *, seeds: int = 3, set: dict[str, list[Any]] | None = None, jobs: int = 1, out: str = "runs/sweep"
 ) -> None:
     """Train with several RNG seeds and settings, and print and save one table of the results.
 
     Args:
-        config: Config of every run, or several, which are read in order (`--config+=`).
+        config: Config of every run: a path, or the name of one of the package. Several, with commas between them, are
+            read in order.
         seeds: Number of RNG seeds: 0, 1 and so on.
-        set: Setting to vary with its values: SETTING=VALUE,VALUE. Several (`--set+=`) are combined with each other.
-            Commas within brackets separate nothing.
+        set: Settings to vary, each with the list of its values, as in '{model.ppo.lr: [0.001, 0.003]}'. All values are
+            combined with each other.
         jobs: Runs side by side, each on a core.
         out: Folder of the sweep, which must be empty.
     """
     check_jobs(jobs)
-    configs, settings = ([one] if isinstance(one, str) else one or [] for one in (config, set))
-    folder, varied = Path(out), dict(map(varied_setting, settings))
+    folder = Path(out)
+    varied = {
+        name: [v if isinstance(v, str) else json.dumps(v) for v in values] for name, values in (set or {}).items()
+    }
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder {out!r} is not empty; name another one by --out")
     folder.mkdir(parents=True, exist_ok=True)
-    runs = plan(configs, varied, range(seeds), folder)
+    runs = plan(config.split(","), varied, range(seeds), folder)
     print_status(f"{len(runs)} runs, {min(jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     results: list[SweepResult] = []
     for result in Processes(jobs).map(train_once, runs):
@@ -202,15 +199,3 @@ def printed_table(rows: Sequence[Mapping[str, str]], varied: Sequence[str]) -> T
             cells.append(text)
         table.add_row(*cells)
     return table
-
-
-def varied_setting(text: str) -> tuple[str, list[str]]:
-    """Return the name and the values of an argument of --set. Raises ValueError if it is none."""
-    name, _, values = text.partition("=")
-    if not (name and values):
-        raise ValueError(f"--set {text!r}: give a setting and its values, as in --set data.env.horizon=8,12")
-    try:
-        listed = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError as error:
-        raise ValueError(f"--set {text!r}: its values are no YAML; give them with commas between them") from error
-    return name.removeprefix("--"), [value if isinstance(value, str) else json.dumps(value) for value in listed]

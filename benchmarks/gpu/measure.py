@@ -148,11 +148,11 @@ def resume(accelerator: str, folder: str) -> None:
     command = [sys.executable, "-m", "esper_lightning", "fit", *flags, "--trainer.default_root_dir"]
     subprocess.run([*command, str(root / "whole")], check=True)
     with subprocess.Popen([*command, str(root / "killed")]) as run:
-        while run.poll() is None and not list((root / "killed").rglob("latest.ckpt")):
+        while run.poll() is None and not list((root / "killed").rglob("last.ckpt")):
             time.sleep(0.02)
         run.send_signal(signal.SIGKILL)
     print_result("the run was killed", run.returncode == -signal.SIGKILL)
-    (checkpoint,) = (root / "killed").rglob("latest.ckpt")
+    (checkpoint,) = (root / "killed").rglob("last.ckpt")
     subprocess.run([*command, str(root / "killed"), "--ckpt_path", str(checkpoint)], check=True)
     ends = [comparison(sorted((root / name).rglob("evaluation.csv"))[-1]) for name in ("whole", "killed")]
     print_result("the resumed run ends with the same comparison", ends[0] == ends[1])

@@ -29,16 +29,16 @@ TRAININGS = {
     "digits": Training(
         "configs/digits.yaml",
         (
-            *("--evaluation.climbing.blueprints", "[conv_light, depthwise]"),
-            *("--evaluation.climbing.last_slot_first", "true", "--evaluation.climbing.patience", "5"),
+            *("--model.evaluation.climbing.blueprints", "[conv_light, depthwise]"),
+            *("--model.evaluation.climbing.last_slot_first", "true", "--model.evaluation.climbing.patience", "5"),
         ),
     ),
     "family": Training(
         "configs/digits_family.yaml",
         (
-            *("--trainer.max_epochs", "60", "--evaluation.climbing.blueprints", "[depthwise]"),
-            *("--evaluation.climbing.order", "listed", "--evaluation.climbing.last_slot_first", "false"),
-            *("--evaluation.climbing.at_once", "1", "--evaluation.climbing.patience", "1"),
+            *("--trainer.max_epochs", "60", "--model.evaluation.climbing.blueprints", "[depthwise]"),
+            *("--model.evaluation.climbing.order", "listed", "--model.evaluation.climbing.last_slot_first", "false"),
+            *("--model.evaluation.climbing.at_once", "1", "--model.evaluation.climbing.patience", "1"),
         ),
     ),
     "failing": Training("configs/digits_failing.yaml", ("--trainer.max_epochs", "60")),
@@ -120,11 +120,11 @@ def train(run: Run, schedules: Path) -> Row:
         command += ["--data.env.lifecycle.isolation", run.isolation]
         command += ["--data.env.lifecycle.training_ticks", str(run.training_ticks)]
         command += ["--seed_everything", str(run.rng_seed), "--trainer.default_root_dir", folder]
-        command += ["--trainer.enable_progress_bar", "false", "--evaluation.hosts", str(HOSTS)]
-        command += ["--evaluation.controls", "false"]
-        command += ["--evaluation.against", "['small static', climbing, 'best fixed', yoked]"]
-        command += ["--evaluation.search.steps", str(SEARCH_STEPS)]
-        command += ["--evaluation.search.found", str(found)] if searched else []
+        command += ["--model.evaluation.hosts", str(HOSTS)]
+        command += ["--model.evaluation.controls", "false"]
+        command += ["--model.evaluation.against", "['small static', climbing, 'best fixed', yoked]"]
+        command += ["--model.evaluation.search.steps", str(SEARCH_STEPS)]
+        command += ["--model.evaluation.search.found", str(found)] if searched else []
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-2000:]}")
