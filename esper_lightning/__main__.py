@@ -10,7 +10,8 @@ from esper_lightning.console import printable, quiet_lightning
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
-    An error of the settings is one line on stderr and exit code 2. An error in code of the user is a traceback.
+    An error of the settings is one line on stderr and exit code 2, also one that Lightning tells. An error in code of the
+    user is a traceback.
 
     Args:
         args: Arguments of the command line. None: those of the process.
@@ -20,13 +21,16 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append(str(Path.cwd()))
     quiet_lightning()
     from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
     from esper_lightning.errors import DivergedError
 
     try:
         run(sys.argv[1:] if args is None else args)
-    except (ValueError, DivergedError) as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if not Path(raised_in).resolve().is_relative_to(Path(__file__).resolve().parent):
+    except (ValueError, DivergedError, MisconfigurationException) as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        is_ours = raised_in.is_relative_to(Path(__file__).resolve().parent)
+        if not is_ours and not isinstance(error, MisconfigurationException):
             raise
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         raise SystemExit(3 if isinstance(error, DivergedError) else 2) from None

@@ -35,7 +35,10 @@ are too short to split: on a busy machine waiting threads made such a run ten ti
 
 
 class Parser(LightningArgumentParser):
-    """Argument parser whose error is one line, without the usage of 200 options."""
+    """Argument parser whose error is one line, without the usage of 200 options; a part of a name is unknown."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
@@ -59,6 +62,11 @@ class EsperCLI(LightningCLI):
 
     `fit` ends with `test`, unless `model.evaluation.hosts` is 0. Each default is a setting that a config may replace.
     """
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands that a policy has: `predict` is for models of single samples."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--threads_per_operator", type=PositiveInt, default=1, help=THREADS_HELP)
