@@ -36,7 +36,7 @@ def test_the_pages_settings_make_a_run(tmp_path: Path) -> None:
 
     built = cli(
         *("--config", str(CONFIGS / "smoke.yaml"), "--config", str(config), "--data.n_envs=2", "--data.env.horizon=2"),
-        *("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_epochs=1", "--evaluation.hosts=0"),
+        *("--trainer.default_root_dir", str(tmp_path / "runs"), "--trainer.max_epochs=1", "--model.evaluation.hosts=0"),
         *("--trainer.enable_progress_bar=false", "--data.env.training.batches=1"),
     )
 

@@ -23,7 +23,7 @@ HOSTS = [yaml.safe_load(text) for tag, text in FENCED if tag == 'yaml title="hos
 
 SHORT = (
     *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=2", "--data.env.training.batches=1"),
-    *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
+    *("--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
 )
 
 
@@ -65,12 +65,12 @@ def test_the_page_s_config_grows_a_resnet_on_a_folder_of_images(place: Path) -> 
     assert pool.space.slot == ["layer1", "layer2"]
     assert pool.space.blueprint == ["norm", "attention", "depthwise", "conv_light"]
     assert pool.data.train.samples == 48 and pool.data.test.samples == 16
-    assert only_run(place / "runs" / "leaves").latest.is_file()
+    assert only_run(place / "runs" / "leaves").last.is_file()
 
 
 LONG = (
     *("--trainer.max_epochs=1", "--data.n_envs=2", "--data.env.horizon=10", "--data.env.training.batch_size=16"),
-    *("--evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
+    *("--model.evaluation.hosts=0", "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"),
     *("--data.env.executor=loop", "--data.env.actions.blueprints=[norm]", "--trainer.default_root_dir=runs"),
     "--data.env.training.batches=8",  # enough for the running statistics of BatchNorm
 )
