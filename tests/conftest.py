@@ -79,7 +79,7 @@ def one_thread_per_operator() -> None:
 def one_parser_per_process() -> Iterator[None]:
     """Share one parser between all starts of the command line in this process; it looks up each key once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("esper_lightning.cli.main.EsperCLI", SharedParserCLI)
+        patch.setattr("esper_lightning.cli.EsperCLI", SharedParserCLI)
         find = remembered(_subcommands.find_action_and_subcommand)
         for module in (_subcommands, _core):
             patch.setattr(module, "find_action_and_subcommand", find)

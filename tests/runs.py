@@ -18,15 +18,14 @@ from lightning import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from esper_lightning import plugins
 from esper_lightning.__main__ import main
 from esper_lightning.blueprints import registry
-from esper_lightning.cli.main import EsperCLI
+from esper_lightning.callbacks.preemption import STOP_SIGNALS
+from esper_lightning.cli import EsperCLI
 from esper_lightning.controllers import CONTROLLERS
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.hosts import CNN
 from esper_lightning.module import TamiyoModule
-from esper_lightning.process import STOP_SIGNALS
 from esper_lightning.rewards import REWARDS
 
 # The machine is shared, and with one thread every process adds up in the same order.
@@ -40,9 +39,8 @@ HARD_LIMIT = 240.0
 EPOCHS, HORIZON = 3, 5
 TINY = (
     *("--config", str(CONFIGS / "smoke.yaml"), "--trainer.max_epochs", str(EPOCHS), "--data.env.horizon", str(HORIZON)),
-    *("--data.env.training.batches", "2", "--evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
+    *("--data.env.training.batches", "2", "--model.evaluation.hosts", "0", "--trainer.enable_progress_bar", "false"),
     *("--data.env.executor", "loop"),  # no comparison of executors before a run: 1/3 of its time
-    *("--telemetry.figures_every", "0"),
 )
 """2 hosts, 3 rollouts of 5 ticks, two minibatches per tick: one second once torch is imported."""
 
@@ -67,7 +65,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
-        self.latest = self.checkpoints / "latest.ckpt"
+        self.last = self.checkpoints / "last.ckpt"
 
     def scalars(self) -> dict[str, list[tuple[int, float]]]:
         """Return TensorBoard's points (step, value) by tag, without tags whose points are all NaN."""
@@ -82,6 +80,14 @@ def points_after(tick: int, points: Mapping[str, list[tuple[int, float]]]) -> di
     return {tag: of_tag for tag, of_tag in later.items() if of_tag}
 
 
+def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Return what a run wrote to TensorBoard, but for speed, memory and the metric of hyperparameters.
+
+    At every start TensorBoardLogger writes the last one with the value -1.
+    """
+    return {tag: points for tag, points in run.scalars().items() if not tag.startswith(("time/", "memory/", "hp_m"))}
+
+
 def only_run(root: Path) -> Run:
     """Return the only run folder below `root`."""
     (folder,) = root.iterdir()
@@ -91,14 +97,15 @@ def only_run(root: Path) -> Run:
 class SharedParserCLI(EsperCLI):
     """Command line with a parser that is built once per process, since building it takes most of a short start."""
 
-    built: ClassVar[dict[str, Any]] = {}
+    built: ClassVar[dict[str, dict[str, Any]]] = {}  # by what is asked for: with subcommands or without
 
     def setup_parser(self, *args: Any) -> None:
-        if not self.built:
+        asked = repr(args[:2])
+        if asked not in self.built:
             super().setup_parser(*args)
             parts = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
-            self.built.update({name: getattr(self, name) for name in parts})
-        vars(self).update(self.built)
+            self.built[asked] = {name: getattr(self, name) for name in parts if hasattr(self, name)}
+        vars(self).update(self.built[asked])
 
 
 def remembered(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +135,7 @@ def cli(*args: str) -> EsperCLI:
             super().before_fit()
 
     # Lightning warns of arguments of the process that differ from those it was given.
-    with patch("esper_lightning.cli.main.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
+    with patch("esper_lightning.cli.EsperCLI", Kept), patch.object(sys, "argv", sys.argv[:1]):
         main(["fit", *args])
     return built[0]
 
@@ -141,7 +148,7 @@ def fit(root: Path, *args: str) -> EsperCLI:
 @contextmanager
 def forgotten_parts() -> Iterator[None]:
     """Forget at the end of the context what has been registered and imported in it."""
-    tables = [registry._BLUEPRINTS, plugins._imported]
+    tables: list[Any] = [registry._BLUEPRINTS]
     for parts in (REWARDS, CONTROLLERS, EXECUTORS):
         tables += [parts, parts.registered, parts._found]
     with ExitStack() as stack:
@@ -165,11 +172,11 @@ def guarded_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def process(*args: str) -> subprocess.CompletedProcess[str]:
+def process(*args: str, command: str = "fit") -> subprocess.CompletedProcess[str]:
     """Start `python -m esper_lightning fit` in a subprocess, which has ended when this returns or raises."""
-    command = [sys.executable, "-m", "esper_lightning", "fit", *args]
+    program = [sys.executable, "-m", "esper_lightning", command, *args]
     with subprocess.Popen(
-        command,
+        program,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -185,13 +192,13 @@ def process(*args: str) -> subprocess.CompletedProcess[str]:
     # Readers of TensorBoard go through a folder's files by the second in their names, then by process: a run that goes
     # on in this process, within the same second, could come first. Two programs are never started that fast.
     time.sleep(1.0 - time.time() % 1.0)
-    return subprocess.CompletedProcess(command, started.returncode, out, err)
+    return subprocess.CompletedProcess(program, started.returncode, out, err)
 
 
-def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str, str]:
-    """Return the flags that add `callback` to a run."""
+def with_callback(callback: type[Callback], **init_args: Any) -> tuple[str]:
+    """Return the flag that adds `callback` to a run."""
     path = f"{callback.__module__}.{callback.__qualname__}"
-    return "--trainer.callbacks", json.dumps([{"class_path": path, "init_args": init_args}])
+    return (f"--trainer.callbacks+={json.dumps({'class_path': path, 'init_args': init_args})}",)
 
 
 class SaveEveryTick(Callback):
