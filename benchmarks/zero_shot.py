@@ -38,6 +38,7 @@ from benchmarks.tables import number, shown
 from benchmarks.tune import read_data
 from esper_lightning import load_controller
 from esper_lightning.checkpointing.policy_file import NAMED_POLICIES, POLICIES, read_policy, write_policy
+from esper_lightning.checkpointing.validate import MODULE_KEY
 from esper_lightning.controllers.fixed_schedule import FixedSchedule
 from esper_lightning.controllers.heuristic import Heuristic
 from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
@@ -51,7 +52,6 @@ from esper_lightning.envs.config import HostFactory
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
-from esper_lightning.evaluation.checkpoints import training_seed
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.evaluation.search.search import SearchConfig, search
 from esper_lightning.evaluation.search.successive_halving import final_objectives
@@ -299,7 +299,7 @@ def measure(
     data, governor = read_data(config)
     rule = best_rule(folder)
     done = {(row.setting, row.controller, row.training_seed) for row in read_rows(csv, Row)}
-    seeds = {path: str(training_seed(read_policy(path))) for path in policies}
+    seeds = {path: str(read_policy(path)[MODULE_KEY].get("seed")) for path in policies}
     if len(set(seeds.values())) < len(seeds):
         raise ValueError(f"two of the policies are of one RNG seed of training: {', '.join(seeds.values())}")
     with appended_rows(csv, Row) as append:

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,6 @@ import pytest
 
 from esper_lightning.__main__ import main
 from esper_lightning.growth import Stage
-from esper_lightning.plugins import import_modules
 from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
 from tests.rewards.ticks import EMPTY, host_step, slot_step
 from tests.runs import ROOT, Run, cli, forgotten_parts, only_run
@@ -20,7 +20,8 @@ from tests.runs import ROOT, Run, cli, forgotten_parts, only_run
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 FENCED = re.findall(r'^```(?:python|yaml) title="([\w.]+)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 FILES = {name: "\n\n".join(text for named, text in FENCED if named == name) for name, _ in FENCED}
-COMMANDS = [shlex.split(line) for line in re.findall(r"^esper-lightning (.*)$", PAGE, re.MULTILINE)]
+LINES = PAGE.replace("\\\n", " ")  # a command may take two
+COMMANDS = [shlex.split(line) for line in re.findall(r"^esper-lightning (.*)$", LINES, re.MULTILINE)]
 COMMAND, COMPARE, GROW, COMPARE_POLICY, TRAIN_THRIFTY = COMMANDS
 
 
@@ -56,7 +57,7 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
             "--model.evaluation.hosts=2",
             "--model.evaluation.controls=false",
         ),
-        *("--trainer.enable_progress_bar=false", "--data.env.executor=counting"),
+        *("--trainer.enable_progress_bar=false", "--data.env.executor=parts.Counting"),
     )
 
     pool, run = built.datamodule.pool, only_run(folder / "runs")
@@ -64,7 +65,7 @@ def test_all_parts_train_together_from_the_config(folder: Path) -> None:
     assert pool.data.classes == 2 and pool.executor.epochs == 2 * 4
     assert len(run.scalars()["mine/occupied"]) == 1
     assert {"reward/gain", "reward/size"} <= set(run.scalars())
-    assert "grow once" in (run.folder / "evaluation" / "evaluation.csv").read_text()
+    assert "parts.GrowOnce" in (run.folder / "evaluation" / "evaluation.csv").read_text()
 
 
 @pytest.mark.slow
@@ -72,17 +73,17 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
     root = folder / "runs" / "smoke"
     shorter = {
         "fit": ["--trainer.max_epochs=1", "--model.evaluation.hosts=0"],
-        "evaluate": ["--model.evaluation.hosts=2"],
+        "test": ["--model.evaluation.hosts=2"],
     }
     for command in (TRAIN_THRIFTY, COMPARE, GROW, COMPARE_POLICY):
         with patch.object(sys, "argv", sys.argv[:1]):
             main([*command, *shorter.get(command[0], [])])
 
-    (run,) = root.glob("version_*")
+    run, of_rules = root / "version_0", root / "version_1"
     points = Run(run).scalars()
     (gain,), (size,), (total,) = (points[f"rollout/{tag}"] for tag in ("reward.gain", "reward.size", "return"))
     assert gain[1] + size[1] + points["rollout/reward.rollback"][0][1] == pytest.approx(total[1], abs=1e-5)
-    for compared, first in ((root / "evaluation", "grow once"), (run / "evaluation", "tamiyo")):
+    for compared, first in ((of_rules / "evaluation", "parts.GrowOnce"), (run / "evaluation", "tamiyo")):
         with (compared / "evaluation.csv").open() as file:
             assert next(csv.DictReader(file))["controller"] == first
         assert (compared / "timeline.png").is_file()
@@ -90,7 +91,7 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
 
 
 def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
-    import_modules(["parts"])
+    import_module("parts")
     long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9, False) for ticks in (3, 2))
     step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
 
