@@ -13,10 +13,11 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from esper_lightning.callbacks import Evaluation, Governor, RolloutState, Telemetry
+from esper_lightning.callbacks import Governor, RolloutState, Telemetry
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, Overseer
 from esper_lightning.envs.spaces.actions import to_action
+from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.module import TamiyoModule
 from esper_lightning.ppo.collector import RolloutCollector
@@ -26,7 +27,6 @@ from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from esper_lightning.telemetry.metrics import tick_metrics
 from esper_lightning.telemetry.observer import Observer
-from esper_lightning.trainer import EsperTrainer
 from tests.conftest import SMALL, small_host
 from tests.decisions import WAIT, germinate
 from tests.envs.execution.fused import hosts
@@ -131,12 +131,19 @@ def imitated_strategy() -> SingleDeviceStrategy:
     return SingleDeviceStrategy(device=GPU, accelerator=ImitatedAccelerator())
 
 
-def fit(root: Path, executor: str, *callbacks: Callback, logger: Logger | bool = False, **training: Any) -> None:
-    """Train two rollouts on the imitated GPU."""
+def fit(
+    root: Path,
+    executor: str,
+    *callbacks: Callback,
+    logger: Logger | bool = False,
+    compares: bool = False,
+    **training: Any,
+) -> None:
+    """Train two rollouts on the imitated GPU, and compare the policy if it is asked for."""
     task = Digits(validation=100, test=100)
     env = replace(SMALL, executor=executor, horizon=3, training=replace(SMALL.training, **training))
     with ImitatedGpu() as gpu:
-        trainer = EsperTrainer(
+        trainer = Trainer(
             strategy=imitated_strategy(),
             max_epochs=2,
             default_root_dir=root,
@@ -145,17 +152,18 @@ def fit(root: Path, executor: str, *callbacks: Callback, logger: Logger | bool =
             enable_progress_bar=False,
             enable_checkpointing=False,
         )
-        trainer.fit(
-            TamiyoModule(PolicyConfig(width=16), PPOConfig(minibatches=1)),
-            datamodule=HostPoolData(task, small_host, env, n_envs=2),
-        )
+        module = TamiyoModule(PolicyConfig(width=16), PPOConfig(minibatches=1), evaluation=EvaluationConfig(hosts=2))
+        data = HostPoolData(task, small_host, env, n_envs=2, val_hosts=2)
+        trainer.fit(module, datamodule=data)
+        if compares:
+            trainer.test(module, datamodule=data)
         assert gpu.faults == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "streams", "fused"])
 def test_a_whole_fit_ends_with_its_comparison(executor: str, tmp_path: Path) -> None:
-    fit(tmp_path, executor, Evaluation(hosts=2), precision="auto")
+    fit(tmp_path, executor, precision="auto", compares=True)
     assert (tmp_path / "evaluation" / "evaluation.csv").exists()
 
 
