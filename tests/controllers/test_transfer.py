@@ -80,31 +80,12 @@ def test_elsewhere_only_what_is_possible_is_done(
 ) -> None:
     controller = random_controller(known, make_policy, seed)
 
-    taken = episode(
-        abroad, TransferController(controller, home_of(known, norm="depthwise"))
-    )  # the pool refuses masked actions
+    taken = episode(abroad, TransferController(controller, home_of(known)))  # the pool refuses masked actions
 
     op, slot, blueprint = taken[:, 0], taken[:, 1], taken[:, 2]
     assert (op == Op.GERMINATE).any()
     assert set(slot[op == Op.GERMINATE].tolist()) <= {0, 1}
     assert set(blueprint[op == Op.GERMINATE].tolist()) <= {0, 1}
-
-
-def test_a_substituted_blueprint_is_observed_as_the_one_it_replaces(known: HostPool, abroad: HostPool) -> None:
-    guise = SpaceAdapter(home_of(known, conv_light="depthwise"), abroad)
-    light, small, norm = (known.space.blueprint.index(name) for name in ("conv_light", "conv_small", "norm"))
-
-    action = guise.translate(act(germinate(1, light), germinate(0, small), germinate(0, norm)))
-    abroad.step(action)
-
-    seeds = [[slot.blueprint for slot in env.slots] for env in abroad.envs]
-    assert seeds == [[None, "depthwise"], ["conv_small", None], [None, None]], "norm does not grow here"
-    assert guise.observation.blueprints.tolist() == [[0, 1 + light, 0], [1 + small, 0, 0], [0, 0, 0]]
-    assert guise.masks.blueprint[0].tolist() == [
-        [name != "norm" for name in known.space.blueprint],
-        [name != "norm" for name in known.space.blueprint],
-        [False] * 3,
-    ]
 
 
 def assert_same_shares(seen: torch.Tensor, known: HostPool) -> None:
