@@ -1,6 +1,7 @@
 """docs/guides/extending.md: its files work together, on the command line and in Python."""
 
 import csv
+import importlib
 import re
 import shlex
 import sys
@@ -12,7 +13,6 @@ import pytest
 
 from esper_lightning.__main__ import main
 from esper_lightning.growth import Stage
-from esper_lightning.plugins import import_modules
 from esper_lightning.rewards import RewardConfig, SlotStatus, compute_terms
 from tests.rewards.ticks import EMPTY, host_step, slot_step
 from tests.runs import ROOT, Run, cli, forgotten_parts, only_run
@@ -90,7 +90,7 @@ def test_the_reward_trains_alone_and_the_controller_is_compared_and_grows_a_netw
 
 
 def test_the_second_reward_charges_for_seeds_that_wait(folder: Path) -> None:
-    import_modules(["parts"])
+    importlib.import_module("parts")
     long, short = (SlotStatus(Stage.PROBATIONARY, ticks, 9, False) for ticks in (3, 2))
     step = host_step(slot_step(long), slot_step(short), slot_step(EMPTY), objective=0.75)
 
