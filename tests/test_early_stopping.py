@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStopping
 from tests.runs import HORIZON, fit, load, only_run, with_callback
 from tests.tiers import rest_is_slow
 
-PLATEAU = {"monitor": "rollout/objective", "mode": "max", "patience": 2, "verbose": False}
+PLATEAU = {"monitor": "val/objective", "mode": "max", "patience": 2, "verbose": False}
 """Return a callback that ends a run after two rollouts without a better objective."""
 
 

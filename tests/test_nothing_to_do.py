@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from esper_lightning import train
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import EnvConfig
 from esper_lightning.ppo.losses import PPOConfig
@@ -19,7 +20,9 @@ def test_nothing_to_do_is_refused_at_the_start(tmp_path: Path, capsys: pytest.Ca
         HostPoolData(Digits(), tiny_host, n_envs=0)
     with pytest.raises(ValueError, match=r"ppo\.epochs must be at least 1"):
         PPOConfig(epochs=0)
+    with pytest.raises(ValueError, match="rollouts must be at least 1"):
+        train(HostPoolData(Digits(), tiny_host, n_envs=4), rollouts=0, folder=tmp_path)
     with pytest.raises(SystemExit):
-        fit(tmp_path, "--trainer.max_epochs", "0")
-    assert "trainer.max_epochs must be at least 1" in capsys.readouterr().err
+        fit(tmp_path / "runs", "--data.env.horizon=0")
+    assert "horizon must be at least 1" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -106,7 +106,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--model.evaluation.against", "[climbin]"), "unknown controller 'climbin'; did you mean 'climbing'"),
         (
             ("--model.evaluation.against", "[best fixed]"),
-            "'best fixed' must be searched first; set evaluation.search.steps",
+            "'best fixed' must be searched first; set its search.steps",
         ),
         (
             ("--model.evaluation.search.steps", "479"),
@@ -115,7 +115,7 @@ def test_what_can_be_done_blindly_is_compared_step_by_step(tmp_path: Path, monke
         (("--model.evaluation.search.found", "nowhere"), "schedule nowhere/best_schedule.json cannot be read"),
         (
             ("--model.evaluation.against", "[best per price]", "--model.evaluation.search.steps", "960"),
-            "'best per price' must be searched first; set evaluation.search.per_price",
+            "'best per price' must be searched first; set its search.per_price",
         ),
         (("--data.env.family.held_out", "[]", "--model.evaluation.held_out", "true"), "no held-out contexts"),
     ],

@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
     def run(epochs: int, checkpoint: str | None = None) -> TamiyoModule:
         data = VectorData(CueMemory, {"n_envs": 4, "horizon": 20, "delay": 3})
         module = TamiyoModule(PolicyConfig(width=8, asymmetric=True), PPO)
-        saving = ModelCheckpoint(tmp_path, "latest", save_on_train_epoch_end=True, enable_version_counter=False)
+        saving = ModelCheckpoint(tmp_path, "last", save_on_train_epoch_end=True, enable_version_counter=False)
         trainer(epochs, saving, root=tmp_path).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         return module
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_lightning.callbacks import Evaluation
 from esper_lightning.envs import HostPool
+from esper_lightning.evaluation.comparison import Comparison, EvaluationConfig
 from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
 from esper_lightning.evaluation.report import credit_table, write_credits
 from esper_lightning.evaluation.statistics import Interval
@@ -117,4 +117,4 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, int], messa
 
 def test_no_more_hosts_can_be_looked_at_than_are_evaluated() -> None:
     with pytest.raises(ValueError, match=r"evaluation\.credit\.hosts is 5, more than the 4"):
-        Evaluation(hosts=4, credit=CreditConfig(hosts=5))
+        Comparison(EvaluationConfig(hosts=4, credit=CreditConfig(hosts=5)))
