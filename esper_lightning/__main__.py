@@ -10,8 +10,8 @@ from esper_lightning.console import printable, quiet_lightning
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
-    An error of the settings is one line on stderr and exit code 2, also one that Lightning tells. An error in code of the
-    user is a traceback.
+    An error of the settings, also one that Lightning tells, is one line on stderr and exit code 2. An error in code of
+    the user is a traceback.
 
     Args:
         args: Arguments of the command line. None: those of the process.
@@ -20,9 +20,8 @@ def main(args: list[str] | None = None) -> None:
         # So that a config can name the user's own modules; last, so that it hides no package.
         sys.path.append(str(Path.cwd()))
     quiet_lightning()
-    from esper_lightning.cli import run  # imported late: importing torch and Lightning takes seconds
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from esper_lightning.commands import run  # imported late: importing torch and Lightning takes seconds
     from esper_lightning.errors import DivergedError
 
     try:
