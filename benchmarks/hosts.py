@@ -144,12 +144,10 @@ def make_pool(
     choice: ExecutorChoice,
     seeds: SeedPlacement,
     precision: str = "fp32",
-    *,
-    cuda_graphs: bool = False,
 ) -> HostPool:
     """Return a pool of hosts with seeds for one executor. Raises ValueError if the executor does not support them."""
     settings = training_settings(case._replace(onednn=choice.onednn), precision)
-    settings = replace(settings, cuda_graphs=cuda_graphs, convolutions=choice.convolutions)
+    settings = replace(settings, convolutions=choice.convolutions)
     lifecycle = LifecycleConfig(auto_cull=False)
     config = EnvConfig(horizon=10**6, executor=choice.executor, training=settings, lifecycle=lifecycle)
     device, overseer = data.train.inputs.device, Overseer(GovernorConfig())

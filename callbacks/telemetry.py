@@ -334,7 +334,6 @@ class Telemetry(Callback):
             loop.pool, seconds=self._rollout_seconds, trained=self._host_epochs, validated=self._host_validations
         )
         self._host_epochs = self._host_validations = 0
-        found |= {f"time/{name}": count for name, count in loop.pool.clock.take_counts().items()}
         memory = loop.pool.clock.take_memory()
         self._peak_memory = max(self._peak_memory, *memory.values())
         found |= {f"memory/phase.{phase}": held for phase, held in memory.items()}

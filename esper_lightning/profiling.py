@@ -144,7 +144,6 @@ class PhaseClock:
     Attributes:
         memory_probe: Measures memory; on a GPU it resets the peak counter with each phase. None: memory is not
             measured.
-        counts: Counts of executors since the last `take_counts`, by name.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -152,7 +151,6 @@ class PhaseClock:
         self.memory_probe: MemoryProbe | None = None
         self.peak_memory: dict[str, float] = {}  # peak MiB by phase since the last `take_memory`
         self.seconds: Counter[str] = Counter(dict.fromkeys(PHASES, 0.0))
-        self.counts: Counter[str] = Counter()
         self._pending: list[_PhaseInterval] = []
 
     @contextmanager
@@ -201,11 +199,6 @@ class PhaseClock:
         taken: dict[str, float] = {**self.seconds}
         self.seconds = Counter[str](dict.fromkeys(PHASES, 0.0))
         return taken
-
-    def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call, by name."""
-        taken, self.counts = dict(self.counts), Counter()
-        return {name: float(count) for name, count in taken.items()}
 
     def take_memory(self) -> dict[str, float]:
         """Return the peak memory in MiB since the last call, for each phase that has run."""

@@ -4,8 +4,7 @@ The imitation counts faults, which a real GPU would refuse (an operation between
 `numpy()` of a tensor on the GPU), and waits, in which the processor would wait for the GPU (a read, a boolean mask, an
 index from the CPU, a copy from memory that is not pinned, the synchronisation of an event). A function mode answers
 what Python asks of tensors (`device`, `to`, factories), and a dispatch mode sees every operation, those of backward
-passes included. Memory, kernels, and races are not imitated; `FakeCuda` has the order of streams, and `ImitatedGraph`
-the graphs.
+passes included. Memory, kernels, and races are not imitated; `FakeCuda` has the order of streams.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.envs.execution import fake_cuda
 from tests.envs.execution.fake_cuda import FakeCuda, tensors_in
-from tests.imitated_graphs import ImitatedGraph
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,8 +48,6 @@ CROSSING = frozenset(f"aten::{name}" for name in ("copy_", "_to_copy", "index", 
 """Operations that may have operands on two devices."""
 
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
-
-POOL_NUMBERS = count()
 
 RealGenerator, RealAutocast = torch.Generator, torch.autocast
 
@@ -133,8 +127,6 @@ class ImitatedGpu:
         self.quiet = 0
         self.backward_passes = 0
         self.last = GPU  # device of the latest operation on a GPU
-        self.capturing: ImitatedGraph | None = None
-        self.graph_pools: dict[tuple[int, int], WeakSet[ImitatedGraph]] = {}  # graphs of each memory pool
 
     def device_of(self, tensor: Tensor) -> torch.device:
         if (device := real_device(tensor)).type == "meta":
@@ -165,8 +157,6 @@ class ImitatedGpu:
         """Count a fault or a wait, with the innermost places of the program."""
         if self.quiet:
             return
-        if self.capturing is not None and found is self.waits:
-            self.capturing.refuse(what)
         places, frame = [], sys._getframe(1)
         while frame is not None and len(places) < 3:
             path = frame.f_code.co_filename
@@ -188,16 +178,6 @@ class ImitatedGpu:
         patch = self.patch
         self.cuda = FakeCuda(patch)
         patch.setattr(fake_cuda.Event, "synchronize", lambda event: self.note(self.waits, "event"))
-        record = fake_cuda.Event.record
-
-        def record_event(event: fake_cuda.Event, stream: fake_cuda.Stream) -> None:
-            if self.capturing is not None and event.enable_timing:
-                self.capturing.refuse("a timed event")
-            record(event, stream)
-
-        patch.setattr(fake_cuda.Event, "record", record_event)
-        patch.setattr(torch.cuda, "CUDAGraph", lambda: ImitatedGraph(self))
-        patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(POOL_NUMBERS)))
         patch.setattr(torch, "Generator", ImitatedGenerator)
         patch.setattr(torch, "autocast", ImitatedAutocast)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -310,8 +290,6 @@ class Operations(TorchDispatchMode):
         devices = gpu.device_of(target).type, gpu.device_of(source).type
         if set(devices) != {"cpu", "cuda"}:
             return
-        if gpu.capturing is not None:
-            gpu.capturing.refuse("a copy between processor and GPU")
         to_cpu = devices[0] == "cpu"
         pinned = gpu.is_pinned(target if to_cpu else source)
         if not pinned or (to_cpu and not non_blocking):
@@ -409,8 +387,6 @@ class Functions(TorchFunctionMode):
             return Tensor.to(tensor, device="meta" if goal.type == "meta" else CPU, dtype=dtype, copy=copy, **kwargs)
         if goal == here:
             return Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=copy, **kwargs)
-        if gpu.capturing is not None:
-            gpu.capturing.refuse("a copy between processor and GPU")
         if here.type == "cpu" and not gpu.is_pinned(tensor):
             gpu.note(gpu.waits, "to the GPU, not pinned")
         if goal.type == "cpu":

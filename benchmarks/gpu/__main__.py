@@ -73,20 +73,18 @@ def make_steps(out: Path, device: str) -> list[Step]:
         title = " ".join([name, *arguments])
         return Step(title, [python, "-m", "benchmarks.gpu.measure", name, *arguments], limit)
 
-    def fit(executor: str, *flags: str, config: str = "smoke", limit: int = 120, suffix: str = "") -> Step:
+    def fit(executor: str, *flags: str, config: str = "smoke", limit: int = 120) -> Step:
         settings = ["--data.env.executor", executor, "--trainer.accelerator", device, "--trainer.devices", "1", *flags]
-        folder = out / "runs" / f"{config}_{executor}{suffix}"
+        folder = out / "runs" / f"{config}_{executor}"
         command = [python, "-m", "esper_lightning", "fit", "--config", f"configs/{config}.yaml", *settings]
         command += ["--trainer.default_root_dir", str(folder), "--trainer.enable_progress_bar", "false"]
-        return Step(f"fit {config} {executor}{suffix}", command, limit, folder=folder)
+        return Step(f"fit {config} {executor}", command, limit, folder=folder)
 
     half = ("--data.env.training.precision", "fp16")
-    graphs = ("--data.env.training.cuda_graphs", "true")
     executors = ["loop", "streams", "fused", "auto"] if device == "gpu" else ["loop", "fused"]
     return [
         Step("tests", [python, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "--tb=short", "-q"], 480),
         *(fit(executor) for executor in executors),
-        *([fit("fused", *graphs, suffix="_graphs")] if device == "gpu" else []),
         fit("streams" if device == "gpu" else "loop", *half, config="synthetic", limit=180),
         *(measure("waits", executor, limit=90) for executor in executors if executor != "auto"),
         measure("launches", limit=120),

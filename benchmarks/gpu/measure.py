@@ -190,12 +190,9 @@ def speed(case: str, hosts: str, precisions: tuple[str, ...] = ("fp32", "bf16"))
         print_result(f"{precision}: raw loop", f"{images / plain * raw.flops() / 1e12:.4f}", "TFLOP/s")
         choices = {name: ExecutorChoice(name, True) for name in executors()}
         choices["fused with products"] = ExecutorChoice("fused", True, "products")
-        if DEVICE.type == "cuda":
-            choices["fused with graphs"] = ExecutorChoice("fused", True)
         for name, choice in choices.items():
             for seeds in ("none", "different"):
-                graphs = name == "fused with graphs"
-                pool = make_pool(CASES[case], data, n, choice, seeds, precision, cuda_graphs=graphs)
+                pool = make_pool(CASES[case], data, n, choice, seeds, precision)
                 step(pool)
                 rounds = [step(pool) for _ in range(ROUNDS)]
                 trained, ticked = min(one.train for one in rounds), min(one.tick for one in rounds)

@@ -130,10 +130,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
         )
     if config.training.precision == "tf32" and device.type != "cuda":
         raise ValueError(f"training.precision tf32 needs a GPU, hosts are on {device}; use fp32, bf16 or auto")
-    if config.training.cuda_graphs and (config.executor != "fused" or device.type != "cuda"):
-        raise ValueError(
-            f"training.cuda_graphs needs executor fused on a GPU, not {config.executor} on {device}; leave it off"
-        )
     if config.training.convolutions is not None and config.executor not in (*STACKING_EXECUTORS, "auto"):
         raise ValueError(
             f"training.convolutions is for executor fused, not {config.executor}; use env.executor fused, or leave it "

@@ -114,10 +114,6 @@ class HostTraining:
     hosts. None: the faster choice with executor auto, else grouped, except 1×1 kernels of at most 4 hosts or on a
     GPU, which are products."""
 
-    cuda_graphs: bool = False
-    """Capture the training step of executor fused as a CUDA graph and replay it for every further minibatch. Saves the
-    time to launch kernels one by one where hosts are small. Needs a GPU. Tested on an imitated GPU only."""
-
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
 

@@ -218,7 +218,7 @@ def save_best(hosts: Sequence[GrownHost], folder: Path) -> list[Path]:
 
 
 def export_grown(
-    source: str, to: Format = "pt2", *, out: str | None = None, network: str | None = None, inputs: str | None = None
+    source: str, to: Format, *, out: str | None = None, network: str | None = None, inputs: str | None = None
 ) -> None:
     """Write a grown network as a file that other programs run, and check it on real inputs.
 

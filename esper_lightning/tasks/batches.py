@@ -30,10 +30,6 @@ class Batches(NamedTuple):
         """Return the i-th minibatch."""
         return self._map(lambda part: part[i])
 
-    def minibatch_at(self, position: Tensor) -> "Batches":  # [batches, B] -> [B]
-        """Return the minibatch at a position that is known on the device only, [1] int64."""
-        return self._map(lambda part: part.index_select(0, position)[0])
-
     def split(self, number: int) -> "Batches":  # [batches, B] -> [batches · number, B / number]
         """Split each minibatch into `number` smaller ones, in order."""
         return self._map(lambda part: part.unflatten(1, (number, -1)).flatten(0, 1))

@@ -118,18 +118,6 @@ SCALARS: tuple[Tag, ...] = (
         "share of the rollout's time spent in the phase",
         "`train` and `validate` are most of it",
     ),
-    Tag(
-        "time/graph.captures",
-        "minimal",
-        "CUDA graphs of training steps captured in the rollout; with `training.cuda_graphs`",
-        "far below `time/graph.replays`",
-    ),
-    Tag(
-        "time/graph.replays",
-        "minimal",
-        "training steps of stacked hosts that were replays of a CUDA graph; with `training.cuda_graphs`",
-        "most minibatches of the rollout",
-    ),
     Tag("time/samples_per_second.<phase>", "minimal", "samples of all hosts, in `train` and in `validate`", "steady"),
     Tag(
         "test/<metric>",

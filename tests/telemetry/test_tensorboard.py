@@ -33,8 +33,8 @@ RICH = (
 """Settings of a run with data under every tag: skipped steps, and pairs of fossilized seeds."""
 
 NOT_HERE = {
-    *("memory/cuda", "time/graph.captures", "time/graph.replays"),
-    *("tasks/<task>/<objective, accuracy, parameters>", "test/<metric>", "growth/potential"),
+    *("memory/cuda", "tasks/<task>/<objective, accuracy, parameters>"),
+    *("test/<metric>", "growth/potential"),
 }
 """Tags that need a GPU (tests/envs/execution/test_imitated_gpu.py), several tasks (tests/cli/test_mixed.py) or a
 comparison (tests/cli/test_test_command.py)."""

@@ -79,9 +79,9 @@ class FusedEpoch:
 
     def _accumulate_gradients(self, part: int) -> None:
         """Add the gradients, losses and accuracies of one micro-batch, for all hosts."""
-        self._record(train=1.0)  # the time up to here belongs to training
-        inputs, targets = fetch(self.data, self._micro_batch(part), self.training.augment)
-        self._record(data=1.0)
+        self.host_timer.record(train=1.0)  # the time up to here belongs to training
+        inputs, targets = fetch(self.data, self.batches.minibatch(part), self.training.augment)
+        self.host_timer.record(data=1.0)
         with self.training.autocast(inputs.device):
             measures = self.task.measure(self.stack.train(inputs), targets)
             losses = measures.loss.view(len(self.envs), -1).mean(1) / self.micro_batches  # [N]
@@ -89,13 +89,6 @@ class FusedEpoch:
         with torch.no_grad():
             correct = measures.correct.view(len(self.envs), -1).mean(1) / self.micro_batches
             self.totals += torch.stack([losses, correct])
-
-    def _micro_batch(self, part: int) -> Batches:
-        return self.batches.minibatch(part)
-
-    def _record(self, **shares: float) -> None:
-        """Record an interval within a step."""
-        self.host_timer.record(**shares)
 
     def result(self) -> Tensor:  # [N, …], rows as `pack_training` makes them
         """Write loss scales back to the environments. Returns the row of `HostEpoch.result` for each host."""

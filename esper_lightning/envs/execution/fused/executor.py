@@ -8,14 +8,12 @@ from torch import Tensor
 from esper_lightning.envs.device_transfer import upload
 from esper_lightning.envs.execution.fused.epoch import FusedEpoch
 from esper_lightning.envs.execution.fused.equivalence import check_stack
-from esper_lightning.envs.execution.fused.graphs import GraphCache, GraphedEpoch
 from esper_lightning.envs.execution.fused.stacked_host import HostStack
 from esper_lightning.envs.execution.loop import LoopExecutor
 from esper_lightning.envs.execution.out_of_memory import raise_oom
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.profiling import PhaseClock
 from esper_lightning.tasks import Split, Task
 
 MAX_INPUT_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
@@ -36,19 +34,10 @@ class FusedExecutor(LoopExecutor):
     def __init__(self, task: Task, training: HostTraining) -> None:
         super().__init__(task, training)
         self.stacks: dict[tuple[str, torch.device], HostStack] = {}  # by kind of host and device
-        self.graphs: dict[HostStack, GraphCache] = {}  # empty without `training.cuda_graphs`
 
     def prepare(self, envs: Sequence[HostEnv], data: Split) -> None:
         for env in envs:
             self._stack_of([env], data)
-
-    def train_and_validate(
-        self, envs: Sequence[HostEnv], train: Split, validation: Split, *, clock: PhaseClock
-    ) -> tuple[Tensor, Tensor]:
-        results = super().train_and_validate(envs, train, validation, clock=clock)
-        for cache in self.graphs.values():
-            clock.counts.update(cache.take_counts())
-        return results
 
     def train_epoch(self, envs: Sequence[HostEnv], data: Split) -> Tensor:
         with self.kernels(envs[0].device), raise_oom(envs):
@@ -58,19 +47,12 @@ class FusedExecutor(LoopExecutor):
         """Train hosts of one kind, one group for each device, minibatch by minibatch, so that all devices work."""
         epochs = []
         for envs in groups:
-            epochs.append(self._begin_epoch(envs, data.to(envs[0].device)))
+            local = data.to(envs[0].device)
+            epochs.append(FusedEpoch(self._stack_of(envs, local), envs, self.task, data=local))
         for i in range(len(epochs[0])):
             for epoch in epochs:
                 epoch.step(i)
         return [epoch.result() for epoch in epochs]
-
-    def _begin_epoch(self, envs: Sequence[HostEnv], data: Split) -> FusedEpoch:
-        stack = self._stack_of(envs, data)
-        if not self.training.cuda_graphs:
-            return FusedEpoch(stack, envs, self.task, data=data)
-        if stack not in self.graphs:
-            self.graphs[stack] = GraphCache(envs[0].device)
-        return GraphedEpoch(stack, envs, self.task, data=data, cache=self.graphs[stack])
 
     def _stack_of(self, envs: Sequence[HostEnv], data: Split) -> HostStack:
         kind, device = envs[0].architecture, envs[0].device

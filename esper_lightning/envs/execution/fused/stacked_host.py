@@ -136,10 +136,6 @@ class HostStack:
         entry_variants = upload([data_variants[host] for host in self.entries.hosts], inputs.device)
         return self._run(inputs.index_select(0, entry_variants).flatten(0, 1), self.entries.count)
 
-    def dependencies(self) -> list[object]:
-        """Return what a training step reads beside weights: tensors, and values that choose between operations."""
-        return [self.n_hosts, *(found for slot in self.slots.values() for found in slot.dependencies())]
-
     def _set_training(self, training: bool) -> None:
         """Set the training mode of the modules where it changes, because a call visits many modules."""
         for assignment in self.assignments:

@@ -214,18 +214,6 @@ class StackedSlot:
             seeds.release()
         self.active_seeds, self.partition, self.isolated_flags, self.blend_weights = [], None, False, None
 
-    def dependencies(self) -> list[object]:
-        """Return what a training step reads here: tensors, and values that choose between operations."""
-        if not self.active_seeds:
-            return []
-        found: list[object] = [self.is_proximal, self.isolated_flags, self.blend_weights]
-        if self.partition is not None:
-            found += [tuple(self.partition.sizes), self.partition.order, self.partition.inverse_order]
-        for seeds in self.active_seeds:
-            found += [seeds, len(seeds.row_of_host), seeds.isolated_flags, seeds.detach_flags]
-            found.append(None if seeds.style == "add" else seeds.alphas)
-        return found
-
     @property
     def seeded_hosts(self) -> list[int]:
         """Indices of the hosts that have a seed here."""
