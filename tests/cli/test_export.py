@@ -155,7 +155,7 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         (nosuch, "--to=pt2"): "there is no folder or file",
         (str(empty), "--to=pt2"): "holds no host.json",
         (file, "--to=pt2"): "does not tell what network it is of; give --network and --inputs",
-        (str(grown), "--to=pt3"): "--to=pt3",
+        (str(grown), "--to=pt3"): "pt3",
         (str(grown), "--to=pt2", "--network=a.b"): "--network is for a file",
         (file, "--to=pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "no network can be made by it",
         (file, "--to=pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
