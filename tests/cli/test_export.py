@@ -156,7 +156,7 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         (str(empty), "--to=pt2"): "holds no host.json",
         (file, "--to=pt2"): "does not tell what network it is of; give --network and --inputs",
         (str(grown), "--to=pt3"): "pt3",
-        (str(grown), "--to=pt2", "--network=a.b"): "--network is for a file",
+        (str(grown), "--to=pt2", "--network=a.b"): "are for a file; a folder tells them itself",
         (file, "--to=pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "no network can be made by it",
         (file, "--to=pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
         (
