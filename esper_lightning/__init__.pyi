@@ -2,13 +2,17 @@ from esper_lightning.api import evaluate as evaluate
 from esper_lightning.api import grow as grow
 from esper_lightning.api import train as train
 from esper_lightning.callbacks import Grow as Grow
+from esper_lightning.callbacks import default_callbacks as default_callbacks
+from esper_lightning.cli import from_config as from_config
 from esper_lightning.datamodules.hosts import HostPoolData as HostPoolData
 from esper_lightning.envs import ActionConfig as ActionConfig
 from esper_lightning.envs import EnvConfig as EnvConfig
 from esper_lightning.envs import HostPool as HostPool
 from esper_lightning.envs.host_training import HostTraining as HostTraining
 from esper_lightning.evaluation.checkpoints import load_controller as load_controller
+from esper_lightning.evaluation.comparison import EvaluationConfig as EvaluationConfig
 from esper_lightning.growth.gates import LifecycleConfig as LifecycleConfig
+from esper_lightning.module import TamiyoModule as TamiyoModule
 from esper_lightning.ppo.losses import PPOConfig as PPOConfig
 from esper_lightning.rewards import RewardConfig as RewardConfig
 from esper_lightning.tamiyo.policy import PolicyConfig as PolicyConfig
@@ -18,6 +22,7 @@ __version__: str
 __all__ = [
     "ActionConfig",
     "EnvConfig",
+    "EvaluationConfig",
     "Grow",
     "HostPool",
     "HostPoolData",
@@ -26,8 +31,11 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "RewardConfig",
+    "TamiyoModule",
     "__version__",
+    "default_callbacks",
     "evaluate",
+    "from_config",
     "grow",
     "load_controller",
     "train",

@@ -148,6 +148,7 @@ def evaluate(
     own: TrainedPolicy | None = None
     if isinstance(policy, TrainedRun):
         data = data or policy.data
+        data.build(torch.device("cpu"))
         if config.transfer:
             policy = policy.checkpoint
         else:

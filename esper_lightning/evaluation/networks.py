@@ -243,10 +243,10 @@ def export_grown(
             raise ValueError(f"{path}: the network gives other outputs than when it was saved; save it again")
         examples, target = samples["inputs"], path / NETWORK_FILE
     else:
-        if network is None or inputs is None:
-            raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
         if not path.is_file():
             raise ValueError(f"there is no folder or file {source!r}; name one with a grown network")
+        if network is None or inputs is None:
+            raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
         grown = import_object(network, "--network")()
         load(grown, path)
         examples, target = read_samples(Path(inputs))["inputs"], path

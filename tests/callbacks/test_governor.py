@@ -185,5 +185,5 @@ def test_environments_that_are_no_hosts_are_refused() -> None:
 
 
 def test_a_negative_number_of_lines_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"governor\.lines must not be negative, got -1"):
+    with pytest.raises(ValueError, match=r"overnor\.lines must not be negative, got -1"):
         Governor(lines=-1)
