@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 

@@ -17,7 +17,6 @@ import yaml
 from lightning import Callback
 
 import esper_lightning
-from esper_lightning import callbacks
 from esper_lightning.__main__ import main
 from esper_lightning.callbacks import Governor, Telemetry
 from esper_lightning.datamodules.hosts import HostPoolData
