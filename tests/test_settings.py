@@ -213,10 +213,6 @@ def test_every_setting_of_a_callback_can_be_given_on_the_command_line(callback: 
 
 
 def test_anomalies_point_to_settings_that_there_are(printed_config: Callable[[str], dict[str, Any]]) -> None:
-    config = printed_config("fit")
-    of_callbacks = {
-        one["class_path"].rpartition(".")[2]: one.get("init_args", {}) for one in config["trainer"]["callbacks"]
-    }
     for name in {name for rule in RULES for name in rule.settings}:
         section: Any = printed_config("fit")
         first, *keys = name.split(".")

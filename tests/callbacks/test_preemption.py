@@ -12,8 +12,11 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from esper_lightning.callbacks import Preemption
 from esper_lightning.callbacks.preemption import STOP_SIGNALS
+from esper_lightning.datamodules import HostPoolData
+from esper_lightning.envs import EnvConfig
 from esper_lightning.module import TamiyoModule
-from tests.runs import SignalAt, fit, guarded_signals, load, only_run, with_callback
+from esper_lightning.tasks import Digits
+from tests.runs import SignalAt, fit, guarded_signals, load, only_run, tiny_host, with_callback
 
 TICK = 3  # in the middle of the first rollout
 
@@ -58,10 +61,10 @@ def test_a_training_in_a_thread_ends_and_leaves_the_handlers(tmp_path: Path) -> 
         default_root_dir=tmp_path,
         logger=False,
         accelerator="cpu",
-        callbacks=[RolloutState(), Preemption()],
+        callbacks=[Preemption()],
         enable_progress_bar=False,
     )
-    data = HostPoolData(Digits(), tiny_host, n_envs=4, env=EnvConfig(horizon=2, executor="loop"))
+    data = HostPoolData(Digits(), tiny_host, n_envs=4, val_hosts=2, env=EnvConfig(horizon=2, executor="loop"))
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(trainer.fit, TamiyoModule(), data).result()
