@@ -18,14 +18,6 @@ from esper_lightning.tasks import TaskData
 REQUIRED_DEVICE_TYPE: dict[str, str] = {"threads": "cpu", "streams": "cuda"}
 """Device type required by each executor that supports only one."""
 
-
-COMPILING_EXECUTORS = frozenset({"loop", "streams"})
-"""Executors that support compiled hosts.
-
-Threads are excluded because torch may compile at any call, and no other thread may run a network meanwhile; fused is
-excluded because it uses kernels of its own."""
-
-
 TRIAL_EXECUTORS = frozenset({"loop", "threads", "streams"})
 """Executors that support trial passes. Fused is excluded: its hosts share one pass, and their seeds are in different
 slots."""
@@ -118,11 +110,6 @@ def check_compatible(config: EnvConfig, data: TaskData, n_envs: int, *, device: 
             f"training samples"
         )
     config.training.augment.check(data.input_shape)
-    if config.training.compile is not None and config.executor not in (*COMPILING_EXECUTORS, "auto"):
-        raise ValueError(
-            f"executor {config.executor!r} cannot run compiled hosts; use env.executor loop, or leave training.compile "
-            f"out"
-        )
     if config.lifecycle.isolation == "trial" and config.executor not in (*TRIAL_EXECUTORS, "auto"):
         raise ValueError(
             f"executor {config.executor!r} cannot run lifecycle.isolation trial; use env.executor loop, or isolation "

@@ -16,7 +16,6 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
-from esper_lightning.envs.execution import LoopExecutor
 from esper_lightning.envs.execution.autotune import (
     ExecutorChoice,
     Selection,
@@ -24,7 +23,6 @@ from esper_lightning.envs.execution.autotune import (
     resume_choice,
     select_executor,
 )
-from esper_lightning.envs.execution.compile import compile_hosts
 from esper_lightning.envs.execution.fused.arena import leave_arena
 from esper_lightning.envs.execution.out_of_memory import isolate_oom
 from esper_lightning.envs.governing import Overseer, finish_epoch
@@ -108,10 +106,6 @@ class HostPool:
         first = self.env_factory.make(0, 0)
         check_host_memory(first.network, n_envs, device)
         self.envs = build_envs(lambda index: self.env_factory.make(index, index), n_envs)
-        if config.training.compile is not None:
-            trials = [self.env_factory.make(n_envs * len(devices) + i, 0) for i in range(len(devices))]
-            batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
-            compile_hosts(self.envs, trials, LoopExecutor(task, config.training), batch=batch)
         self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
         self._choose_executor(self.env_factory.growable[first.architecture])
         # Losses and accuracies have the precision of the hosts, at least float32.

@@ -1,4 +1,4 @@
-"""Settings of host training: optimizer, batches, precision and compilation."""
+"""Settings of host training: optimizer, batches and precision."""
 
 import functools
 import math
@@ -38,21 +38,6 @@ MAX_BATCHES = 100_000
 
 INITIAL_LOSS_SCALE = 2.0**12
 """Initial loss scale of fp16. Eight digits hosts skipped 3 of their first 64 steps; with torch's 2^16, 26."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileConfig:
-    """Compilation of hosts by torch.compile, applied to each part that holds no slot."""
-
-    backend: str = "inductor"
-    """Backend of torch.compile. On the CPU, inductor needs a C++ compiler."""
-
-    dynamic: bool = True
-    """Compile once for all batch sizes. False: once per size, of which validation has one per combination of seeds; the
-    ninth size is an error."""
-
-    fallback: bool = False
-    """Warn once and run uncompiled if a host cannot be compiled. False: raise an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +101,6 @@ class HostTraining:
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""
-
-    compile: CompileConfig | None = None
-    """Compile the hosts with torch.compile; seeds run uncompiled. The start takes 10 to 30 s longer. On one CPU core, a
-    training step took 0.97 to 1.03 times the processor time with a CNN of base 32 and a GPT of width 128, and 1.6 to
-    1.8 times with the digits host, whose parts are single tiny layers. None: no compilation."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule not in LR_SCHEDULES:

@@ -9,7 +9,6 @@ from torch import Tensor
 from esper_lightning.blueprints import build_on
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.execution.autotune import cache_key
-from esper_lightning.envs.host_training import CompileConfig
 from esper_lightning.evaluation.inspection import layer_gradients
 from esper_lightning.hosts import GPT
 from esper_lightning.hosts.dropout import Dropout
@@ -132,11 +131,3 @@ def test_measurements_draw_no_mask_and_have_none(played: HostPool) -> None:
     assert any(slot.blended for env in played.envs for slot in env.slots), "there are counterfactual passes"
     assert torch.equal(once, again)
     assert differences(before, played.state_dict()) == []
-
-
-@pytest.mark.slow
-def test_a_host_with_dropout_is_not_compiled() -> None:
-    training = replace(FAST_CONFIG.training, compile=CompileConfig(backend="eager"))
-
-    with pytest.raises(ValueError, match="the hosts cannot be compiled: "):
-        dropping(n_envs=1, training=training)

@@ -80,8 +80,6 @@ class EnvFactory:
         batch = Split(*(part[: config.training.batch_size] for part in self.data.train))
         # Held-out contexts are included even if they are not drawn here, because evaluation will use them.
         architectures = {architecture_name(context): context for context in all_contexts}
-        if config.training.compile is not None and len(architectures) > 1:
-            raise ValueError("hosts of several architectures cannot be compiled; leave training.compile out")
 
         def discover() -> dict[str, tuple[ActionSpace, Tensor]]:
             return {

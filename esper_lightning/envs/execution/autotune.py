@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
-from esper_lightning.envs.config import COMPILING_EXECUTORS, REQUIRED_DEVICE_TYPE, STACKING_EXECUTORS, TRIAL_EXECUTORS
+from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE, STACKING_EXECUTORS, TRIAL_EXECUTORS
 from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.envs.execution.fused.arena import leave_arena
 from esper_lightning.envs.execution.loop import LoopExecutor
@@ -117,9 +117,7 @@ def available_choices(
     names = [
         name
         for name in EXECUTORS
-        if name not in EXECUTORS.registered
-        and (training.compile is None or name in COMPILING_EXECUTORS)
-        and (isolation != "trial" or name in TRIAL_EXECUTORS)
+        if name not in EXECUTORS.registered and (isolation != "trial" or name in TRIAL_EXECUTORS)
     ]
     return [
         ExecutorChoice(name, on, method)

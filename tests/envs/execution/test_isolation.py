@@ -14,7 +14,7 @@ from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.config import TRIAL_EXECUTORS
 from esper_lightning.envs.execution.autotune import available_choices
 from esper_lightning.envs.execution.streams import StreamsExecutor
-from esper_lightning.envs.host_training import CompileConfig, HostTraining
+from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.observation import compute_features
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.gates import LifecycleConfig
@@ -59,10 +59,10 @@ def train_hosts(pool: HostPool, seeded: bool) -> tuple[list[dict[str, Tensor]], 
 
 CASES = [
     (executor, isolation, changes)
-    for executor in ("loop", "fused", "threads", "streams", "compile")
+    for executor in ("loop", "fused", "threads", "streams")
     for isolation in get_args(Isolation)
     for changes in ({}, {"micro_batches": 4}, {"precision": "bf16"}, {"optimizer": "sgd", "max_grad_norm": None})
-    if isolation != "trial" or executor in TRIAL_EXECUTORS or executor == "compile"
+    if isolation != "trial" or executor in TRIAL_EXECUTORS
 ]
 
 
@@ -83,14 +83,12 @@ CASES = [
 def test_a_host_trains_as_without_seeds_while_they_learn(
     make_pool: MakePool, fake_cuda: FakeCuda, executor: str, isolation: Isolation, changes: dict[str, object]
 ) -> None:
-    compiled = CompileConfig(backend="eager") if executor == "compile" else None
-
     def make() -> HostPool:
         pool = make_pool(
             2,
             host=partial(CNN, base=4, pools=2, slots=["block1", "block2.pool", "block3"]),
-            executor="loop" if executor in ("compile", "streams") else executor,
-            training=replace(HostTraining(batch_size=16, batches=3, compile=compiled), **changes),
+            executor="loop" if executor == "streams" else executor,
+            training=replace(HostTraining(batch_size=16, batches=3), **changes),
             lifecycle=LifecycleConfig(isolation=isolation, training_ticks=TICKS),
             actions=ActionConfig(styles=STYLES),
         )
