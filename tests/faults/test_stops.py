@@ -46,7 +46,8 @@ class SignalDuring(Callback):
         if ticks == self.moment:
             os.kill(os.getpid(), self.number)
         if self.moment == "save" and ticks == 2 * HORIZON:
-            patch.object(torch, "save", self._save_half).start()  # the process ends soon
+            self.saving = patch.object(torch, "save", self._save_half)
+            self.saving.start()
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if self.moment == "validation" and trainer.current_epoch == 1:
@@ -54,6 +55,7 @@ class SignalDuring(Callback):
 
     def _save_half(self, content: Any, file: BinaryIO, save: Callable[..., None] = torch.save) -> None:
         """Save with a signal when a part of the file is written."""
+        self.saving.stop()
         file.write(b"a draft")
         file.flush()
         os.kill(os.getpid(), self.number)
