@@ -274,9 +274,12 @@ class TamiyoModule(LightningModule):
         self.means = {"return": summary.returns.mean(), **self._log_over_ranks()}
         self.metrics = {f"rollout/{name}": float(value) for name, value in self.means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
-        # Logged once per rollout, so they are right after a resume, too. The key `step` is the loggers' x-axis.
-        logged = self.metrics | {"step": float(self.collector.ticks)}
-        self.log_dict(logged, on_step=False, on_epoch=True, batch_size=1, sync_dist=self.ranks.world > 1)
+        # Once per rollout, so they are right after a resume, too. Lightning would write them after the end of the epoch,
+        # where a run may be stopped.
+        for logger in self.trainer.loggers:
+            logger.log_metrics(self.metrics, step=self.collector.ticks)
+        for_monitors = {"on_step": False, "on_epoch": True, "logger": False, "batch_size": 1}
+        self.log_dict(self.metrics, sync_dist=self.ranks.world > 1, **for_monitors)
 
     def _log_over_ranks(self) -> Mapping[str, Any]:
         """Return the scalars to log of the last step: means over the environments of all ranks."""

@@ -50,6 +50,9 @@ def compare(
     if config.hosts == 0:
         raise ValueError("model.evaluation.hosts is 0, so there is nothing to compare; give at least 2")
     comparison = Comparison(config)
+    named = [*(config.policies or ()), *(config.rivals or ())]
+    if len(set(named)) < len(named):
+        raise ValueError(f"model.evaluation names a policy twice among {', '.join(named)}; name each once")
     if config.policies is None:
         assert own is not None, "there is one, or the settings name some"
         policies = [own]
