@@ -34,6 +34,16 @@ SCALARS: tuple[Tag, ...] = (
         "objective J at the end of the episode, mean over hosts",
         "rises, then levels off",
     ),
+    Tag("rollout/reward", "minimal", "reward of the last tick, mean over hosts", "near 0 once hosts have grown"),
+    Tag(
+        "val/<objective, accuracy>",
+        "minimal",
+        "the same for fresh hosts on which the policy takes its most likely actions; best.ckpt has the best objective",
+        "rise with those of the rollouts",
+    ),
+    Tag(
+        "hp_metric", "minimal", "`val/objective` for TensorBoard's HParams table; -1 at the start of a process", "rises"
+    ),
     Tag("rollout/return", "minimal", "sum of rewards of an episode, mean over hosts", "rises with the objective"),
     Tag("rollout/return.p<10, 50, 90>", "minimal", "quantiles of the return over hosts", "the lowest rises, too"),
     Tag(
