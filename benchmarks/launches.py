@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.execution import step
-from benchmarks.hosts import BATCHES, CASES, SEED_PLACEMENTS, make_pool
+from benchmarks.hosts import BATCHES, CASES, SEED_PLACEMENTS, ExecutorChoice, make_pool
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 
 ALLOCATIONS = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::detach"})
 """Operations that only reserve memory or share it."""

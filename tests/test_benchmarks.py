@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks import grow, zero_shot, zero_shot_ablations
+from benchmarks.hosts import ExecutorChoice
 from benchmarks.isolation import letters, policies, stuck, worth
 from benchmarks.isolation.__main__ import FILES, RESULTS
 from benchmarks.rows import read_rows
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.tasks import Split, TaskData
