@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_lightning.envs.building import build_envs
 from esper_lightning.envs.config import EnvConfig, HostFactory, check_compatible
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.device_transfer import (
@@ -107,7 +106,7 @@ class HostPool:
         self.data, self.space = self.env_factory.data, self.env_factory.space
         first = self.env_factory.make(0, 0)
         check_host_memory(first.network, n_envs, device)
-        self.envs = build_envs(lambda index: self.env_factory.make(index, index), n_envs)
+        self.envs = [self.env_factory.make(index, index) for index in range(n_envs)]
         self.growable = torch.stack(list(self.env_factory.growable.values())).any(0)
         kinds = self.env_factory.one_per_architecture()
         self.executor_choice = self._fitting_executor(kinds) if config.executor == AUTO else config.executor
