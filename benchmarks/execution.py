@@ -27,10 +27,19 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.hosts import BATCH, BATCHES, CASES, SEED_PLACEMENTS, RawLoop, SeedPlacement, choices, make_pool
+from benchmarks.hosts import (
+    BATCH,
+    BATCHES,
+    CASES,
+    SEED_PLACEMENTS,
+    ExecutorChoice,
+    RawLoop,
+    SeedPlacement,
+    choices,
+    make_pool,
+)
 from benchmarks.memory import reset_peak_memory
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.execution.threads import usable_cores
 from esper_lightning.envs.host_training import PRECISIONS
 from esper_lightning.envs.spaces.actions import Op, to_action

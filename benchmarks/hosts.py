@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper_lightning.blueprints import blueprint_names, build_on
 from esper_lightning.envs import EnvConfig, HostFactory, HostPool, Overseer
-from esper_lightning.envs.execution.autotune import ExecutorChoice, available_choices
-from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.config import REQUIRED_DEVICE_TYPE
+from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs.host_training import ConvolutionMethod, HostTraining
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage
@@ -49,6 +50,17 @@ class Noise(Task):
             return Split(inputs, words)
 
         return TaskData(split(BATCHES * BATCH), split(2 * BATCH), split(BATCH), self.classes)
+
+
+class ExecutorChoice(NamedTuple):
+    """Executor and its kernels."""
+
+    executor: str
+    onednn: bool
+    convolutions: ConvolutionMethod | None = None  # as in `HostTraining`
+
+    def __str__(self) -> str:
+        return self.executor if self.onednn else f"{self.executor} without oneDNN"
 
 
 class Case(NamedTuple):
@@ -91,7 +103,12 @@ CASES: dict[str, Case] = {
 def training_settings(case: Case, precision: str) -> HostTraining:
     """Return the training settings of the hosts of a case."""
     return HostTraining(
-        lr=0.001, batch_size=BATCH, batches=BATCHES, max_grad_norm=None, precision=precision, onednn=case.onednn
+        lr=0.001,
+        batch_size=BATCH,
+        batches=BATCHES,
+        max_grad_norm=None,
+        precision=precision,
+        onednn=case.onednn is not False,
     )
 
 
@@ -134,7 +151,9 @@ class RawLoop:
 def choices(case: Case, device: torch.device) -> list[ExecutorChoice]:
     """Return the executors that run on `device`, fused with its default convolutions; for digits with and without
     oneDNN."""
-    return available_choices(device, training_settings(case, "fp32"))
+    kernels = [True, False] if case.onednn is None and device.type == "cpu" else [case.onednn is not False]
+    names = [name for name in EXECUTORS if REQUIRED_DEVICE_TYPE.get(name) in (None, device.type)]
+    return [ExecutorChoice(name, onednn) for name in names for onednn in kernels]
 
 
 def make_pool(

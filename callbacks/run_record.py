@@ -46,7 +46,7 @@ class RunRecord(Callback):
         data: Any = attached_data(trainer)
         executor, precision = "", str(trainer.precision)
         if isinstance(data, HostPoolData):
-            executor, precision = str(data.pool.executor_choice), data.precision
+            executor, precision = data.pool.executor_choice, data.precision
         record = provenance(data.seed, trainer.strategy.root_device, executor, precision=precision)
         record["processes"] = trainer.world_size
         text = json.dumps(record, indent=1) + "\n"

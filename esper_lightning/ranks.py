@@ -21,17 +21,6 @@ from esper_lightning.machine import CPU
 Record = TypeVar("Record")
 Rows = TypeVar("Rows", Tensor, list)
 
-LOST_RANK_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "caused pair closure",
-    "Socket Timeout",
-    "remote process exited",
-)
-"""Texts in the RuntimeErrors of torch.distributed if another process of the run has ended."""
-
 LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable with the number of processes of the run on this machine; torchrun sets it."""
 
@@ -39,11 +28,6 @@ LOCAL_WORLD_VARIABLE = "LOCAL_WORLD_SIZE"
 def local_world() -> int:
     """Return the number of processes of the run on this machine."""
     return int(os.environ.get(LOCAL_WORLD_VARIABLE, "1"))
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Return True if a collective operation failed because another process of the run has ended."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in LOST_RANK_TEXTS)
 
 
 def pack_state(state: Any) -> bytes:

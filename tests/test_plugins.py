@@ -24,7 +24,7 @@ from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.controllers.registry import check_methods
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
-from esper_lightning.envs.execution import EXECUTORS, autotune
+from esper_lightning.envs.execution import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
@@ -253,8 +253,6 @@ def test_what_no_setting_names_is_not_offered(place: Path) -> None:
     assert "mixer" in blueprint_names("vector")
     assert "mixer" not in default_blueprints("vector")
     assert "counting" in EXECUTORS
-    chosen = autotune.available_choices(torch.device("cpu"), HostTraining())
-    assert {choice.executor for choice in chosen} == {"loop", "threads", "fused"}
 
 
 def test_an_installed_package_brings_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.governor.report import show
-from benchmarks.hosts import CASES, make_pool
+from benchmarks.hosts import CASES, ExecutorChoice, make_pool
 from esper_lightning.controllers.random import WaitOnly
 from esper_lightning.envs import HostPool
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 
 COSTS = {
     "CNN 3×3, base 8, 32×32 images, 16 hosts, loop": ("32x8", 16, ExecutorChoice("loop", True), 10),

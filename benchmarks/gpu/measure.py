@@ -19,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import memory as memory_benchmark
 from benchmarks.execution import DEVICE, raw_seconds, seconds, step
 from benchmarks.gpu.report import print_result
-from benchmarks.hosts import BATCH, BATCHES, CASES, RawLoop, make_pool
+from benchmarks.hosts import BATCH, BATCHES, CASES, ExecutorChoice, RawLoop, make_pool
 from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.device_transfer import download
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.execution.fused.layers import StackedConv2d
 from esper_lightning.envs.execution.fused.stacking import StackIndex
 from esper_lightning.envs.host_training import ConvolutionMethod

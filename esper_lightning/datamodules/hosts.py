@@ -15,7 +15,6 @@ from esper_lightning.checkpointing.resize import (
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
-from esper_lightning.envs.execution.autotune import ExecutorChoice
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
@@ -162,12 +161,6 @@ class HostPoolData(LightningDataModule):
         trainer = self.trainer
         assert trainer is not None, "the trainer calls this"
         self.build(trainer.strategy.root_device, rank=trainer.global_rank, world=trainer.world_size)
-        if self.ranks.world > 1:  # each may have measured another executor to be the fastest
-            for pool, choice in zip(self.pools.values(), self.ranks.share(self._executor_choices()), strict=True):
-                pool.switch_executor(choice)
-
-    def _executor_choices(self) -> list[ExecutorChoice]:
-        return [pool.executor_choice for pool in self.pools.values()]
 
     def build(self, device: torch.device, *, rank: int = 0, world: int = 1) -> None:
         """Build the pool with the hosts of one of `world` processes, unless it is built already.
@@ -178,9 +171,6 @@ class HostPoolData(LightningDataModule):
             return
         self.ranks = Ranks(self.ranks.sizes, rank, world)
         self.pools = self._make_pools(device, world)
-        for pool in self.pools.values():
-            if pool.selection is not None:
-                print_status(*pool.selection.report())
         (first, *others) = self.pools.values()
         self._pool = MixedPool(self.pools) if others else first
 
@@ -323,5 +313,4 @@ class HostPoolData(LightningDataModule):
         state = state_dict["pool"]
         if len(state["envs"]) != self.n_envs:
             return  # another number of hosts: the next rollout begins with new ones
-        if (note := self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})) is not None:
-            print_status(note)
+        self.pool.load_state_dict(state | {"envs": self.ranks.rows(state["envs"])})

@@ -111,9 +111,7 @@ class LoadedTask(NamedTuple):
         """
         env_config = self.env_config if sight is None else replace(self.env_config, sight=sight)
         if template is not None:
-            choice = template.executor_choice
-            training = replace(env_config.training, onednn=choice.onednn, convolutions=choice.convolutions)
-            env_config = replace(env_config, executor=choice.executor, training=training)
+            env_config = replace(env_config, executor=template.executor_choice)
             shared_space = template.env_factory.shared_space
         task, host = self.config.task, self.config.host
         return HostPool(

@@ -87,17 +87,15 @@ class HostTraining:
     then round their inputs to 10 bits. auto takes bf16 on a GPU that has it, fp16 on another GPU, and fp32 on the
     CPU."""
 
-    onednn: bool | None = None
+    onednn: bool = True
     """Use oneDNN for convolutions on the CPU. Without it, torch's own kernels take 1.3 to 1.8 times less processor time
-    for hosts of a few channels (measured on digits) and more for wide ones. None: the faster choice with executor auto,
-    True with any other."""
+    for hosts of a few channels (measured on digits) and more for wide ones."""
 
     convolutions: ConvolutionMethod | None = None
     """How executor fused computes a convolution of several hosts. grouped is one grouped convolution. products is one
     batched matrix product over unfolded patches, which take the memory of the features times the size of the kernel;
     layers with groups, and with padding by name, stay grouped convolutions. Which is faster depends on device and
-    hosts. None: the faster choice with executor auto, else grouped, except 1×1 kernels of at most 4 hosts or on a
-    GPU, which are products."""
+    hosts. None: grouped, except 1×1 kernels of at most 4 hosts or on a GPU, which are products."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images."""

@@ -144,20 +144,11 @@ class MixedPool:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        states = [pool.state_dict() for pool in self.pools.values()]
-        return {
-            "executors": [state["executor"] for state in states],
-            "envs": [env for state in states for env in state["envs"]],
-        }
+        return {"envs": [env for pool in self.pools.values() for env in pool.state_dict()["envs"]]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of every pool; see `HostPool.load_state_dict`."""
-        check_keys("the pool", state, ("executors", "envs"))
-        if not isinstance(state["executors"], list) or len(state["executors"]) != len(self.pools):
-            raise ValueError(f"the checkpoint is not of hosts of {len(self.pools)} tasks")
-        notes = [
-            pool.load_state_dict({"executor": executor, "envs": state["envs"][span]})
-            for (pool, span), executor in zip(self._pool_slices(), state["executors"], strict=True)
-        ]
+        check_keys("the pool", state, ("envs",))
+        for pool, span in self._pool_slices():
+            pool.load_state_dict({"envs": state["envs"][span]})
         self._copy_from_pools()
-        return "\n".join(filter(None, notes)) or None

@@ -66,7 +66,7 @@ def compare(
     )
     record = {
         "settings": dict(settings),
-        "run": provenance(data.seed, data.pool.device, str(data.pool.executor_choice), precision=data.precision),
+        "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),
     }
     results = {}
     for task, pool in data.pools.items():

@@ -6,23 +6,7 @@ import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import BinaryIO
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder for results if it is missing.
-
-    Raises ValueError if no file can be created in it, before the work is done whose results go there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"folder {str(folder)!r} cannot be written to: {error.strerror}; name another one by --out"
-        ) from error
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -129,14 +129,12 @@ def test_a_state_goes_on_bit_for_bit(common: SharedSpace) -> None:
         assert torch.equal(results[0].metrics.loss, results[1].metrics.loss)
 
 
-def test_a_state_of_other_tasks_is_refused(common: SharedSpace) -> None:
+def test_a_state_of_fewer_hosts_is_refused(common: SharedSpace) -> None:
     mixed = mixed_pool(common)
     state = mixed.state_dict()
 
-    with pytest.raises(ValueError, match="not of hosts of 2 tasks"):
-        mixed.load_state_dict(state | {"executors": state["executors"][:1]})
-    with pytest.raises(ValueError, match="executors"):
-        mixed.load_state_dict({"envs": state["envs"]})
+    with pytest.raises(ValueError, match="environments"):
+        mixed.load_state_dict({"envs": state["envs"][:1]})
 
 
 def test_hosts_are_found_in_the_pool_of_their_task(common: SharedSpace) -> None:

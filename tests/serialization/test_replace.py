@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.serialization.replace import make_folder, replace_and_keep, replace_durably, set_aside
+from esper_lightning.serialization.replace import replace_and_keep, replace_durably, set_aside
 from tests.processes import forked
 
 
@@ -101,16 +101,3 @@ def test_drafts_of_processes_that_run_stay_and_those_of_ended_ones_go(tmp_path: 
 
     assert (tmp_path / "a.ckpt").read_bytes() == b"whole"
     assert set(tmp_path.glob(".*")) == {drafts[running.pid], drafts[1], other, folder}
-
-
-def test_a_folder_for_results_is_made_and_left_empty(tmp_path: Path) -> None:
-    make_folder(tmp_path / "a" / "b")
-    make_folder(tmp_path / "a" / "b")
-
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-@pytest.mark.parametrize("folder", ["/proc", "/proc/nope", os.devnull])
-def test_a_folder_in_which_no_file_can_be_made_is_refused_before_there_are_results(folder: str) -> None:
-    with pytest.raises(ValueError, match=f"folder '{folder}' cannot be written to: .*; name another one by --out"):
-        make_folder(Path(folder))

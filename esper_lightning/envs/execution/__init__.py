@@ -14,7 +14,7 @@ EXECUTORS: Registry[type[LoopExecutor]] = Registry(
 """Executors by name."""
 
 AUTO = "auto"
-"""Name that stands for the fastest executor of this package."""
+"""Name that stands for the executor of this package that fits hosts and device."""
 
 register = EXECUTORS.register
 """Decorator, with a name, of a subclass of `LoopExecutor`. The name may then be the value of `data.env.executor`."""

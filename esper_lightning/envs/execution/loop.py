@@ -25,13 +25,10 @@ MAX_VALIDATED_ELEMENTS = 2**22
 
 
 @contextmanager
-def onednn_convolutions(onednn: bool | None) -> Iterator[None]:
-    """Switch oneDNN convolutions on the CPU on or off within the context; torch has one switch for the whole process.
-
-    None means on.
-    """
+def onednn_convolutions(onednn: bool) -> Iterator[None]:
+    """Switch oneDNN convolutions on the CPU on or off within the context; torch has one switch for all of them."""
     previous = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = onednn is not False
+    torch.backends.mkldnn.enabled = onednn
     try:
         yield
     finally:
