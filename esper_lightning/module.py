@@ -274,7 +274,7 @@ class TamiyoModule(LightningModule):
         self.means = {"return": summary.returns.mean(), **self._log_over_ranks()}
         self.metrics = {f"rollout/{name}": float(value) for name, value in self.means.items()}
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
-        # Once per rollout, so they are right after a resume, too. Lightning would write them after the end of the epoch,
+        # Once per rollout, so they are right after a resume, too. Lightning would write them behind the epoch's end,
         # where a run may be stopped.
         for logger in self.trainer.loggers:
             logger.log_metrics(self.metrics, step=self.collector.ticks)
