@@ -4,10 +4,10 @@ import csv
 import json
 import math
 import re
+import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from esper_lightning.console import print_status, wide_console
 from esper_lightning.evaluation.statistics import mean_interval
-from esper_lightning.parallel import Processes, check_jobs
+from esper_lightning.parallel import check_jobs
 
 COLUMNS = ("objective", "accuracy", "parameters", "fossils")
 """Columns of the table: means over hosts and RNG seeds of the trained policy."""
@@ -83,13 +83,14 @@ def sweep(
     runs = plan(config.split(","), varied, range(seeds), folder)
     print_status(f"{len(runs)} runs, {min(jobs, len(runs))} at a time, each with its output in {OUTPUT_FILE}")
     results: list[SweepResult] = []
-    for result in Processes(jobs).map(train_once, runs):
-        results.append(result)
-        said = [*(f"{name}={value}" for name, value in result.run.settings.items()), f"seed {result.run.rng_seed}"]
-        objectives = [f"{np.mean(by_column['objective']):.3f}" for by_column in result.values.values()]
-        outcome = result.problem or f"objective {', '.join(objectives)}"
-        print_status(f"{len(results)} of {len(runs)}: {', '.join(said)}: {outcome}")
-        write_rows(folder / RUNS_FILE, run_rows(results))
+    with ThreadPoolExecutor(jobs) as threads:  # each waits for a process
+        for result in threads.map(train_once, runs):
+            results.append(result)
+            said = [*(f"{name}={value}" for name, value in result.run.settings.items()), f"seed {result.run.rng_seed}"]
+            objectives = [f"{np.mean(by_column['objective']):.3f}" for by_column in result.values.values()]
+            outcome = result.problem or f"objective {', '.join(objectives)}"
+            print_status(f"{len(results)} of {len(runs)}: {', '.join(said)}: {outcome}")
+            write_rows(folder / RUNS_FILE, run_rows(results))
     rows = table_rows(results)
     write_rows(folder / TABLE_FILE, rows)
     wide_console().print(printed_table(rows, list(varied)))
@@ -100,24 +101,15 @@ def sweep(
 
 
 def train_once(run: SweepRun) -> SweepResult:
-    """Train one run in this process, with its output in a file, and return the results of its comparison."""
-    from esper_lightning.__main__ import main  # imported late: the command line imports this module
-
+    """Train one run in a process of its own, with its output in a file, and return the results of its comparison."""
     run.folder.mkdir(parents=True)
     output = run.folder / OUTPUT_FILE
-    with output.open("w", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-        try:
-            main(["fit", *run.arguments])
-        except SystemExit as ended:
-            failed = ended.code not in (0, None)
-        except Exception:  # whatever a part of the user raises, the other runs go on
-            traceback.print_exc(file=sys.stderr)
-            failed = True
-        else:
-            failed = False
-    if failed:
+    with output.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "esper_lightning", "fit", *run.arguments]
+        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if ended.returncode:
         lines = output.read_text(encoding="utf-8").strip().splitlines()
-        return SweepResult(run, {}, lines[-1] if lines else "no output")
+        return SweepResult(run, {}, lines[-1] if lines else f"its process ended with {ended.returncode}")
     values = {}
     for path in sorted(run.folder.rglob("evaluation.csv")):
         with path.open(newline="", encoding="utf-8") as opened:

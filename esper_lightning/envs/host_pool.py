@@ -143,13 +143,14 @@ class HostPool:
             return "streams"
         inputs = math.prod(self.data.input_shape)
         are_small = all(env.host_parameters * inputs <= SMALL_HOST for env in kinds)
-        if are_small and self.n_envs > 1 and self.config.lifecycle.isolation != "trial":
-            try:
-                FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)
-                return "fused"
-            except ValueError:  # these hosts cannot be stacked
-                pass
-        return "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
+        without = "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
+        if not are_small or self.n_envs == 1 or self.config.lifecycle.isolation == "trial":
+            return without
+        try:
+            FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)
+        except ValueError:  # these hosts cannot be stacked
+            return without
+        return "fused"
 
     @property
     def host_kind(self) -> str:

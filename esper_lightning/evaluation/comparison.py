@@ -32,7 +32,6 @@ from esper_lightning.evaluation.baselines import (
     read_schedules,
 )
 from esper_lightning.evaluation.checkpoints import RIVAL_PREFIX, TrainedPolicy
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 from esper_lightning.evaluation.episodes import Played, play, play_policy, play_static
 from esper_lightning.evaluation.networks import GrownHost
 from esper_lightning.evaluation.play import Outcome, try_controller
@@ -106,7 +105,6 @@ class ComparisonResult(NamedTuple):
     """Schedules to save, by file name without suffix.
     They are the most frequent schedule of each policy and the best ones of the search."""
     notes: list[str]
-    credits: list[SeedCredit]
     networks: list[GrownHost]
     """The best hosts of the reference, the best first, if they are to be saved."""
 
@@ -182,9 +180,6 @@ class EvaluationConfig:
     periodic: PeriodicConfig = PeriodicConfig()
     """Settings of the periodic baseline."""
 
-    credit: CreditConfig = CreditConfig()
-    """Number of hosts whose fossilized seeds are analysed, and how precisely."""
-
     def __post_init__(self) -> None:
         if self.hosts < 0 or self.hosts == 1:
             raise ValueError(f"model.evaluation.hosts must be 0 or at least 2 (for an interval), got {self.hosts}")
@@ -193,10 +188,6 @@ class EvaluationConfig:
         check_jobs(self.jobs)
         if self.save_networks < 0:
             raise ValueError(f"model.evaluation.save_networks must be at least 0, got {self.save_networks}")
-        if self.credit.hosts > self.hosts:
-            raise ValueError(
-                f"model.evaluation.credit.hosts is {self.credit.hosts}, more than the {self.hosts} that are evaluated"
-            )
 
 
 class Comparison:
@@ -210,7 +201,7 @@ class Comparison:
 
     def __init__(self, config: EvaluationConfig) -> None:
         self.config = config
-        self.hosts, self.seed, self.credit, self.search = config.hosts, config.seed, config.credit, config.search
+        self.hosts, self.seed, self.search = config.hosts, config.seed, config.search
         self.against, self.controls, self.held_out = config.against, config.controls, config.held_out
         against, search, schedules = config.against, config.search, config.schedules
         self.found_schedules = None if search is None or search.found is None else read_best_schedules(search.found)
@@ -251,8 +242,6 @@ class Comparison:
             raise ValueError(
                 "model.evaluation.against is empty and there is no policy, so nothing is compared; name controllers"
             )
-        if self.credit.hosts:
-            raise ValueError("model.evaluation.credit analyses the seeds of a trained policy; name one in policies")
 
     def check(self, pool: HostPool) -> None:
         """Raise ValueError if a schedule does not fit the pool's hosts or the search budget is too small.
@@ -332,9 +321,7 @@ class Comparison:
         rules = {name: [controller] for name, controller in self.make_controllers().items() if self.includes(name)}
         played = run_all(
             {
-                TAMIYO: self._policy_episodes(
-                    pool, policies, rng_seeds, make_pool=make_pool, save_networks=save_networks
-                ),
+                TAMIYO: self._policy_episodes(pool, policies, rng_seeds, save_networks=save_networks),
                 **self._rival_episodes(pool, rivals, rng_seeds, make_pool=make_pool),
                 **{name: episodes(name, controllers) for name, controllers in rules.items()},
             },
@@ -384,7 +371,6 @@ class Comparison:
             sorted(entries, key=lambda entry: entry.name != reference),
             common | best.by_file(),
             notes,
-            [seed_credit for of_policy in of_policies for seed_credit in of_policy.credits],
             saved[0] if saved else [],
         )
 
@@ -394,16 +380,11 @@ class Comparison:
         policies: Sequence[TrainedPolicy],
         rng_seeds: Sequence[int],
         *,
-        make_pool: Callable[..., HostPool],
         save_networks: int,
     ) -> list[Episodes]:
-        """Return the episodes of the policies; networks are saved and credit is measured in the first."""
+        """Return the episodes of the policies; networks are saved in the first."""
         played = [partial(play_policy, pool, TAMIYO, policy, rng_seeds=rng_seeds) for policy in policies]
-        fork_pool = None
-        if policies and self.credit.hosts:
-            fork_pool = make_pool(2 * self.credit.repetitions, held_out=self.held_out)
-        credited = {"save_networks": save_networks, "credit": self.credit, "fork_pool": fork_pool}
-        return [partial(episode, **credited) if number == 0 else episode for number, episode in enumerate(played)]
+        return [partial(episode, save_networks=save_networks) for episode in played[:1]] + played[1:]
 
     def _rival_episodes(
         self,

@@ -8,7 +8,6 @@ from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.schedule import Schedule
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit, measure_credit
 from esper_lightning.evaluation.networks import GrownHost, best_hosts
 from esper_lightning.evaluation.play import Outcome, play_episode
 from esper_lightning.evaluation.static_host import StaticController, affordable_ticks
@@ -24,8 +23,6 @@ class Played(NamedTuple):
     """Price of parameters of each host."""
     schedules: Sequence[Schedule] = ()  # [H]
     """Actions that a trained policy chose on each host. Empty for other controllers."""
-    credits: Sequence[SeedCredit] = ()
-    """Credit of the seeds of the hosts that were analysed."""
 
 
 def play(
@@ -43,8 +40,6 @@ def play_policy(
     *,
     rng_seeds: Sequence[int],
     save_networks: int = 0,
-    credit: CreditConfig = CreditConfig(),
-    fork_pool: HostPool | None = None,
 ) -> list[Played]:
     """Play one episode of a trained policy's most likely actions, and record them. Returns one result.
 
@@ -54,13 +49,10 @@ def play_policy(
         policy: The policy.
         rng_seeds: RNG seeds, one per host.
         save_networks: Number of hosts to return, the best ones.
-        credit: How the seeds of the first hosts are analysed.
-        fork_pool: Pool for the analysis; see `measure_credit`. None: no analysis.
     """
     recording = RecordingController(policy.greedy())
     (played,) = play(pool, name, recording, rng_seeds=rng_seeds, save_networks=save_networks)
-    credits = [] if fork_pool is None else measure_credit(pool, fork_pool, credit)
-    return [played._replace(schedules=recording.schedules, credits=credits)]
+    return [played._replace(schedules=recording.schedules)]
 
 
 def play_static(pool: HostPool, name: str, grown: Outcome, *, rng_seeds: Sequence[int]) -> list[Played]:

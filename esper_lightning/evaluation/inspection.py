@@ -1,45 +1,39 @@
 """Diagnostics of one host of a pool, which change neither the host nor any random generator."""
 
-import numpy as np
 import torch
 from torch.func import functional_call
 
 from esper_lightning.envs.host_pool import HostPool
-from esper_lightning.growth.counterfactual import SeedVariant
-from esper_lightning.growth.shapley import CreditAllocation, allocate_credit
+from esper_lightning.growth.counterfactual import all_variants
+from esper_lightning.growth.shapley import interactions, shapley_values
 from esper_lightning.growth.stages import Stage
 from esper_lightning.tasks import fetch
 from esper_lightning.telemetry.events import SeedCredited
 
-SHAPLEY_PAIRS = 8
-"""Pairs of random permutations for Shapley values of more seeds than can be enumerated exactly."""
-
-
-def shapley_of_fossilized(pool: HostPool, host: int) -> CreditAllocation | None:
-    """Return the Shapley values of a host's fossilized seeds, in accuracy points on validation data.
-
-    Returns None without fossilized seeds. Raises MemoryError if the host runs out of memory.
-    """
-    pool, host = pool.locate_host(host)
-    players = [slot.name for slot in pool.envs[host].slots if slot.stage is Stage.FOSSILIZED]
-    if not players:
-        return None
-
-    def coalition_values(variants: list[SeedVariant]) -> list[float]:
-        return (100.0 * pool.variant_accuracies(host, variants, pool.data.validation)).tolist()
-
-    return allocate_credit(coalition_values, players, SHAPLEY_PAIRS, rng=np.random.default_rng(host))
+MAX_SEEDS = 4
+"""Largest number of fossilized seeds of a host whose 2^k combinations are measured."""
 
 
 def credit_fossilized_seeds(pool: HostPool, num_hosts: int, tick: int) -> list[SeedCredited]:
-    """Return the Shapley value of each fossilized seed of the first `hosts` hosts, as events at `tick`."""
+    """Return the Shapley value of each fossilized seed of the first `num_hosts` hosts, as events at `tick`.
+
+    Hosts with more than MAX_SEEDS of them are left out. Raises MemoryError if a host runs out of memory.
+    """
     events = []
     for host, env in enumerate(pool.envs[:num_hosts]):
-        if (shares := shapley_of_fossilized(pool, host)) is not None:
-            for player, credit in shares.credit.items():
-                blueprint = env.growing.slots[player].blueprint
-                assert blueprint is not None, "that of a fossilized seed"
-                events.append(SeedCredited(tick, host, player, blueprint, credit.value, shares.interaction_of(player)))
+        players = [slot.name for slot in env.slots if slot.stage is Stage.FOSSILIZED]
+        if not 0 < len(players) <= MAX_SEEDS:
+            continue
+        owner, number = pool.locate_host(host)
+        variants = all_variants(players)
+        accuracies = owner.variant_accuracies(number, variants, owner.data.validation).tolist()
+        points = {variant: 100.0 * accuracy for variant, accuracy in zip(variants, accuracies, strict=True)}
+        values, pairs = shapley_values(points, players), interactions(points, players)
+        for player in players:
+            blueprint = env.growing.slots[player].blueprint
+            assert blueprint is not None, "that of a fossilized seed"
+            interaction = sum(value for pair, value in pairs.items() if player in pair)
+            events.append(SeedCredited(tick, host, player, blueprint, values[player], interaction))
     return events
 
 

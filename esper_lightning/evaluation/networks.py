@@ -248,6 +248,8 @@ def export_grown(
         if network is None or inputs is None:
             raise ValueError(f"{source!r} does not tell what network it is of; give --network and --inputs")
         grown = import_object(network, "--network")()
+        if not isinstance(grown, nn.Module):
+            raise ValueError(f"--network {network}: it made a {type(grown).__name__}, not a network")
         load(grown, path)
         examples, target = read_samples(Path(inputs))["inputs"], path
     target = target.with_suffix(SUFFIXES[to]) if out is None else Path(out)

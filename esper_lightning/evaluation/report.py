@@ -1,4 +1,4 @@
-"""Results of a comparison and credits of fossilized seeds, as terminal tables and as CSV and JSON files."""
+"""Results of a comparison, as terminal tables and as CSV and JSON files."""
 
 import csv
 import json
@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from esper_lightning.controllers.schedule import write_schedule
 from esper_lightning.evaluation import statistics
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult
-from esper_lightning.evaluation.credit import CreditConfig, SeedCredit
 from esper_lightning.evaluation.play import Outcome
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
 from esper_lightning.serialization.replace import replace_file
@@ -235,32 +233,3 @@ def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
             csv.writer(file).writerows(rows)
 
     replace_file(path, write_draft)
-
-
-def credit_table(seeds: Sequence[SeedCredit], config: CreditConfig) -> Table:
-    """Return a table with one row per blueprint: mean credit of its fossilized seeds, with intervals over seeds."""
-    table = make_table(
-        f"fossilized seeds of the first {config.hosts} hosts: accuracy points on test images, mean ± 95 % interval",
-        f"caused: {config.fork_ticks} more host epochs with the seed minus the same without it",
-        ("blueprint", "seeds", "switched off", "fair share", "caused"),
-    )
-    for blueprint in sorted({seed.blueprint for seed in seeds}):
-        group = [seed for seed in seeds if seed.blueprint == blueprint]
-        columns = [
-            np.array([seed.contribution for seed in group]),
-            np.array([seed.shapley.value for seed in group]),
-            np.array([seed.effect.mean for seed in group]),
-        ]
-        table.add_row(blueprint, str(len(group)), *(format_interval(mean_interval(column), 2) for column in columns))
-    return table
-
-
-def write_credits(seeds: Sequence[SeedCredit], folder: Path) -> None:
-    """Write `seeds.csv` with one row per fossilized seed, in accuracy points."""
-    effect = [f"effect_{end}" for end in Interval._fields]
-    rows = [["host", "slot", "blueprint", "contribution", "shapley", "shapley_error", "interaction", *effect]]
-    for seed in seeds:
-        numbers = (seed.contribution, *seed.shapley, seed.interaction, *seed.effect)
-        formatted = ["" if number is None else f"{number:.6g}" for number in numbers]
-        rows.append([str(seed.host), seed.slot, seed.blueprint, *formatted])
-    write_csv(folder / "seeds.csv", rows)

@@ -12,14 +12,14 @@ from esper_lightning.evaluation.checkpoints import TrainedPolicy, load_policies,
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.figures import write_figures
 from esper_lightning.evaluation.networks import remove_saved, save_best
-from esper_lightning.evaluation.report import RESULTS_FILE, credit_table, make_tables, write_credits, write_report
+from esper_lightning.evaluation.report import RESULTS_FILE, make_tables, write_report
 from esper_lightning.parallel import Mapper
 from esper_lightning.provenance import provenance
 
 EVALUATION_FOLDER = "evaluation"
 """Subfolder of a run folder for the results of a comparison."""
 
-EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png|seeds\.csv")
+EARLIER = re.compile(r"schedule\d*\.json|timeline\d*\.png")
 """Pattern of the names of files that not every comparison writes."""
 
 NETWORKS_FOLDER = "networks"
@@ -81,7 +81,7 @@ def compare(
             data, policies, rivals, task=task, save_networks=config.save_networks, executor=executor
         )
         if own_folder is not None:
-            publish(comparison, result, pool.space.slot, folder=own_folder, record=record)
+            publish(result, pool.space.slot, folder=own_folder, record=record)
         else:
             for table in make_tables(result):
                 wide_console().print(table)
@@ -106,13 +106,10 @@ def remove_earlier(folder: Path) -> None:
             path.unlink()
 
 
-def publish(
-    comparison: Comparison, result: ComparisonResult, slots: list[str], *, folder: Path, record: Mapping[str, Any]
-) -> None:
+def publish(result: ComparisonResult, slots: list[str], *, folder: Path, record: Mapping[str, Any]) -> None:
     """Write all files and print all tables.
 
     Args:
-        comparison: Settings of the comparison.
         result: Result of the comparison.
         slots: Names of the hosts' slots.
         folder: Output folder; results of an earlier comparison are replaced.
@@ -126,10 +123,6 @@ def publish(
         console.print(note, soft_wrap=True)
     for table in make_tables(result):
         console.print(table)
-    if comparison.credit.hosts:
-        write_credits(result.credits, folder)
-        no_seeds = "tamiyo fossilized no seed on the analysed hosts"
-        console.print(credit_table(result.credits, comparison.credit) if result.credits else no_seeds)
     networks = save_best(result.networks, folder / NETWORKS_FOLDER)
     names = ", ".join([RESULTS_FILE, "test_metrics.csv", "evaluation.json", *(path.name for path in figures)])
     if networks:

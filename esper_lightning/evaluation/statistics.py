@@ -80,21 +80,6 @@ def ratio_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
     )
 
 
-def stratified_interval(values: np.ndarray) -> Interval:
-    """Return the mean of values [M, R] with its interval: R independent hosts in each of M contexts.
-
-    The M contexts are all there are, so only hosts are resampled, within their context.
-    """
-    mean = float(values.mean())
-    if values.shape[1] < 2 or np.ptp(values) == 0.0:
-        return Interval(mean, mean, mean)
-    random, size = np.random.default_rng(RNG_SEED), values.shape[1]
-    means = np.zeros(RESAMPLES)
-    for row in values:
-        means += row[random.integers(size, size=(RESAMPLES, size))].mean(1) / len(values)
-    return Interval(mean, *_central_quantiles(means))
-
-
 def effect_size(differences: np.ndarray) -> float:
     """Return Cohen's d_z of paired differences [H] or [S, H]: their mean in standard deviations over hosts.
 

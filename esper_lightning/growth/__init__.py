@@ -10,7 +10,7 @@ from esper_lightning.growth.lifecycle import SeedEvent, slots_of
 from esper_lightning.growth.manifest import manifest, rebuild
 from esper_lightning.growth.saving import load, save
 from esper_lightning.growth.schedules import follow
-from esper_lightning.growth.shapley import credit, interactions
+from esper_lightning.growth.shapley import interactions, shapley_values
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stack import stack
 from esper_lightning.growth.stages import Stage
@@ -25,7 +25,6 @@ __all__ = [
     "attach_from_state_dict",
     "attach_slots",
     "contributions",
-    "credit",
     "detach_slots",
     "fold",
     "follow",
@@ -37,6 +36,7 @@ __all__ = [
     "potentials",
     "rebuild",
     "save",
+    "shapley_values",
     "slots_of",
     "stack",
 ]

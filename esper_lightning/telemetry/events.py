@@ -76,8 +76,8 @@ class SeedCredited(NamedTuple):
     blueprint: str
     shapley: float
     """Shapley value: the seed's share of the accuracy that all fossilized seeds add together."""
-    interaction: float | None
-    """Sum of the seed's interactions with the other fossilized seeds; null if there are too many to measure."""
+    interaction: float
+    """Sum of the seed's interactions with the other fossilized seeds."""
 
 
 class RolledBack(NamedTuple):

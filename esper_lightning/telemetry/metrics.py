@@ -112,9 +112,8 @@ def credit_metrics(credit_events: Sequence[SeedCredited]) -> dict[str, float]:
     seeds_per_host = Counter(event.host for event in credit_events)
     # Each pair of seeds in a host counts twice: in the sums of both seeds.
     pairs = sum(seeds * (seeds - 1) for seeds in seeds_per_host.values())
-    interactions = [event.interaction for event in credit_events if event.interaction is not None]
-    if pairs and len(interactions) == len(credit_events):
-        found["credit/interaction"] = sum(interactions) / pairs
+    if pairs:
+        found["credit/interaction"] = sum(event.interaction for event in credit_events) / pairs
     return found
 
 

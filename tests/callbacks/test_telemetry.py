@@ -87,5 +87,5 @@ def test_skipped_steps_are_written_where_there_can_be_any(tmp_path: Path, precis
 
 
 def test_telemetry_of_no_ticks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"telemetry\.every_n_ticks must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"Telemetry\.every_n_ticks must be at least 1, got 0"):
         Telemetry(every_n_ticks=0)

@@ -36,7 +36,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = yaml.safe_load(config.read_text())
     settings["data"]["env"] |= {"horizon": 8, "training": {"batches": 8, "lr": 0.02, "max_grad_norm": None}}
     config.write_text(yaml.safe_dump(settings))
-    run("grow", f"--config={config}", "--controller=periodic", f"--out={folder}")
+    run("grow", str(config), "periodic", f"--out={folder}")
     return folder
 
 
@@ -61,8 +61,8 @@ def test_grow_leaves_a_network_its_program_its_folded_form_and_what_each_is_wort
 
 def test_a_folder_is_exported_without_its_config_or_data(grown: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    run("export", str(grown / "folded"), "--to=pt2")
-    run("export", str(grown), "--to=state_dict", f"--out={grown / 'weights.pt'}")
+    run("export", str(grown / "folded"), "pt2")
+    run("export", str(grown), "state_dict", f"--out={grown / 'weights.pt'}")
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(
         f"written to {grown / 'folded' / 'network.pt2'}: on 8 inputs its outputs differ by at most"
@@ -84,7 +84,7 @@ def test_a_file_is_exported_with_the_network_that_is_named(tmp_path: Path) -> No
     save(network, tmp_path / "mine.safetensors")
     safetensors.torch.save_file({"inputs": images()}, tmp_path / "inputs.safetensors")
     named = ("--network=tests.growth.attached.small_network", f"--inputs={tmp_path / 'inputs.safetensors'}")
-    run("export", str(tmp_path / "mine.safetensors"), "--to=pt2", *named)
+    run("export", str(tmp_path / "mine.safetensors"), "pt2", *named)
     outputs = torch.export.load(tmp_path / "mine.pt2").module()(images(3))
     torch.testing.assert_close(outputs, network.eval()(images(3)), rtol=1e-5, atol=1e-6)
 
@@ -124,7 +124,7 @@ def test_a_host_that_does_not_fit_its_weights_is_refused_before_memory_is_taken(
 ) -> None:
     given = json.loads((grown / HOST_FILE).read_text())["host"]["init_args"]
     folder = edited(grown, tmp_path / "a", init_args=given | arguments)
-    assert answer in refused(capsys, "export", str(folder), "--to=pt2")
+    assert answer in refused(capsys, "export", str(folder), "pt2")
 
 
 def test_damaged_slots_and_samples_of_a_folder_are_refused_in_one_line(
@@ -134,10 +134,10 @@ def test_damaged_slots_and_samples_of_a_folder_are_refused_in_one_line(
     description = json.loads((folder / HOST_FILE).read_text())
     for slots in ([], ["x"] * 10**6):
         (folder / HOST_FILE).write_text(json.dumps(description | {"slots": slots}))
-        assert "is damaged" in refused(capsys, "export", str(folder), "--to=pt2")
+        assert "is damaged" in refused(capsys, "export", str(folder), "pt2")
     (folder / HOST_FILE).write_text(json.dumps(description))
     (folder / NETWORK_FILE).unlink()
-    assert f"holds no {NETWORK_FILE}" in refused(capsys, "export", str(folder), "--to=pt2")
+    assert f"holds no {NETWORK_FILE}" in refused(capsys, "export", str(folder), "pt2")
 
 
 def wrong_outputs(folder: Path, to: Path) -> Path:
@@ -152,24 +152,24 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
     empty = tmp_path / "empty"
     empty.mkdir()
     answers = {
-        (nosuch, "--to=pt2"): "there is no folder or file",
-        (str(empty), "--to=pt2"): "holds no host.json",
-        (file, "--to=pt2"): "does not tell what network it is of; give --network and --inputs",
-        (str(grown), "--to=pt3"): "pt3",
-        (str(grown), "--to=pt2", "--network=a.b"): "are for a file; a folder tells them itself",
-        (file, "--to=pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "no network can be made by it",
-        (file, "--to=pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
+        (nosuch, "pt2"): "there is no folder or file",
+        (str(empty), "pt2"): "holds no host.json",
+        (file, "pt2"): "does not tell what network it is of; give --network and --inputs",
+        (str(grown), "pt3"): "pt3",
+        (str(grown), "pt2", "--network=a.b"): "are for a file; a folder tells them itself",
+        (file, "pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "--network: cannot import",
+        (file, "pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
         (
             str(grown),
-            "--to=pt2",
+            "pt2",
             f"--out={file}/x.pt2",
-        ): "cannot be written to: File exists; name another one by --out",
-        (str(grown), "--to=pt2", f"--out={empty}"): f"is a folder; name a file, such as {empty / 'network.pt2'}",
-        (str(wrong_outputs(grown, tmp_path / "c")), "--to=pt2"): "gives other outputs than when it was saved",
+        ): "File exists",
+        (str(grown), "pt2", f"--out={empty}"): f"is a folder; name a file, such as {empty / 'network.pt2'}",
+        (str(wrong_outputs(grown, tmp_path / "c")), "pt2"): "gives other outputs than when it was saved",
     }
     for args, answer in answers.items():
         assert answer in refused(capsys, "export", *args)
     for controller, answer in {"periodc": "did you mean 'periodic'", "nosuch.json": "nosuch.json"}.items():
-        line = refused(capsys, "grow", "--config=smoke", f"--controller={controller}", f"--out={tmp_path / 'out'}")
+        line = refused(capsys, "grow", "smoke", controller, f"--out={tmp_path / 'out'}")
         assert answer in line
     assert not (tmp_path / "out").exists()

@@ -84,7 +84,7 @@ def test_a_policy_on_other_hosts_continues_with_its_memory(
 ) -> None:
     pool = make_pool(1, horizon=HORIZON)
     policy = make_policy(pool, 1)
-    spaces = TrainingSpaces(pool.space, pool.feature_names, {})
+    spaces = TrainingSpaces(pool.space, pool.feature_names)
 
     whole, taken_over = continued(
         pool, lambda pool: TransferController(LearnedController(policy, torch.nn.Identity()), spaces)

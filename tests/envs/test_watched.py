@@ -184,7 +184,7 @@ def test_a_host_that_would_get_too_large_waits_instead(make_pool: MakePool) -> N
     (veto,) = pool.step(act(large)).vetoes
 
     assert (veto.host, veto.tick) == (0, 2)
-    assert "governor.rules.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
+    assert "Governor.rules.max_growth = 1.2" in str(veto) and "conv_light" in str(veto)
     assert not pool.envs[0].slots[1].occupied
 
 

@@ -10,7 +10,8 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients, shapley_of_fossilized
+from esper_lightning.evaluation import inspection
+from esper_lightning.evaluation.inspection import credit_fossilized_seeds, layer_gradients
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
@@ -76,18 +77,24 @@ def test_kept_seeds_share_what_they_add_on_validation_data() -> None:
     pool = played(tiny_host)
     kept = [i for i, env in enumerate(pool.envs) if any(slot.stage is Stage.FOSSILIZED for slot in env.slots)]
     assert kept
+    credits = credit_fossilized_seeds(pool, 4, 1)
     for i in kept:
-        shares = shapley_of_fossilized(pool, i)
         env = pool.envs[i]
         bare = 100.0 * pool.variant_accuracies(i, [frozenset()], pool.data.validation).item()
-        total = sum(credit.value for credit in shares.credit.values())
+        total = sum(credit.shapley for credit in credits if credit.host == i)
         assert total == pytest.approx(100.0 * env.validated.fossilized.accuracy - bare, abs=1e-3)
+
+
+def test_a_host_with_more_kept_seeds_than_are_measured_has_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = played(tiny_host)
+    assert credit_fossilized_seeds(pool, 4, 1)
+    monkeypatch.setattr(inspection, "MAX_SEEDS", 0)
+    assert credit_fossilized_seeds(pool, 4, 1) == []
 
 
 def test_who_has_kept_nothing_has_no_credit() -> None:
     pool = played(tiny_host, ticks=1)
 
-    assert shapley_of_fossilized(pool, 0) is None
     assert credit_fossilized_seeds(pool, 4, 1) == []
 
 

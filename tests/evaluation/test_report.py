@@ -63,7 +63,6 @@ def contest(training_seeds: Sequence[int | None]) -> ComparisonResult:
         entries=[learned[0], *rules, rival, *learned[1:]] if training_seeds else rules,
         schedules={"schedule": Schedule(tuple(SLOTS), ())},
         notes=["6 of 6 hosts"],
-        credits=[],
         networks=[],
     )
 

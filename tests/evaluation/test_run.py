@@ -6,10 +6,10 @@ from esper_lightning.evaluation.comparison import best_hand_written
 from esper_lightning.evaluation.networks import HOST_FILE, NETWORK_FILE, SAMPLES_FILE
 from esper_lightning.evaluation.run import remove_earlier
 
-EARLIER = ("schedule.json", "schedule0.json", "schedule12.json", "timeline.png", "timeline1.png", "seeds.csv")
+EARLIER = ("schedule.json", "schedule0.json", "schedule12.json", "timeline.png", "timeline1.png")
 KEPT = (
     *("best_schedule.json", "best_price_0.1.json", "schedule_mine.json", "my schedule.json", "timeline.pdf"),
-    *("evaluation.csv", "notes.txt", "seeds.csv.bak"),
+    *("evaluation.csv", "notes.txt", "timeline.png.bak"),
 )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from esper_lightning.evaluation.statistics import RESAMPLES, Interval, effect_size, mean_interval, stratified_interval
+from esper_lightning.evaluation.statistics import RESAMPLES, Interval, effect_size, mean_interval
 from tests.tiers import rest_is_slow
 
 HOSTS = np.array([0.1, 0.35, 0.4, 0.55, 0.62, 0.9])
@@ -84,13 +84,3 @@ def test_an_effect_size_is_in_deviations_of_the_difference() -> None:
     # Over training seeds each host's mean counts: [2, 4] has mean 3 and standard deviation √2.
     assert effect_size(np.array([[1.0, 3.0], [3.0, 5.0]])) == pytest.approx(3.0 / 2.0**0.5)
     assert np.isnan(effect_size(np.array([0.5, 0.5])))
-
-
-def test_hosts_are_resampled_within_their_kind() -> None:
-    random = np.random.default_rng(4)
-    kinds = 10.0 * np.arange(5)[:, None]  # differences between kinds add no uncertainty
-    found = stratified_interval(kinds + random.normal(size=(5, 40)))
-    error = 1.0 / np.sqrt(200)
-    assert found.mean == pytest.approx(20.0, abs=4 * error)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.15)
-    assert stratified_interval(np.ones((3, 4))) == (1.0, 1.0, 1.0)

@@ -281,7 +281,7 @@ def test_a_host_may_be_too_large_for_another_seed() -> None:
 
     assert veto_reasons("GERMINATE", 2.0, GovernorState(), config=limited) == []
     (reason,) = veto_reasons("GERMINATE", 2.01, GovernorState(), config=limited)
-    assert "2.01 times the parameters" in reason and "governor.rules.max_growth = 2" in reason
+    assert "2.01 times the parameters" in reason and "Governor.rules.max_growth = 2" in reason
     assert veto_reasons("FOSSILIZE", 2.01, GovernorState(), config=limited) == []
     assert veto_reasons("GERMINATE", 100.0, GovernorState(), config=CONFIG) == []
     assert len(veto_reasons("GERMINATE", 3.0, GovernorState(consecutive_anomalies=1), config=limited)) == 2
@@ -290,21 +290,21 @@ def test_a_host_may_be_too_large_for_another_seed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "governor.rules.window must be at least 1 host epoch, got 0"),
-        ({"patience": 0}, "governor.rules.patience must be at least 1 host epoch, got 0"),
-        ({"snapshot_every": 0}, "governor.rules.snapshot_every must be at least 1 host epoch, got 0"),
-        ({"cooldown": -1}, "governor.rules.cooldown must not be negative, got -1"),
-        ({"max_rollbacks": -1}, "governor.rules.max_rollbacks must not be negative, got -1"),
-        ({"penalty": -0.1}, "governor.rules.penalty must not be negative, got -0.1"),
-        ({"penalty": math.nan}, "governor.rules.penalty must not be negative, got nan"),
-        ({"max_loss": 0.0}, "governor.rules.max_loss must be positive, got 0.0"),
-        ({"max_ratio": -3.0}, "governor.rules.max_ratio must be positive, got -3.0"),
-        ({"learned": math.nan}, "governor.rules.learned must be positive, got nan"),
-        ({"guessing": 0.0}, "governor.rules.guessing must be positive, got 0.0"),
-        ({"lr_factor": 0.0}, "governor.rules.lr_factor must lie in (0, 1], got 0.0"),
-        ({"lr_factor": 1.1}, "governor.rules.lr_factor must lie in (0, 1], got 1.1"),
-        ({"max_growth": 0.9}, "governor.rules.max_growth must be at least 1 (the host alone), got 0.9"),
-        ({"max_growth": math.nan}, "governor.rules.max_growth must be at least 1 (the host alone), got nan"),
+        ({"window": 0}, "Governor.rules.window must be at least 1 host epoch, got 0"),
+        ({"patience": 0}, "Governor.rules.patience must be at least 1 host epoch, got 0"),
+        ({"snapshot_every": 0}, "Governor.rules.snapshot_every must be at least 1 host epoch, got 0"),
+        ({"cooldown": -1}, "Governor.rules.cooldown must not be negative, got -1"),
+        ({"max_rollbacks": -1}, "Governor.rules.max_rollbacks must not be negative, got -1"),
+        ({"penalty": -0.1}, "Governor.rules.penalty must not be negative, got -0.1"),
+        ({"penalty": math.nan}, "Governor.rules.penalty must not be negative, got nan"),
+        ({"max_loss": 0.0}, "Governor.rules.max_loss must be positive, got 0.0"),
+        ({"max_ratio": -3.0}, "Governor.rules.max_ratio must be positive, got -3.0"),
+        ({"learned": math.nan}, "Governor.rules.learned must be positive, got nan"),
+        ({"guessing": 0.0}, "Governor.rules.guessing must be positive, got 0.0"),
+        ({"lr_factor": 0.0}, "Governor.rules.lr_factor must lie in (0, 1], got 0.0"),
+        ({"lr_factor": 1.1}, "Governor.rules.lr_factor must lie in (0, 1], got 1.1"),
+        ({"max_growth": 0.9}, "Governor.rules.max_growth must be at least 1 (the host alone), got 0.9"),
+        ({"max_growth": math.nan}, "Governor.rules.max_growth must be at least 1 (the host alone), got nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:

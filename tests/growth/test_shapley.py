@@ -1,7 +1,7 @@
 """Shapley values and interactions compared with their definitions and with all orders of joining."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, permutations
 
 import numpy as np
@@ -13,15 +13,7 @@ from torch.nn import functional as F
 
 from esper_lightning.growth.alpha import Ramp
 from esper_lightning.growth.counterfactual import SeedVariant, all_variants, measure_variants
-from esper_lightning.growth.shapley import (
-    MAX_EXACT,
-    Credit,
-    allocate_credit,
-    credit,
-    interactions,
-    sampled_shapley,
-    shapley_values,
-)
+from esper_lightning.growth.shapley import interactions, shapley_values
 from esper_lightning.growth.stages import Stage
 from tests.growth.grown import grow, slot_named, small_batch, small_cnn
 
@@ -81,10 +73,6 @@ def interaction_over_all_orders(worth: Game, players: Sequence[str], a: str, b: 
         before = frozenset(order[: order.index(a)])
         total += worth[before | {a, b}] - worth[before | {a}] - worth[before | {b}] + worth[before]
     return total / len(orders)
-
-
-def asked(worth: Game) -> Callable[[list[SeedVariant]], list[float]]:
-    return lambda variants: [worth[variant] for variant in variants]
 
 
 @given(games())
@@ -178,127 +166,6 @@ def test_help_is_positive_and_doing_the_same_work_is_negative() -> None:
     assert interactions(either, players) == {("a", "b"): -1.0, ("a", "c"): 0.0, ("b", "c"): 0.0}
 
 
-def test_a_players_interaction_is_the_sum_of_those_of_its_pairs() -> None:
-    worth, (a, b, c) = random_game(3)
-    shares = allocate_credit(asked(worth), [a, b, c], 2, rng=np.random.default_rng(0))
-    pairs = interactions(worth, [a, b, c])
-    expected = {a: pairs[a, b] + pairs[a, c], b: pairs[a, b] + pairs[b, c], c: pairs[a, c] + pairs[b, c]}
-    assert {player: shares.interaction_of(player) for player in (a, b, c)} == pytest.approx(expected)
-    worth, players = random_game(MAX_EXACT + 1)
-    assert allocate_credit(asked(worth), players, 2, rng=np.random.default_rng(0)).interaction_of(players[0]) is None
-
-
-@given(games(least=1, most=4), st.integers(2, 5), st.integers(0, 99))
-def test_sampled_values_sum_to_the_whole_gain_whatever_is_drawn(
-    game: tuple[Game, list[str]], pairs: int, seed: int
-) -> None:
-    worth, players = game
-    sampled = sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(seed))
-    gain = worth[frozenset(players)] - worth[NONE]
-    assert list(sampled) == players
-    assert math.fsum(each.value for each in sampled.values()) == pytest.approx(gain, rel=1e-6, abs=1e-9)
-
-
-def test_sampled_values_are_the_mean_over_the_orders_drawn_and_their_reverses() -> None:
-    worth, players = random_game(5)
-    sampled = sampled_shapley(asked(worth), players, 3, rng=np.random.default_rng(4))
-    rng = np.random.default_rng(4)
-    pairs = []
-    for _ in range(3):
-        order = [players[i] for i in rng.permutation(5)]
-        pairs.append([marginals(worth, order), marginals(worth, order[::-1])])
-    for player in players:
-        means = [(one[player] + other[player]) / 2 for one, other in pairs]
-        mean = sum(means) / 3
-        error = math.sqrt(sum((each - mean) ** 2 for each in means) / 2 / 3)
-        assert sampled[player] == pytest.approx((mean, error))
-
-
-def marginals(worth: Game, order: Sequence[str]) -> dict[str, float]:
-    return {p: worth[frozenset(order[: i + 1])] - worth[frozenset(order[:i])] for i, p in enumerate(order)}
-
-
-def test_sampled_values_are_unbiased_and_their_errors_honest() -> None:
-    worth, players = random_game(6)
-    exact = shapley_values(worth, players)
-    rng = np.random.default_rng(0)
-    runs = [sampled_shapley(asked(worth), players, 8, rng=rng) for _ in range(400)]
-    for player in players:
-        values = np.array([run[player].value for run in runs])
-        spread = values.std(ddof=1)
-        assert abs(values.mean() - exact[player]) < 4.0 * spread / math.sqrt(len(runs))
-        # The mean of the estimated variances is the variance of the values.
-        estimated = math.sqrt(np.mean([run[player].error ** 2 for run in runs]))
-        assert estimated == pytest.approx(spread, rel=0.15)
-
-
-def test_the_standard_error_falls_with_the_root_of_the_number_of_pairs() -> None:
-    worth, players = random_game(6)
-
-    def error(pairs: int) -> float:
-        sampled = sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(1))
-        return float(np.mean([each.error for each in sampled.values()]))
-
-    for pairs in (50, 200, 800):
-        assert error(pairs) / error(4 * pairs) == pytest.approx(2.0, rel=0.15)
-
-
-def test_an_order_and_its_reverse_vary_less_than_two_orders() -> None:
-    worth, players = monotone_game(6)
-    rng = np.random.default_rng(0)
-    paired = [sampled_shapley(asked(worth), players, 4, rng=rng) for _ in range(200)]
-    apart = [[marginals(worth, [players[i] for i in rng.permutation(6)]) for _ in range(8)] for _ in range(200)]
-    for player in players:
-        with_reverse = np.var([run[player].value for run in paired])
-        without = np.var([np.mean([order[player] for order in run]) for run in apart])
-        assert with_reverse < 0.7 * without
-
-
-def test_worth_is_asked_once_and_for_no_combination_twice() -> None:
-    worth, players = random_game(6)
-    questions: list[list[SeedVariant]] = []
-
-    def ask(variants: list[SeedVariant]) -> list[float]:
-        questions.append(variants)
-        return [worth[variant] for variant in variants]
-
-    sampled_shapley(ask, players, 3, rng=np.random.default_rng(0))
-    (question,) = questions
-    assert len(set(question)) == len(question) <= 2 + 3 * 2 * 5
-    assert NONE in question
-    assert frozenset(players) in question
-
-    questions.clear()
-    credit(ask, players[:MAX_EXACT], 3, rng=np.random.default_rng(0))
-    (question,) = questions
-    assert sorted(map(sorted, question)) == sorted(map(sorted, subsets(players[:MAX_EXACT])))
-
-
-@pytest.mark.parametrize("pairs", [-1, 0, 1])
-def test_too_few_pairs_for_a_standard_error_are_refused(pairs: int) -> None:
-    worth, players = random_game(5)
-    with pytest.raises(ValueError, match=f"at least 2 pairs of orders for a standard error, got {pairs}"):
-        sampled_shapley(asked(worth), players, pairs, rng=np.random.default_rng(0))
-
-
-@pytest.mark.parametrize("k", range(MAX_EXACT + 3))
-def test_credit_is_exact_for_a_few_players_and_sampled_for_more(k: int) -> None:
-    worth, players = random_game(k)
-    measured = credit(asked(worth), players, 4, rng=np.random.default_rng(2))
-    if k <= MAX_EXACT:
-        assert measured == {player: Credit(value, 0.0) for player, value in shapley_values(worth, players).items()}
-    else:
-        assert measured == sampled_shapley(asked(worth), players, 4, rng=np.random.default_rng(2))
-        assert all(each.error > 0.0 for each in measured.values())
-
-
-def test_an_exact_credit_draws_nothing() -> None:
-    worth, players = random_game(MAX_EXACT)
-    rng = np.random.default_rng(0)
-    credit(asked(worth), players, 2, rng=rng)
-    assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
-
-
 def test_values_of_seeds_in_a_network_sum_to_what_they_gain_together() -> None:
     places = ["block1", "block2.pool", "block3.pool"]
     network = small_cnn(places)
@@ -317,9 +184,7 @@ def test_values_of_seeds_in_a_network_sum_to_what_they_gain_together() -> None:
         family = all_variants(places)
         worth = dict(zip(family, measure_variants(network, family, batches, score=score).tolist(), strict=True))
         gain = worth[frozenset(places)] - worth[NONE]
-        values = credit(asked(worth), places, 2, rng=np.random.default_rng(0))
+        values = shapley_values(worth, places)
         assert gain != 0.0
-        assert sum(each.value for each in values.values()) == pytest.approx(gain, abs=1e-6)
-        assert {place: each.value for place, each in values.items()} == pytest.approx(over_all_orders(worth, places))
-        sampled = sampled_shapley(asked(worth), places, 2, rng=np.random.default_rng(0))
-        assert sum(each.value for each in sampled.values()) == pytest.approx(gain, abs=1e-6)
+        assert sum(values.values()) == pytest.approx(gain, abs=1e-6)
+        assert values == pytest.approx(over_all_orders(worth, places))

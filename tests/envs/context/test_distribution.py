@@ -14,7 +14,6 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import Context, ContextDistribution, FamilyConfig, seed_fails
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import TRAINING, episode_rng_seeds
-from esper_lightning.evaluation.credit import matched_fork
 from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
@@ -285,24 +284,6 @@ def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
 def test_a_horizon_beyond_that_of_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=r"family: horizon 13 is longer than env\.horizon, 12; raise env\.horizon"):
         replace(SMALL, horizon=12, family=family(horizon=[8, 13]))
-
-
-def test_a_seed_of_a_family_is_judged_on_its_own_kind_of_host(make_pool: MakePool) -> None:
-    config = family(**{"host.kernel": [1, 3], "data.transform": ["none", "inverted"]})
-    pool, pairs = make_pool(3, host=cnn, family=config), make_pool(4, host=cnn, family=config)
-    pool.reset([2, 4, 6])
-    pool.step(act(*[germinate(0, 1)] * 3))
-    for _ in range(3):
-        pool.step(act(*[WAIT] * 3))
-    pool.step(act(*[fossilize(0)] * 3))
-    for env in pool.envs:
-        fork = matched_fork(pairs, env.state_dict(), env.slots[0].name, ticks=0)
-        assert {other.architecture for other in pairs.envs} == {env.architecture}
-        tested = 100.0 * pool.variant_accuracies(
-            pool.envs.index(env), [frozenset({env.slots[0].name}), frozenset()], pool.data.test
-        )
-        assert fork.with_seed == pytest.approx([tested[0].item()] * 2, abs=1e-4)
-        assert fork.without_seed == pytest.approx([tested[1].item()] * 2, abs=1e-4)
 
 
 def test_rent_is_relative_to_each_host(make_pool: MakePool) -> None:

@@ -77,6 +77,8 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "layer norm, sequence": (partial(nn.LayerNorm, 4), SEQUENCE),
     "layer norm, vector, no bias": (partial(nn.LayerNorm, 4, bias=False), VECTOR),
     "layer norm, no weights": (partial(and_linear, partial(nn.LayerNorm, 4, elementwise_affine=False)), SEQUENCE),
+    "rms norm, sequence": (partial(nn.RMSNorm, 4), SEQUENCE),
+    "rms norm, vector": (partial(nn.RMSNorm, 4), VECTOR),
     "embedding": (partial(nn.Embedding, 9, 4), WORDS),
     "token embedding": (partial(TokenEmbedding, 9, 4), WORDS),
     "positions": (partial(PositionEmbedding, 8, 4), SEQUENCE),
