@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -352,7 +351,7 @@ class Grow(Callback):
         pool = self._pool
         # The training may go on for fewer epochs than it was to have; only rewards, of which there are none here,
         # read the ticks that were left when a seed was fossilized.
-        pool.subject.load_record_state(state["record"], max_ticks_left=sys.maxsize)
+        pool.subject.load_record_state(state["record"])
         self.growing.load_measurement_state(state)
         pool.update()
         resume_decider(self.decider, self.decider_name, pool, saved=state["decider"])

@@ -14,7 +14,6 @@ from esper_lightning.envs.flops import HostFlops
 from esper_lightning.envs.loss_scale import scaler_numbers, scaler_state
 from esper_lightning.envs.measurements import EpochResult, Score
 from esper_lightning.envs.packing import pack, unpack
-from esper_lightning.envs.restore import check_host, check_monitor
 from esper_lightning.envs.spaces.actions import ActionConfig, ActionSpace, Op
 from esper_lightning.envs.subject import Subject
 from esper_lightning.governor.judge import EpochStats, Judgement
@@ -27,7 +26,6 @@ from esper_lightning.growth.lifecycle import SeedEvent
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import OCCUPIED
 from esper_lightning.rewards import ObjectiveConfig, Prices, compute_rent, objective
-from esper_lightning.serialization.checks import check_keys
 from esper_lightning.tasks import Batches
 
 if TYPE_CHECKING:
@@ -298,14 +296,8 @@ class HostEnv(Subject):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`. Raises ValueError if it is invalid for this host."""
-        check_host(state, self.longest, len(self.slots))
-        check_keys("a host", state, ("ended", "monitor"))
-        if state["monitor"] is not None:
-            check_monitor(state["monitor"], self.longest, len(self.slots))
+        """Restore a state of `state_dict`. Raises ValueError if its weights or optimizer do not fit this host."""
         self.reset(state["rng_seed"])
-        if state["monitor"] is not None:
-            self._load_host(state["monitor"]["snapshot"])  # a trial: reports an invalid snapshot now
         # A copy: optimizer state loaded from a part of a larger memory would keep all of it alive.
         self._load_host(clone_tensors({key: value for key, value in state.items() if key != "monitor"}))
         self.stopped = bool(state["ended"])

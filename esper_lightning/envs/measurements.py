@@ -1,7 +1,8 @@
 """Measurements of a host in one training epoch and one validation pass, as Python numbers. K slots."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from esper_lightning.growth.gradient_stats import GradientStats
 
@@ -40,6 +41,28 @@ class Validation(NamedTuple):
     def potentials(self) -> list[float]:
         """Accuracy points (of 100) gained with the seed in each slot at full alpha, [K]; 0 for any other slot."""
         return [POINTS_PER_UNIT * (trial.accuracy - self.all_seeds.accuracy) for trial in self.trials]
+
+
+def validation_state(validation: Validation) -> dict[str, Any]:
+    """Return a validation as plain data, in types that `torch.load(weights_only=True)` accepts."""
+    return {
+        "all_seeds": list(validation.all_seeds),
+        "fossilized": list(validation.fossilized),
+        "host_only": None if validation.host_only is None else list(validation.host_only),
+        "without": [list(score) for score in validation.without],
+        "trials": [list(score) for score in validation.trials],
+    }
+
+
+def read_validation(state: Mapping[str, Any]) -> Validation:
+    """Return the validation of which `validation_state` made plain data."""
+    return Validation(
+        Score(*state["all_seeds"]),
+        [Score(*score) for score in state["without"]],
+        Score(*state["fossilized"]),
+        [Score(*score) for score in state["trials"]],
+        None if state["host_only"] is None else Score(*state["host_only"]),
+    )
 
 
 class TrainingStats(NamedTuple):

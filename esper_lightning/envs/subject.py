@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from esper_lightning.envs.flops import HostFlops
-from esper_lightning.envs.measurements import EpochResult, History, Validation
-from esper_lightning.envs.restore import check_accounts, check_trials, check_validation, validation_state
+from esper_lightning.envs.measurements import EpochResult, History, Validation, read_validation, validation_state
 from esper_lightning.envs.spaces.actions import STYLES, ActionConfig, ActionSpace, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.gradient_stats import GradientStats
@@ -190,18 +189,12 @@ class Subject:
             "skipped_steps": self.skipped_steps,
         }
 
-    def load_record_state(self, state: Mapping[str, Any], *, max_ticks_left: int | None = None) -> None:
-        """Restore the record of a training from `record_state`.
-
-        Args:
-            state: The record.
-            max_ticks_left: Largest number of ticks that may have been left to a fossilized seed. None: the horizon.
-        """
-        limit = self.horizon if max_ticks_left is None else max_ticks_left
+    def load_record_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the record of a training from `record_state`."""
         self.tick, self.last_op = state["tick"], Op(state["last_op"])
-        self.accounts = check_accounts(state.get("accounts"), limit, len(self.slots))
-        self.trials = check_trials(state.get("trials"), len(self.slots))
+        self.accounts = [SeedAccount(*account) for account in state["accounts"]]
+        self.trials = [dict(trials) for trials in state["trials"]]
         self.history = History(**{name: list(values) for name, values in state["history"].items()})
-        self.validated = check_validation(state["validated"], len(self.slots))
+        self.validated = read_validation(state["validated"]) if state["validated"] else None
         self.host_gradient = GradientStats(*state["host_gradient"]) if state["host_gradient"] else None
         self.skipped_steps = state["skipped_steps"]

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from esper_lightning.growth.stages import Stage
-from esper_lightning.serialization.checks import check_count, check_keys, check_numbers
-from esper_lightning.serialization.excerpt import excerpt
 
 if TYPE_CHECKING:
     from esper_lightning.envs.host_env import HostEnv
@@ -83,21 +81,12 @@ class RolloutGradients:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state within a rollout. Raises ValueError if it is damaged."""
-        what = "the statistics of gradients"
-        check_keys(what, state, ("born", "gone", "silent", "health", "host_ticks"))
+        """Restore the state within a rollout."""
         self.clear()
-        for name in ("born", "gone"):
-            counts = check_keys(what, state[name], ())
-            getattr(self, name).update({str(kind): check_count(what, count) for kind, count in counts.items()})
-        if not isinstance(state["silent"], list):
-            raise ValueError(f"{what}: the seeds are no list")
-        for seed in state["silent"]:
-            if not isinstance(seed, list) or len(seed) != 3 or not isinstance(seed[2], str):
-                raise ValueError(f"{what}: a seed is {excerpt(seed, 50)}, not its host, slot and blueprint")
-            self.silent[check_count(what, seed[0]), check_count(what, seed[1])] = seed[2]
-        (self.health,) = check_numbers(what, [state["health"]], finite=True)
-        self.host_ticks = check_count(what, state["host_ticks"])
+        self.born.update(state["born"])
+        self.gone.update(state["gone"])
+        self.silent.update({(host, slot): blueprint for host, slot, blueprint in state["silent"]})
+        self.health, self.host_ticks = state["health"], state["host_ticks"]
 
 
 def host_anomaly_metrics(envs: Sequence["HostEnv"], most_reliance: float) -> dict[str, float]:

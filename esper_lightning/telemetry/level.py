@@ -1,8 +1,6 @@
 """Level of detail of telemetry: as configured, and raised to debug for a while after an anomaly."""
 
-from typing import Any, Literal, get_args
-
-from esper_lightning.serialization.checks import check_count, check_numbers
+from typing import Literal, get_args
 
 Level = Literal["off", "minimal", "normal", "debug"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -42,10 +40,9 @@ class DetailLevel:
     def state_dict(self) -> list[int]:
         return [self.raised_since, self.raised_until]
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restore the state. Raises ValueError if it is damaged."""
-        what = "since when and until when telemetry looks closer"
-        self.raised_since, self.raised_until = (check_count(what, tick) for tick in check_numbers(what, state, 2))
+    def load_state_dict(self, state: list[int]) -> None:
+        """Restore the state."""
+        self.raised_since, self.raised_until = state
 
     def changes_after(self, tick: int) -> bool:
         """Return True if the level of the next tick differs from that of `tick`."""

@@ -159,18 +159,8 @@ def changed(state: Any, way: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize(
     ("way", "value", "message"),
     [
-        (("tick",), 7, "a host's tick is 7, not a whole number from 0 to 6"),
-        (("lr_factor",), 2.0, r"a host's factor of the learning rate is 2\.0, outside of \(0, 1\]"),
-        (("history", "loss"), [1.0] * 8, "a host's loss is of more than 6 ticks"),
-        (("validated", "fossilized"), [0.5], "a host's validation is not a list of 2 numbers"),
-        (
-            ("validated", "without"),
-            [[1.0, 0.5]] * 2,
-            "a host's validation lacks a score 'without' for each of 3 slots",
-        ),
         (("growing", "generator"), torch.zeros(3, dtype=torch.uint8), "the generator's state is torch.uint8"),
         (("growing", "generator"), torch.zeros(16, dtype=torch.uint8), "state is of a generator on cuda, not on cpu"),
-        (("monitor", "snapshot", "tick"), -1, "a host's tick is -1, not a whole number"),
     ],
 )
 def test_a_host_that_no_run_can_have_is_refused(

@@ -198,23 +198,6 @@ def test_a_saved_detector_goes_on_as_if_it_had_never_stopped(cut: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {"watches": {}},
-        {"watches": [], "grad_norm": [0.0, 0.0]},
-        {"watches": {"kl": [0, 0, 0]}, "grad_norm": [0.0, 0.0]},
-        {"watches": {"kl": [3, 0, 0, 0, 0]}, "grad_norm": [0.0, 0.0]},
-        {"watches": {"kl": [0, -1, 0, 0, 0]}, "grad_norm": [0.0, 0.0]},
-        {"watches": {}, "grad_norm": [math.nan, 1.0]},
-    ],
-)
-def test_a_damaged_state_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="the anomaly detector's state"):
-        AnomalyDetector(CONFIG).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kl": Bounds(warning=0.5, critical=0.1)}, "anomalies.kl: critical must not be reached before warning"),
