@@ -26,8 +26,8 @@ def credit_fossilized_seeds(pool: HostPool, num_hosts: int, tick: int) -> list[S
             continue
         owner, number = pool.locate_host(host)
         variants = all_variants(players)
-        accuracies = owner.variant_accuracies(number, variants, owner.data.validation).tolist()
-        points = {variant: 100.0 * accuracy for variant, accuracy in zip(variants, accuracies, strict=True)}
+        accuracies = 100.0 * owner.variant_accuracies(number, variants, owner.data.validation)
+        points = dict(zip(variants, accuracies.tolist(), strict=True))
         values, pairs = shapley_values(points, players), interactions(points, players)
         for player in players:
             blueprint = env.growing.slots[player].blueprint
