@@ -8,9 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 from esper_lightning.plugins import PartError, Registry, check_part_name, check_takes
 from esper_lightning.rewards.tick import HostStep
 
-ModeName = Literal[
-    "objective", "kept", "sparse", "minimal", "simplified", "shaped", "basic", "basic_plus", "escrow", "loss"
-]  # fmt: skip
+ModeName = Literal["objective", "kept", "sparse", "shaped", "basic", "basic_plus", "escrow"]
 """Names of the rewards of this package."""
 
 
@@ -79,32 +77,26 @@ class RewardConfig:
     mode: str = "objective"
     """Name or import path of the reward. objective: the change of the objective in each tick. kept: the change of the
     objective with fossilized seeds only: the same sum, but a seed is rewarded when it is fossilized, not when it is
-    blended. sparse: the objective at the end only. minimal: sparse, minus 0.1 for culling a seed younger than 5 ticks.
-    simplified: shaping by stages, a small cost for every op, and at the end 3 times the accuracy plus 2 for every
-    fossilized seed that contributes. shaped: accuracy points attributed to seeds, shaping, rent, warnings, costs of
-    ops. basic: shaping, rent, a bonus for fossilizing a good seed, and at the end 5 times the gain in accuracy.
-    basic_plus: basic, with most of the bonus spread over the rest of the episode. escrow: credit for progress that
-    depends on a seed, taken back unless the seed is fossilized. loss: the fall of the validation loss minus rent, and
-    at the end the share of the loss of guessing that was overcome. See docs/concepts/rewards.md;
-    docs/guides/extending.md shows how to add your own."""
+    blended. sparse: the objective at the end only. shaped: accuracy points attributed to
+    seeds, shaping, rent, warnings, costs of ops. basic: shaping, rent, a bonus for fossilizing a good seed, and at the
+    end 5 times the gain in accuracy. basic_plus: basic, with most of the bonus spread over the rest of the episode.
+    escrow: credit for progress that depends on a seed, taken back unless the seed is fossilized. See
+    docs/concepts/rewards.md; docs/guides/extending.md shows how to add your own."""
 
     shaping: float = 0.3
-    """Weight of the shaping by stages (simplified, shaped, basic, basic_plus)."""
+    """Weight of the shaping by stages (shaped, basic, basic_plus)."""
 
     rent: float = 0.5
-    """Cost per tick of a growth by a factor of e (shaped, loss)."""
+    """Cost per tick of a growth by a factor of e (shaped)."""
 
     rent_cap: float = 1.0
-    """Largest rent per tick (shaped, basic, basic_plus, loss)."""
+    """Largest rent per tick (shaped, basic, basic_plus)."""
 
     budget: float = 1.0
     """Growth that costs 0.1 per tick: 1 is a doubling of the host (basic, basic_plus)."""
 
     fossilize_bonus: float = 1.0
     """Bonus for fossilizing a seed that contributes 10 accuracy points (basic, basic_plus)."""
-
-    loss_deviation: float = 0.1
-    """Change of the validation loss that counts as 1 (loss)."""
 
     gamma: float = 1.0
     """Discount factor of the shaping; copied from model.ppo.gamma, so set that instead."""
@@ -127,6 +119,5 @@ class RewardConfig:
         for name in ("shaping", "rent", "rent_cap", "fossilize_bonus"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"reward.{name} must be finite and not negative, got {getattr(self, name)}")
-        for name in ("budget", "loss_deviation"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"reward.{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0.0 < self.budget < math.inf:
+            raise ValueError(f"reward.budget must be positive and finite, got {self.budget}")

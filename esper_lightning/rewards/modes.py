@@ -1,9 +1,8 @@
 """Reward modes: each is a named sum of terms, and each term is a function of one environment step of one host.
 
-Scale: `objective`, `kept`, `sparse` and `minimal` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy
-points of 100. In `simplified`, `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times the setting
-`shaping`, and accuracies are 0 … 1 times the factor named; in `loss` 1 is `loss_deviation`. The Governor's penalty is
-the same in every mode.
+Scale: `objective`, `kept` and `sparse` are in accuracy 0 … 1, as J is. `shaped` and `escrow` are in accuracy points of
+100. In `basic` and `basic_plus` a seed's next stage earns about 1 of shaping, times the setting `shaping`, and
+accuracies are 0 … 1 times the factor named. The Governor's penalty is the same in every mode.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,6 @@ from esper_lightning.rewards import terms
 from esper_lightning.rewards.config import REWARDS, ModeName, Reward, RewardConfig
 from esper_lightning.rewards.terms import MAX_POINTS
 from esper_lightning.rewards.tick import HostStep, SeedAccount, SlotStep
-
-EARLY_CULL_AGE_TICKS = 5
-"""Age in ticks below which a cull counts as early (minimal)."""
-
-RENT_GRACE_TICKS = 3
-"""Age in ticks below which a seed costs no rent (loss)."""
 
 OP_COSTS = {"GERMINATE": 0.02, "FOSSILIZE": 0.01, "CULL": 0.005}
 """Cost of an op by its name (shaped)."""
@@ -52,19 +45,11 @@ def objective_at_end(step: HostStep, config: RewardConfig) -> float:
     return terms.clip(step.objective, -1.0, 1.0) if step.at_horizon else 0.0
 
 
-def early_cull_cost(step: HostStep, config: RewardConfig) -> float:
-    return -0.1 * any(slot.cull_decided and slot.before.age < EARLY_CULL_AGE_TICKS for slot in step.slots)
-
-
 def stage_shaping(step: HostStep, config: RewardConfig) -> float:
     before = sum(terms.potential(slot.before.stage, slot.before.ticks_in_stage) for slot in step.slots)
     after = sum(terms.potential(slot.after.stage, slot.after.ticks_in_stage) for slot in step.slots)
     ended = step.diverged or (step.at_horizon and config.horizon_is_end)
     return config.shaping * terms.shaping(before, 0.0 if ended else after, config.gamma)
-
-
-def flat_op_cost(step: HostStep, config: RewardConfig) -> float:
-    return -0.01 * (step.op != "WAIT")
 
 
 def op_cost(step: HostStep, config: RewardConfig) -> float:
@@ -77,13 +62,6 @@ def auto_cull_cost(step: HostStep, config: RewardConfig) -> float:
 
 def accuracy_gain_at_end(step: HostStep, config: RewardConfig) -> float:
     return 5.0 * (step.fossilized_accuracy - step.accuracy_at_start) if step.at_horizon else 0.0
-
-
-def contributing_seeds_at_end(step: HostStep, config: RewardConfig) -> float:
-    fossilized = [slot for slot in step.slots if slot.after_action.stage is Stage.FOSSILIZED]
-    return (
-        2.0 * sum(slot.contribution >= terms.MIN_CONTRIBUTION_POINTS for slot in fossilized) if step.at_horizon else 0.0
-    )
 
 
 def points_since_germination(slot: SlotStep, accuracy: float) -> float:
@@ -136,11 +114,6 @@ def total_rent(step: HostStep, config: RewardConfig) -> float:
     return -terms.log_rent(sum(slot.growth for slot in step.slots), config.rent, config.rent_cap)
 
 
-def rent_after_grace(step: HostStep, config: RewardConfig) -> float:
-    growth = sum(slot.growth for slot in step.slots if slot.after_action.age >= RENT_GRACE_TICKS)
-    return -terms.log_rent(growth, config.rent, config.rent_cap)
-
-
 def alpha_weighted_rent(step: HostStep, config: RewardConfig) -> float:
     weighted_growth = sum(slot.alpha * slot.growth for slot in step.slots)
     return -min(0.1 * weighted_growth / config.budget, config.rent_cap)
@@ -180,14 +153,6 @@ def credit_change(step: HostStep, config: RewardConfig) -> float:
     return sum(credit_of_slot(slot, step) - slot.account.credit for slot in step.slots)
 
 
-def loss_change(step: HostStep, config: RewardConfig) -> float:
-    return terms.loss_change(step.loss_before, step.loss, config.loss_deviation)
-
-
-def loss_at_end(step: HostStep, config: RewardConfig) -> float:
-    return terms.chance_loss_overcome(step.fossilized_loss, step.chance_loss) if step.at_horizon else 0.0
-
-
 def accuracy_at_end_term(weight: float) -> Term:
     return Term(lambda step, config: weight * step.fossilized_accuracy if step.at_horizon else 0.0)
 
@@ -202,7 +167,6 @@ def fossilize_bonus_term(share: float) -> Term:
     return Term(compute)
 
 
-OBJECTIVE_AT_END = Term(objective_at_end)
 SHAPING = Term(stage_shaping, paid_after_rollback=True)
 RENT = Term(alpha_weighted_rent)
 ACCURACY_GAIN = Term(accuracy_gain_at_end)
@@ -210,14 +174,7 @@ ACCURACY_GAIN = Term(accuracy_gain_at_end)
 MODES: Mapping[ModeName, Mapping[str, Term]] = {
     "objective": {"objective": Term(objective_change)},
     "kept": {"kept": Term(fossilized_objective_change)},
-    "sparse": {"end": OBJECTIVE_AT_END},
-    "minimal": {"end": OBJECTIVE_AT_END, "early_cull": Term(early_cull_cost)},
-    "simplified": {
-        "shaping": SHAPING,
-        "op": Term(flat_op_cost),
-        "end": accuracy_at_end_term(3.0),
-        "fossils": Term(contributing_seeds_at_end),
-    },
+    "sparse": {"end": Term(objective_at_end)},
     "shaped": {
         "attribution": Term(seed_attribution),
         "ransom": Term(ransom_cost),
@@ -242,11 +199,6 @@ MODES: Mapping[ModeName, Mapping[str, Term]] = {
         "end": ACCURACY_GAIN,
     },
     "escrow": {"credit": Term(credit_change, paid_after_rollback=True)},
-    "loss": {
-        "loss": Term(loss_change),
-        "rent": Term(rent_after_grace),
-        "end": Term(loss_at_end),
-    },
 }
 """Terms of this package's rewards by name of the reward and of the term."""
 

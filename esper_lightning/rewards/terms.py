@@ -32,9 +32,6 @@ RELIANCE_DECAY_PER_POINT = 3.0
 MAX_CREDIT_STEP = 2.0
 """Largest change of a seed's credit in one tick, in accuracy points."""
 
-MAX_LOSS_CHANGE = 5.0
-"""Largest rewarded change of the loss in one tick, in deviations."""
-
 
 def clip(x: float, low: float, high: float) -> float:
     return max(low, min(high, x))
@@ -120,19 +117,3 @@ def blending_warning(ticks_in_stage: int) -> float:
 def waiting_warning(ticks_in_stage: int) -> float:
     """Return the cost of leaving a good seed in PROBATIONARY, from its second tick there on."""
     return min(0.1 + 0.05 * (ticks_in_stage - 2), 0.3) if ticks_in_stage >= 2 else 0.0
-
-
-def loss_change(before: float, after: float, deviation: float) -> float:
-    """Return the fall of a loss in deviations, clipped; a rise counts half. A loss that is not finite is the worst."""
-    if not math.isfinite(after):
-        change = -MAX_LOSS_CHANGE
-    elif not math.isfinite(before):
-        change = MAX_LOSS_CHANGE
-    else:
-        change = clip((before - after) / deviation, -MAX_LOSS_CHANGE, MAX_LOSS_CHANGE)
-    return change if change > 0.0 else 0.5 * change
-
-
-def chance_loss_overcome(loss: float, chance_loss: float) -> float:
-    """Return the share of the loss of guessing that was overcome, 0 … 1; 0 if the loss is not finite."""
-    return clip((chance_loss - loss) / chance_loss, 0.0, 1.0) if math.isfinite(loss) else 0.0

@@ -159,11 +159,6 @@ def test_mistakes_are_answered_in_one_line(grown: Path, tmp_path: Path, capsys: 
         (str(grown), "pt2", "--network=a.b"): "are for a file; a folder tells them itself",
         (file, "pt2", "--network=tests.nosuch.make", f"--inputs={file}"): "--network: cannot import",
         (file, "pt2", "--network=builtins.dict", f"--inputs={file}"): "it made a dict, not a network",
-        (
-            str(grown),
-            "pt2",
-            f"--out={file}/x.pt2",
-        ): "File exists",
         (str(grown), "pt2", f"--out={empty}"): f"is a folder; name a file, such as {empty / 'network.pt2'}",
         (str(wrong_outputs(grown, tmp_path / "c")), "pt2"): "gives other outputs than when it was saved",
     }

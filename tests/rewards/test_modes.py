@@ -96,7 +96,7 @@ def test_a_seed_that_does_harm_earns_nothing_by_being_culled(
     assert total + paid.get("attribution", 0.0) + paid.get("credit", 0.0) <= 1e-9
 
 
-@pytest.mark.parametrize("mode", ["simplified", "shaped", "basic", "basic_plus"])
+@pytest.mark.parametrize("mode", ["shaped", "basic", "basic_plus"])
 def test_shaping_of_a_whole_episode_is_nothing_unless_it_goes_on_beyond_the_horizon(mode: ModeName) -> None:
     first = slot_step(EMPTY, SlotStatus(Stage.GERMINATED, 0, 0, False), ON_PROBATION)
     last = slot_step(ON_PROBATION, KEPT, KEPT._replace(ticks_in_stage=1))
@@ -125,23 +125,6 @@ def test_after_a_rollback_what_was_lent_is_taken_back_and_nothing_else_counts(mo
 def test_sparse_gives_the_objective_at_the_end_of_the_episode() -> None:
     assert reward(host_step(objective=0.7), "sparse") == 0.0
     assert reward(host_step(objective=0.7, at_horizon=True), "sparse") == 0.7
-
-
-def test_minimal_asks_for_patience() -> None:
-    young, old = SlotStatus(Stage.TRAINING, 1, 4, False), SlotStatus(Stage.TRAINING, 1, 5, False)
-    fading = BLENDING._replace(fading=True)
-    assert reward(host_step(slot_step(young, CULLED), op="CULL"), "minimal") == -0.1
-    assert reward(host_step(slot_step(old, CULLED), op="CULL"), "minimal") == 0.0
-    assert reward(host_step(slot_step(BLENDING, fading), op="CULL"), "minimal") == -0.1
-    assert reward(host_step(slot_step(fading, fading, CULLED)), "minimal") == 0.0  # the cost is charged once
-
-
-def test_simplified_counts_good_fossils_at_the_end() -> None:
-    good, poor = (slot_step(KEPT, contribution=c) for c in (1.0, 0.9))
-    paid = compute_terms(
-        host_step(good, poor, at_horizon=True, fossilized_accuracy=0.8, op="FOSSILIZE"), RewardConfig(mode="simplified")
-    )
-    assert paid == {"shaping": pytest.approx(-0.3 * 12.0), "op": -0.01, "end": pytest.approx(2.4), "fossils": 2.0}
 
 
 def test_shaped_rewards_contributions_and_subtracts_the_previous_one() -> None:
@@ -231,18 +214,7 @@ def test_escrow_takes_everything_back_from_a_seed_that_is_not_kept(slot: SlotSte
     assert escrow_total([*alive, slot], [0.5] * 6, last) == (0.0, SeedAccount(accuracy_at_germination=0.1, credit=0.0))
 
 
-def test_a_fall_of_the_loss_is_rewarded_and_a_young_seed_is_free() -> None:
-    young, old = (slot_step(BLENDING._replace(age=age), growth=1.0) for age in (2, 3))
-    paid = compute_terms(host_step(young, old, loss_before=1.0, loss=0.8), RewardConfig(mode="loss"))
-    assert paid == {"loss": pytest.approx(2.0), "rent": pytest.approx(-0.5 * 0.6931472), "end": 0.0}
-    assert compute_terms(host_step(at_horizon=True, fossilized_loss=1.15), RewardConfig(mode="loss"))[
-        "end"
-    ] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"shaping": -1.0}, {"rent": float("inf")}, {"budget": 0.0}, {"loss_deviation": -0.1}]
-)
+@pytest.mark.parametrize("settings", [{"shaping": -1.0}, {"rent": float("inf")}, {"budget": 0.0}])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"reward.{next(iter(settings))} must be"):
         RewardConfig(**settings)

@@ -113,7 +113,7 @@ def test_sparse_gives_it_at_the_end(pool_of: Callable[..., HostPool]) -> None:
     assert last.tolist() == [env.objective for env in pool.envs]
 
 
-@pytest.mark.parametrize("mode", ["simplified", "basic", "basic_plus", "shaped"])
+@pytest.mark.parametrize("mode", ["basic", "basic_plus", "shaped"])
 def test_shaping_of_an_episode_sums_to_nothing(mode: ModeName, pool_of: Callable[..., HostPool]) -> None:
     pool, wanderer = pool_of(mode, 4), RandomValid(3)
     pool.reset([5, 6, 7, 8])

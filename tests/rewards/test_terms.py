@@ -88,21 +88,3 @@ def test_rent_is_logarithmic_and_capped() -> None:
 def test_warnings_grow_with_time() -> None:
     assert [terms.blending_warning(t) for t in (0, 2, 6, 50)] == pytest.approx([0.1, 0.2, 0.4, 0.4])
     assert [terms.waiting_warning(t) for t in (0, 1, 2, 4, 50)] == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3])
-
-
-def test_a_loss_that_rises_costs_half_of_what_its_fall_earns() -> None:
-    assert terms.loss_change(1.0, 0.8, 0.1) == pytest.approx(2.0)
-    assert terms.loss_change(0.8, 1.0, 0.1) == pytest.approx(-1.0)
-    assert terms.loss_change(9.0, 1.0, 0.1) == 5.0
-    assert [terms.loss_change(1.0, bad, 0.1) for bad in (math.nan, math.inf)] == [-2.5, -2.5]
-    assert terms.loss_change(math.nan, 1.0, 0.1) == 5.0
-
-
-def test_what_is_left_of_the_loss_of_guessing() -> None:
-    assert [terms.chance_loss_overcome(loss, 2.0) for loss in (0.0, 0.5, 2.0, 7.0, math.nan)] == [
-        1.0,
-        0.75,
-        0.0,
-        0.0,
-        0.0,
-    ]

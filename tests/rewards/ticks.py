@@ -62,8 +62,6 @@ def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
         "objective": {"objective": 2.0},
         "kept": {"kept": 2.0},
         "sparse": {"end": 1.0},
-        "minimal": {"end": 1.0, "early_cull": 0.1},
-        "simplified": {"shaping": shaping, "op": 0.01, "end": 3.0, "fossils": 2.0 * slots},
         "shaped": {
             "attribution": 200.0 * slots,
             "ransom": 0.3 * slots,
@@ -83,7 +81,6 @@ def term_bounds(config: RewardConfig, slots: int) -> dict[str, float]:
             "end": 5.0,
         },
         "escrow": {"credit": 100.0 * slots},
-        "loss": {"loss": 5.0, "rent": config.rent_cap, "end": 1.0},
     }
     return bounds[config.mode]
 
