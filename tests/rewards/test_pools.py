@@ -255,21 +255,6 @@ def test_without_a_governor_there_is_no_rollback_to_pay_for(pool_of: Callable[..
     assert list(pool.step(act(WAIT)).terms) == ["shaping", "rent", "bonus", "end"]
 
 
-def test_accounts_of_a_state_are_checked_and_an_older_state_may_have_none(pool_of: Callable[..., HostPool]) -> None:
-    pool = pool_of("escrow", 1)
-    pool.reset([1])
-    pool.step(act(germinate(0, 2)))
-    state = reloaded_state(pool)
-    host = state["envs"][0]["template"]
-    for bad in ([[0.0, 0, 0.0]], [[0.0, 0]] * 3, [[0.0, 99, 0.0]] * 3, [[0.0, 0, float("nan")]] * 3, "abc"):
-        host["accounts"] = bad
-        with pytest.raises(ValueError, match=r"account|ticks that were left"):
-            pool.load_state_dict(state)
-    del host["accounts"]
-    pool.load_state_dict(state)
-    assert pool.envs[0].accounts == [SeedAccount()] * 3
-
-
 def test_rewards_that_ignore_seeds_compute_nothing_per_seed(make_pool: Callable[..., HostPool]) -> None:
     """In the default mode only the measurements that the objective needs are taken."""
     pool = make_pool(1, objective=ObjectiveConfig())
