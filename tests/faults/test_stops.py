@@ -127,7 +127,7 @@ def stop(door: str, moment: str | int, number: Signals, root: Path) -> Run:
 
 
 CASES = [(door, moment, SIGTERM) for door in DOORS for moment in MOMENTS]
-CASES += [("command", moment, SIGKILL) for moment in MOMENTS if moment not in TICKS[:3]]  # else nothing is saved yet
+CASES += [("command", moment, SIGKILL) for moment in MOMENTS if moment not in TICKS[:4]]  # else nothing is saved yet
 CASES += [("command", MID_ROLLOUT, number) for number in (SIGINT, SIGHUP)] + [("script", MID_ROLLOUT, SIGKILL)]
 FAST = [("command", MID_ROLLOUT, SIGTERM), ("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]
 
