@@ -126,9 +126,17 @@ def stop(door: str, moment: str | int, number: Signals, root: Path) -> Run:
     return only_run(root)
 
 
-CASES = [(door, moment, SIGTERM) for door in DOORS for moment in MOMENTS]
-CASES += [("command", moment, SIGKILL) for moment in MOMENTS if moment not in TICKS[:4]]  # else nothing is saved yet
-CASES += [("command", MID_ROLLOUT, number) for number in (SIGINT, SIGHUP)] + [("script", MID_ROLLOUT, SIGKILL)]
+BEFORE_A_SAVE = TICKS[:4]
+"""Moments at which nothing is saved yet, so that a killed run begins anew."""
+
+CASES = [
+    (door, moment, number)
+    for door in DOORS
+    for number in (SIGTERM, SIGINT, SIGKILL)
+    for moment in MOMENTS
+    if number != SIGKILL or moment not in BEFORE_A_SAVE
+]
+CASES += [("command", MID_ROLLOUT, SIGHUP)]
 FAST = [("command", MID_ROLLOUT, SIGTERM), ("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]
 
 
