@@ -1,6 +1,7 @@
 """Shared fixtures: one thread, digits loaded once, and small pools and rollouts."""
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,20 @@ settings.load_profile("esper")
 
 # Hosts are tiny: a second thread slows them down, on a busy machine tenfold.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave every n-th case of a thinned table in the fast tier; n has no factor in common with the table's sides."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        thinned = item.get_closest_marker("thinned")
+        if thinned is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % thinned.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
+
 
 SMALL = EnvConfig(
     horizon=6,

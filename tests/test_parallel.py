@@ -20,6 +20,7 @@ def add_one(values: Any) -> Any:
     return values.add_(1)
 
 
+@pytest.mark.slow
 def test_results_come_in_the_order_of_the_items_whatever_the_number_of_processes() -> None:
     expected = [0, 1, 4, 9, 16]
     assert list(Processes(1).map(square, range(5))) == expected

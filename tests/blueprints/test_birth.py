@@ -14,6 +14,7 @@ everywhere = pytest.mark.parametrize(("layout", "name"), HERE)
 some_widths = pytest.mark.parametrize("width", [1, 3, 8, 33])
 
 
+@pytest.mark.thinned(5)
 @everywhere
 @some_widths
 def test_a_seed_is_born_as_the_identity_exactly(layout: str, name: str, width: int) -> None:
@@ -22,6 +23,7 @@ def test_a_seed_is_born_as_the_identity_exactly(layout: str, name: str, width: i
     assert torch.equal(seed(x), x)
 
 
+@pytest.mark.thinned(5)
 @everywhere
 @some_widths
 def test_a_seed_born_at_random_does_something_finite_at_once(layout: str, name: str, width: int) -> None:

@@ -44,6 +44,7 @@ def new_seed_in(slot_name: str, blueprint: str, stage: Stage) -> tuple[nn.Module
     return network, slot.seed
 
 
+@pytest.mark.thinned(5)
 @every_blueprint
 @pytest.mark.parametrize("slot", SLOTS)
 def test_every_part_of_a_newborn_seed_learns_within_two_steps(blueprint: str, slot: str) -> None:
@@ -59,6 +60,7 @@ def test_every_part_of_a_newborn_seed_learns_within_two_steps(blueprint: str, sl
     assert min(largest.values()) > NOTICEABLE, largest
 
 
+@pytest.mark.thinned(5)
 @every_blueprint
 @pytest.mark.parametrize("slot", SLOTS)
 def test_a_seed_alone_lowers_the_loss_within_fifty_steps(blueprint: str, slot: str) -> None:

@@ -53,6 +53,7 @@ def test_the_number_of_parameters_is_known_before_the_seed_is_built(layout: str,
         assert blueprint.parameters(width) == sum(p.numel() for p in seed.parameters()), width
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(("layout", "name"), HERE)
 @pytest.mark.parametrize("width", [1, 3, 8, 33, 64])
 @pytest.mark.parametrize("positions", [(1, 2), (5, 7), (8, 8)])

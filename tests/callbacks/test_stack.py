@@ -119,6 +119,7 @@ def unwrapped(module: Any) -> LightningModule:
     return getattr(module, "_orig_mod", module)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "compiled" in name else []) for name in SETTINGS]
 )

@@ -252,6 +252,7 @@ def test_every_command_has_a_help(
     assert "esper-lightning" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_last_is_the_checkpoint_that_was_written_last(tmp_path: Path) -> None:
     fit(tmp_path, "--trainer.max_epochs=2")
     fit(tmp_path, "--trainer.max_epochs=1")

@@ -108,6 +108,7 @@ def test_a_sweep_has_the_same_numbers_whatever_the_number_of_processes(tmp_path:
     assert [row["data.env.training.lr"] for row in table] == ["0.001", "0.02"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_is_reported_with_its_last_line(tmp_path: Path) -> None:
     (run,) = plan([str(CONFIGS / "smoke.yaml")], {"data.n_envs": ["0"]}, [0], tmp_path)
 

@@ -137,7 +137,7 @@ CASES = [
     if number != SIGKILL or moment not in BEFORE_A_SAVE
 ]
 CASES += [("command", MID_ROLLOUT, SIGHUP)]
-FAST = [("command", MID_ROLLOUT, SIGTERM), ("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]
+FAST = [("script", MID_ROLLOUT, SIGTERM), ("command", "save", SIGKILL)]
 
 
 @pytest.mark.parametrize(("door", "moment", "number"), rest_is_slow(CASES, FAST), ids=str)

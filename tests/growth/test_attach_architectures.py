@@ -235,6 +235,7 @@ def test_places_have_their_layout_width_and_way_in_the_order_of_the_data(name: s
     assert list(slots) == list(places) == list(slots_of(network))
 
 
+@pytest.mark.thinned(5)
 @every_architecture
 @pytest.mark.parametrize("training", [False, True], ids=["evaluating", "training"])
 def test_empty_slots_change_neither_outputs_nor_gradients_nor_state(name: str, training: bool) -> None:

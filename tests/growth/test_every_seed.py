@@ -52,6 +52,7 @@ def without_gradient_for(
     return silent
 
 
+@pytest.mark.thinned(5)
 @every_seed
 def test_every_tensor_of_a_training_seed_has_a_gradient_within_two_steps(
     layout: Layout, blueprint: str, style: BlendStyle, birth: Birth
@@ -61,6 +62,7 @@ def test_every_tensor_of_a_training_seed_has_a_gradient_within_two_steps(
     assert without_gradient_for(host, layout, seed, learning=seed, steps=2) == set()
 
 
+@pytest.mark.thinned(5)
 @every_seed
 @pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.PROBATIONARY], ids=lambda stage: stage.name)
 def test_every_tensor_of_a_blended_seed_and_its_gate_has_a_gradient_within_two_steps(
@@ -81,6 +83,7 @@ def losses(host: nn.Module, layout: Layout, seed: nn.Module, steps: int) -> Iter
         yield loss.item()
 
 
+@pytest.mark.thinned(5)
 @every_seed
 def test_the_loss_falls_within_fifty_steps_of_the_seed_alone(
     layout: Layout, blueprint: str, style: BlendStyle, birth: Birth

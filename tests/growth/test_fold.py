@@ -37,6 +37,7 @@ FOLDABLE: list[tuple[Layout, str]] = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 @pytest.mark.parametrize("target", [0.5, 1.0])
 @pytest.mark.parametrize(("layout", "blueprint"), FOLDABLE)

@@ -88,6 +88,7 @@ def without_slots(state: dict[str, Tensor], reference: dict[str, Tensor]) -> dic
     return {name: state[name] for name in reference}
 
 
+@pytest.mark.thinned(5)
 @every_isolation
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dropout"])

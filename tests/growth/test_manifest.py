@@ -38,6 +38,7 @@ def test_a_rebuilt_network_says_and_learns_exactly_the_same() -> None:
     assert all(a == b and torch.equal(p.grad, q.grad) for (a, p), (b, q) in pairs)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("stage", LIFE, ids=lambda stage: stage.name)
 @pytest.mark.parametrize("layout", LAYOUTS)

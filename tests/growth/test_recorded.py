@@ -89,6 +89,7 @@ def saved(network: nn.Module) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("source", "target"), [*product(STATES, STATES)])
 def test_a_state_dict_loaded_into_any_state_of_the_network_gives_the_outputs_it_was_saved_with(
     source: Callable[[dict[str, SeedSlot]], None], target: Callable[[dict[str, SeedSlot]], None]
@@ -224,6 +225,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("target", [nothing, kept])
 @pytest.mark.parametrize(("damage", "message"), [pytest.param(*case, id=name) for name, case in DAMAGES.items()])
 def test_a_state_dict_that_does_not_fit_is_refused_in_one_line_and_changes_nothing(

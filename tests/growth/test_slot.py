@@ -60,6 +60,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 while_learning = pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING], ids=lambda stage: stage.name)
 
 
+@pytest.mark.thinned(5)
 @while_learning
 @every_style
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def grown(kind: type[Classifier]) -> tuple[dict[str, Tensor], dict[str, float], 
 
 
 @pytest.mark.parametrize(
-    "kind", [CompiledFunction, CompiledTraining, pytest.param(CompiledSteps, marks=pytest.mark.slow)]
+    "kind",
+    [CompiledTraining, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (CompiledFunction, CompiledSteps))],
 )
 def test_a_training_with_compiled_code_is_bit_for_bit_the_uncompiled_one(kind: type[Classifier]) -> None:
     (weights, metrics, stages), (expected, expected_metrics, _) = grown(kind), grown(Plain)

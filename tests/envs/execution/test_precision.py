@@ -144,6 +144,7 @@ def learn(
         scaler.update()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
 def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
     layout: Layout, blueprint: str, style: BlendStyle, precision: str
@@ -156,6 +157,7 @@ def test_every_tensor_of_every_seed_has_a_gradient_within_two_steps(
         assert set(part.parameters()) <= reached, stage
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("layout", "blueprint", "style", "precision"), IN_EACH_HALF)
 def test_the_loss_falls_while_the_seed_alone_learns(
     layout: Layout, blueprint: str, style: BlendStyle, precision: str

@@ -150,6 +150,7 @@ def assert_same_in_training(pair: StackedAndSeparate, columns: bool = False) -> 
         close(pair.weights.grads, pair.weights.gather(alone))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("count", [1, 2, MAX_BMM_HOSTS["cpu"], MAX_BMM_HOSTS["cpu"] + 1])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_outputs_gradients_and_statistics_are_those_of_each(layer: str, count: int) -> None:
@@ -177,6 +178,7 @@ def test_with_the_memory_format_and_the_products_of_a_gpu_results_are_the_same(
     assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", get_args(ConvolutionMethod))
 @pytest.mark.parametrize("layer", CONVOLUTIONS)
@@ -239,6 +241,7 @@ def test_what_an_image_left_side_by_side_stays_so(layer: str) -> None:
     assert_same_in_training(StackedAndSeparate(*LAYERS[layer], 3), columns=True)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("entries", [[2, 0, 2], [1, 1, 0, 2, 2, 0, 1], [1]], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_in_evaluation_a_host_may_be_there_several_times(layer: str, entries: list[int]) -> None:
