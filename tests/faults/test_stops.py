@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +124,8 @@ def stop(door: str, moment: str | int, number: Signals, root: Path) -> Run:
 
     code, said = run_in_fork(train)
     assert code == (-number if number == SIGKILL else 128 + number), said
+    # Readers of TensorBoard go through a folder's files by the second in their names, then by process.
+    time.sleep(1.0 - time.time() % 1.0)
     return only_run(root)
 
 
