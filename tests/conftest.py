@@ -90,6 +90,14 @@ def one_thread_per_operator() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """End the process group of a Trainer with DDP: later tests, and their forks, would wait for it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_parser_per_process() -> Iterator[None]:
     """Share one parser between all starts of the command line in this process; it looks up each key once."""
