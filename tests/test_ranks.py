@@ -94,6 +94,7 @@ def learn(ranks: Ranks) -> Learned:
     return Learned(gradients[0], parameters_to_vector(policy.parameters()).detach(), statistics, summary)
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_learn_what_one_process_learns_with_the_same_collectives_on_each() -> None:
     alone, meeting = learn(Ranks([GAMES])), Meeting(GAMES)
 

@@ -28,6 +28,7 @@ def test_rollouts_have_lines_and_the_last_always_one(
     assert lines(capsys.readouterr().out) == expected
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, *QUICK, *with_callback(SaveEveryTick))
     capsys.readouterr()
