@@ -13,6 +13,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.distributed import is_torchelastic_launched
 
 from esper_lightning.callbacks import DEFAULT_CALLBACKS, Governor
 from esper_lightning.config_files import find_config
@@ -87,6 +88,9 @@ class EsperCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         config.callbacks = last_of_each_class(config.callbacks or [])
+        if is_torchelastic_launched():  # with another number each process would train alone
+            config.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+            config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
         if config.logger in (None, True):
             run = run_folder(self._get(self.config_init, "ckpt_path"))
             root, version = (config.default_root_dir or "runs", None) if run is None else (run.parent, run.name)
