@@ -21,6 +21,7 @@ from esper_lightning.datamodules import HostPoolData
 from esper_lightning.evaluation.comparison import Comparison
 from esper_lightning.module import TamiyoModule
 from esper_lightning.plugins import is_of_this_package
+from esper_lightning.ranks import local_world
 
 PROGRAM = "esper-lightning"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -89,7 +90,7 @@ class EsperCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         config.callbacks = last_of_each_class(config.callbacks or [])
         if is_torchelastic_launched():  # with another number each process would train alone
-            config.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+            config.devices = local_world()
             config.num_nodes = int(os.environ["WORLD_SIZE"]) // config.devices
         if config.logger in (None, True):
             run = run_folder(self._get(self.config_init, "ckpt_path"))

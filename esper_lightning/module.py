@@ -28,7 +28,6 @@ from esper_lightning.checkpointing.validate import (
 from esper_lightning.console import print_status
 from esper_lightning.controllers.learned import LearnedController
 from esper_lightning.datamodules.hosts import HostPoolData, PolicyData
-from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import EvaluationConfig
 from esper_lightning.evaluation.run import EVALUATION_FOLDER, compare
@@ -48,15 +47,6 @@ from esper_lightning.ranks import ALONE
 from esper_lightning.serialization.checks import as_settings
 from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 from esper_lightning.tamiyo.set_policy import make_policy
-
-MONITORED_METRICS = (
-    "val/objective",
-    "val/accuracy",
-    *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
-    "train/explained_variance",
-    "train/value_error",
-)
-"""Metrics of a run on hosts that checkpoints and early stopping can monitor."""
 
 
 def attached_data(trainer: Any) -> PolicyData:

@@ -1,4 +1,4 @@
-"""What ran: the command, the machine and the versions of software of this process."""
+"""Record of a process: its command, its machine and the versions of its software."""
 
 import platform
 import re

@@ -17,8 +17,9 @@ from esper_lightning.controllers.learned import SampledController
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import ActionConfig, EnvConfig
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.step_result import LOGGED_METRICS
 from esper_lightning.errors import DivergedError
-from esper_lightning.module import MONITORED_METRICS, NormalizeConfig, TamiyoModule
+from esper_lightning.module import NormalizeConfig, TamiyoModule
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import Anneal, PPOConfig, PPOTerms, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
@@ -28,6 +29,15 @@ from esper_lightning.tasks import Digits
 from tests.controllers.playing import episode
 from tests.runs import EPOCHS, HORIZON, Run, SaveEveryTick, differences, fit, load, only_run, tiny_host, with_callback
 from tests.tiers import rest_is_slow
+
+MONITORED_METRICS = (
+    "val/objective",
+    "val/accuracy",
+    *(f"rollout/{name}" for name in ("return", *LOGGED_METRICS)),
+    "train/explained_variance",
+    "train/value_error",
+)
+"""Metrics of a run on hosts that checkpoints and early stopping can monitor."""
 
 
 @pytest.fixture(scope="module")
