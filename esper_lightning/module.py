@@ -45,8 +45,7 @@ from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.ranks import ALONE
 from esper_lightning.serialization.checks import as_settings
-from esper_lightning.tamiyo.policy import PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
-from esper_lightning.tamiyo.set_policy import make_policy
+from esper_lightning.tamiyo.policy import Policy, PolicyConfig, PolicyShape, policy_shape, use_ieee_float32
 
 
 def attached_data(trainer: Any) -> PolicyData:
@@ -148,13 +147,12 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
-        action heads.
+        Raises ValueError if the critic needs privileged features and there are none.
         """
         use_ieee_float32()
         self.policy_shape = shape
-        self.policy = make_policy(shape, self.policy_config)
-        self.observation_norm = make_norm(shape.features if shape.rows is None else shape.rows, self.normalize)
+        self.policy = Policy(shape, self.policy_config)
+        self.observation_norm = make_norm(shape.rows or shape.features, self.normalize)
         self.value_norm = RunningMeanStd((), clip=float("inf"))
         self.privileged_norm = make_norm(shape.privileged, self.normalize) if self.policy_config.asymmetric else None
         self.reward_norm = RunningMeanStd((), clip=float("inf")) if self.normalize.rewards else None
@@ -400,7 +398,7 @@ class TamiyoModule(LightningModule):
         print_status(*differences(checkpoint.get("hyper_parameters", {}), self.hparams))
 
 
-POLICY_IDENTITY_SETTINGS = ("width", "blueprint_embedding", "memory", "asymmetric", "probability_floors")
+POLICY_IDENTITY_SETTINGS = ("width", "memory", "asymmetric")
 NORMALIZE_IDENTITY_SETTINGS = ("observations", "momentum", "rewards")
 """Names of the settings that determine the weights of a checkpoint and their meaning."""
 

@@ -12,12 +12,12 @@ from esper_lightning.checkpointing.resize import (
     resize_environments,
     saved_on_another_device,
 )
+from esper_lightning.checkpointing.validate import FEATURES_KEY
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
 from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
-from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
 from esper_lightning.plugins import describe_factory
@@ -25,9 +25,6 @@ from esper_lightning.ranks import Ranks, pack_state, unpack_state
 from esper_lightning.tasks import Task
 
 Result = TypeVar("Result")
-
-SIGHT_KEY = "data.env.sight"
-"""Key of the observation in the identity of a run whose observation is in rows."""
 
 
 class TickLoader:
@@ -250,9 +247,9 @@ class HostPoolData(LightningDataModule):
         return {
             "data.env.horizon": pool.config.horizon,
             "data.env.training.optimizer": "; ".join(one.config.training.optimizer for one in self.pools.values()),
-            **{CHOICES_KEY.format(head): choices for head, choices in zip(HEADS, pool.space, strict=True)},
-            "observed features": pool.feature_names,
-            **({} if pool.rows is None else {SIGHT_KEY: asdict(pool.config.sight)}),
+            **{f"choices of the {head} head": choices for head, choices in zip(HEADS, pool.space, strict=True)},
+            FEATURES_KEY: pool.feature_names,
+            "data.env.sight": asdict(pool.config.sight),
             "host": "; ".join(hosts) if len(self.pools) > 1 else next(iter(self.pools.values())).host_kind,
             "data set": "; ".join(one.fingerprint for one in self.loaded_tasks.values()),
         }

@@ -42,7 +42,7 @@ class TaskConfig:
     there."""
 
     family: FamilyConfig | None = None
-    """Contexts of these hosts, for observations in rows. None: all are alike."""
+    """Contexts of these hosts. None: all are alike."""
 
     def env_config(self, env: EnvConfig) -> EnvConfig:
         """Return the environment settings of these hosts: `env` with the changes of this task."""
@@ -63,12 +63,6 @@ def make_task_configs(first: TaskConfig, others: Mapping[str, TaskConfig], env: 
     first_name = type(first.task).__name__
     if first_name in others:
         raise ValueError(f"data.also: {first_name!r} is the name of data.task; choose another one")
-    families = [env.family, *(config.family for config in others.values() if config.family is not None)]
-    if others and env.sight.layout == "flat" and any(family.train or family.held_out for family in families):
-        raise ValueError(
-            "data.also and data.env.family: hosts of several tasks cannot be a family; leave one out, or set "
-            "data.env.sight.layout to rows"
-        )
     for name, config in {"": first, **others}.items():
         check_host_count(f"data.also.{name}.n_envs" if name else "data.n_envs", config.n_envs)
     return {first_name: replace(first, blueprints=env.actions.blueprints, family=env.family), **others}

@@ -388,8 +388,6 @@ class RolloutCollector:
             part[:length].copy_(check_matching_tensor(name, state[name], part[:length]))
         for head, choices in self.pool.space.iter_heads(self.buffer.action):
             check_index_range("an action", head[:length], choices)
-        for part in self.buffer.observation[1:]:
-            check_index_range("what was seen", part[:length], self.pool.num_categories)
         # With an empty buffer the rollout may not have begun.
         begun_rollouts = {self.episode - 1, self.episode} if length == 0 else {self.episode - 1}
         if self.ticks not in {rollouts * self.buffer.ticks + length for rollouts in begun_rollouts}:
