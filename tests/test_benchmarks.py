@@ -8,9 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from benchmarks import grow, zero_shot, zero_shot_ablations
-from benchmarks.isolation import letters, policies, stuck, worth
-from benchmarks.isolation.__main__ import FILES, RESULTS
+from benchmarks import grow, zero_shot
 from benchmarks.rows import read_rows
 from esper_lightning.evaluation.statistics import mean_interval
 from tests.runs import ROOT
@@ -21,14 +19,7 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{name}")
 
 
-NEED_MORE = ("sb3_hosts", "maskable_ppo")
-"""Benchmarks that need packages which the tests do not."""
-
-MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in (ROOT / "benchmarks").rglob("*.py")
-    if path.stem not in NEED_MORE
-)
+MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py"))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -155,15 +146,6 @@ def test_the_pages_table_of_failing_grafts_is_that_of_the_kept_results() -> None
     assert len(lines) > 7 and "\n".join(lines) in (ROOT / "docs" / "results" / "failing.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("worth", worth), ("stuck", stuck), ("letters", letters), ("policies", policies)]
-)
-def test_the_page_on_learning_behind_the_host_shows_the_kept_results(name: str, module: ModuleType) -> None:
-    page = (ROOT / "docs" / "results" / "isolation.md").read_text()
-    tables = "\n".join(module.table(read_rows(RESULTS / FILES[name], module.Row))).split("\n\n")
-    assert tables and all(table in page for table in tables)
-
-
 def test_the_page_on_growing_in_lightning_shows_the_kept_results() -> None:
     page = (ROOT / "docs" / "results" / "grow.md").read_text()
     assert "\n".join(grow.table(read_rows(grow.RESULTS, grow.Row))) in page
@@ -174,5 +156,3 @@ def test_the_page_on_a_policy_for_any_network_shows_the_kept_results() -> None:
     rows = read_rows(zero_shot.RESULTS, zero_shot.Row)
     for table in (zero_shot.table, zero_shot.seed_table):
         assert "\n".join(table(rows, zero_shot.GENERAL)) in page
-    ablations = read_rows(zero_shot_ablations.RESULTS, zero_shot.Row)
-    assert "\n".join(zero_shot_ablations.table(ablations)) in page
