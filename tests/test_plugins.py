@@ -24,7 +24,7 @@ from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.controllers.registry import check_methods
 from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
-from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
