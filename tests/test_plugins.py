@@ -23,7 +23,7 @@ from esper_lightning.blueprints import (
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
 from esper_lightning.controllers.registry import check_methods
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
 from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
@@ -45,7 +45,7 @@ from torch import nn
 
 from esper_lightning import blueprints, controllers, rewards
 from esper_lightning.blueprints import Residual
-from esper_lightning.envs import Op, execution
+from esper_lightning.envs import Op, executors
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth import SeedSlot
 from esper_lightning.tasks import Digits, Split, Task, TaskData
@@ -85,7 +85,7 @@ class Needy:
         self.speed = speed
 
 
-@execution.register("counting")
+@executors.register("counting")
 class Counting(execution.LoopExecutor):
     epochs = 0
 
@@ -201,7 +201,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
         (lambda: register_reward("one", ["gain"])(parts.mixer), "reward 'one' is called with (step, config)"),
         (lambda: controllers.register(parts.FirstSlot), "controller FirstSlot is registered without a name"),
-        (lambda: execution.register("mine")(parts.FirstSlot), "executor 'mine': FirstSlot is not one"),
+        (lambda: executors.register("mine")(parts.FirstSlot), "executor 'mine': FirstSlot is not one"),
         (
             lambda: register("a", {"image"}, parameters=9, flops=len)(parts.mixer),
             "parameters must be a function of (channels), got 9",
