@@ -86,7 +86,7 @@ class Needy:
 
 
 @executors.register("counting")
-class Counting(execution.LoopExecutor):
+class Counting(executors.LoopExecutor):
     epochs = 0
 
     def train_epoch(self, envs, data):
