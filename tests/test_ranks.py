@@ -16,7 +16,7 @@ from esper_lightning.ppo.collector import RolloutCollector, RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, empty_terms, ppo_terms, terms_over_ranks
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.ranks import Ranks
-from esper_lightning.tamiyo.heads import draw_rows
+from esper_lightning.tamiyo.distribution import draw_rows
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
 from esper_lightning.tasks import Digits
 from tests.cue import CUE, CueMemory
