@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_lightning.console import print_status
 from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer, check_host_count
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.context.env_factory import EnvFactory
@@ -15,7 +14,7 @@ from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
-from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
+from esper_lightning.tasks import Task, TaskData, check_data, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +150,5 @@ def load_task(config: TaskConfig, env: EnvConfig, device: torch.device, *, alone
     if not isinstance(data, TaskData):
         raise ValueError(f"task {type(config.task).__name__}: load returned a {type(data).__name__}; return a TaskData")
     check_data(data, type(config.task).__name__)
-    print_status(*find_doubts(data, type(config.task).__name__))
     host_devices = find_host_devices(env_config.devices, env_config.executor, device, alone=alone)
     return LoadedTask(config, env_config, data.copy_to(host_devices), device, host_devices, fingerprint(data))
