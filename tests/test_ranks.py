@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.cue import CueMemory
 from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.ppo.collector import RolloutSummary
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
@@ -19,6 +18,7 @@ from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.ranks import Ranks
 from esper_lightning.tamiyo.heads import draw_rows
 from esper_lightning.tasks import Digits
+from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play, total
 from tests.ranks import StopAt, fit_in_ranks
 from tests.runs import differences, load, only_run, tiny_host, with_callback

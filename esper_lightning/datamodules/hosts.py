@@ -20,8 +20,8 @@ from esper_lightning.envs.spaces.action_discovery import SharedSpace, union_of_s
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
-from esper_lightning.plugins import describe_factory
 from esper_lightning.ranks import Ranks, share_machine
+from esper_lightning.registry import describe_factory
 from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
 
 SIGHT_KEY = "data.env.sight"

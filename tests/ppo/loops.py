@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.cue import CUE, CueMemory
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, PPOTerms
 from esper_lightning.ppo.running_norm import RunningMeanStd
 from esper_lightning.ranks import Ranks
 from esper_lightning.tamiyo.policy import Policy, PolicyConfig, policy_shape
+from tests.cue import CUE, CueMemory
 
 
 def cue_loop(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from benchmarks.cue import CueMemory
 from esper_lightning.envs.spaces.choices import ChoiceAction
 from esper_lightning.envs.vector_env import VectorStep
 from esper_lightning.errors import DivergedError
@@ -18,6 +17,7 @@ from esper_lightning.module import skip_unless
 from esper_lightning.ppo.collector import LARGEST_NUMBER, RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, total
 from tests.runs import differences
 from tests.tiers import rest_is_slow

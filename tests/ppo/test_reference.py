@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cue import COLUMNS, CUE, ROWS, CueMemory
 from esper_lightning.envs.vector_env import VectorStep
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
 from esper_lightning.ppo.rollout_buffer import Rollout
 from esper_lightning.ppo.running_norm import RunningMeanStd
+from tests.cue import COLUMNS, CUE, ROWS, CueMemory
 from tests.ppo import reference
 from tests.ppo.loops import cue_loop, play, total
 from tests.ppo.reference import ReferenceEvaluation, ReferenceRollout

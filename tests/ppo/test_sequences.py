@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.cue import CueMemory
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
+from tests.cue import CueMemory
 from tests.ppo.loops import cue_loop, play
 from tests.runs import differences
 
