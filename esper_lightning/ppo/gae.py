@@ -55,8 +55,8 @@ def normalise(advantages: Tensor, included: Tensor, floor: float, *, ranks: Rank
     if ranks.world > 1:
         count, mean, variance = ranks.moments(sample)
         spread = variance.sqrt()
-    elif (count := len(sample)) > 1:
-        mean, spread = sample.mean(), sample.std(correction=0)
+    else:
+        count, mean, spread = len(sample), sample.mean(), sample.std(correction=0) if len(sample) else sample.sum()
     if count < 2:
         return torch.zeros_like(advantages), 0.0
     return (advantages - mean) / spread.clamp(min=floor), spread.item()
