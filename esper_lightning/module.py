@@ -147,8 +147,7 @@ class TamiyoModule(LightningModule):
     def build(self, shape: PolicyShape) -> None:
         """Build the policy and its normalisers.
 
-        Raises ValueError if the critic needs privileged features and there are none, or if the settings do not fit the
-        action heads.
+        Raises ValueError if the critic needs privileged features and there are none.
         """
         use_ieee_float32()
         self.policy_shape = shape
