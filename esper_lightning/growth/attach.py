@@ -128,11 +128,11 @@ def attach_slots(
     for name in channels_last:
         if name not in requests:
             raise ValueError(f"channels_last names {name!r}, which gets no slot; {suggest_name(name, list(names))}")
-    rows = batch_size(example_input)
-    if rows < 2:
-        raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
     with evaluation_mode(network), torch.no_grad():
         features, outputs = _dry_run(network, requests, example_input)
+        rows = batch_size(example_input)
+        if rows < 2:
+            raise ValueError("the example has one sample only; give at least two, so that the batch's axis is known")
         try:
             doubled, _ = _dry_run(network, requests, repeat_rows(example_input, rows, 2))
         except BATCH_LENGTH_ERRORS as error:

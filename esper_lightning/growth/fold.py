@@ -82,8 +82,7 @@ def _fold(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> FoldResu
             continue  # a new bias would add a key to the host's state dict
         original, seed, folded_before = _weights(layer), slot.seed, slot.folded
         slot.seed, slot.stage = nn.Identity(), Stage.DORMANT
-        if name == slot.name:
-            assert isinstance(layer, nn.Conv2d)
+        if isinstance(layer, nn.Conv2d) and not any(layer is module for module in network.modules()):
             slot.folded = layer
         _set_weights(layer, weight, bias)
         if _max_difference(outputs(), reference) <= allowed:
@@ -187,9 +186,11 @@ def _neighbours(network: nn.Module, slot: SeedSlot, example: ExampleInput) -> tu
 
         return hook
 
+    def record_slot(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        slot_tensors.extend((args[0], output))
+
     with ExitStack() as hooks:
-        record = slot.register_forward_hook(lambda _, args, output: slot_tensors.extend((args[0], output)))
-        hooks.callback(record.remove)
+        hooks.callback(slot.register_forward_hook(record_slot).remove)
         for name, module in network.named_modules():
             if module not in inside:
                 # Runs before all other hooks, because the hook of an attached slot changes the output.
