@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +25,6 @@ from esper_lightning.controllers.learned import Hosts
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.datamodules.hosts import TaskConfig
 from esper_lightning.envs import Action, ActionConfig
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.search.search import SearchConfig
 from esper_lightning.growth.gates import LifecycleConfig
@@ -226,18 +224,17 @@ def test_a_search_whose_schedules_are_no_rows_of_the_comparison_is_not_run(monke
 
 
 def test_the_policy_of_the_package_is_compared_on_any_hosts(run: TrainedRun) -> None:
-    result = evaluate("tamiyo", hosts(), alone(against=["small static"], transfer=True))
+    result = evaluate("tamiyo", hosts(), alone(against=["small static"]))
 
     assert [entry.name for entry in result.entries] == ["tamiyo", "small static"]
     assert [policy.source for policy in result.policies] == ["tamiyo"]
-    own, transferred = (evaluate(run, hosts(), alone(against=[], transfer=transfer)) for transfer in (False, True))
-    assert np.array_equal(own.reference.values("objective"), transferred.reference.values("objective"))
+    own, by_path = (evaluate(one, hosts(), alone(against=[])) for one in (run, run.checkpoint))
+    assert np.array_equal(own.reference.values("objective"), by_path.reference.values("objective"))
 
 
 def test_of_several_tasks_one_is_named_and_played() -> None:
-    env = replace(hosts().env, sight=ObservationConfig(layout="rows"))
     data = HostPoolData(
-        Digits(), HOST, env, n_envs=2, also={"wine": TaskConfig(task=Tabular("wine"), host=MLP, n_envs=2)}
+        Digits(), HOST, hosts().env, n_envs=2, also={"wine": TaskConfig(task=Tabular("wine"), host=MLP, n_envs=2)}
     )
 
     with pytest.raises(ValueError, match="returns the result of one task; give task: Digits, wine"):
@@ -248,11 +245,9 @@ def test_of_several_tasks_one_is_named_and_played() -> None:
 
 
 def test_a_policy_of_the_package_is_refused_with_the_way_to_play_it() -> None:
-    with pytest.raises(ValueError, match=r"set model\.evaluation\.transfer to true"):
-        evaluate("tamiyo", HostPoolData(Digits(), HOST, hosts().env, n_envs=4), alone(against=[]))
     slow = HostPoolData(Digits(), CNN, EnvConfig(training=HostTraining(batches=2)), n_envs=2)
     with pytest.raises(ValueError, match=r'set data.env.actions as in its training: \{"tempos": \{"FAST": 2\}\}'):
-        evaluate("tamiyo", slow, alone(against=[], transfer=True))
+        evaluate("tamiyo", slow, alone(against=[]))
 
 
 def test_what_does_not_fit_together_is_a_value_error(run: TrainedRun) -> None:

@@ -19,7 +19,6 @@ from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.controllers.schedule import Schedule, ScheduledAction
 from esper_lightning.envs import Action, ActionConfig, HostPool
 from esper_lightning.envs.context.distribution import FamilyConfig
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
@@ -206,7 +205,7 @@ def test_a_schedule_plays_where_only_some_heads_are_offered(make_pool: Callable[
 
 def test_a_schedule_plays_where_episodes_offer_a_part_of_the_slots(make_pool: Callable[..., HostPool]) -> None:
     family = FamilyConfig(train=[{"offer.slots": [1]}])
-    pool = make_pool(2, family=family, sight=ObservationConfig(layout="rows"))
+    pool = make_pool(2, family=family)
     everywhere = Schedule(tuple(pool.space.slot), tuple(grow(0, slot) for slot in pool.space.slot))
     for seeds in ([0, 1], [2, 3], [4, 5], [6, 7]):
         pool.reset(seeds)

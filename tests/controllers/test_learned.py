@@ -1,18 +1,30 @@
+"""Controllers that act by a policy, on the hosts of its training and on others."""
+
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.envs import HostPool, Observation, Op
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.controllers.learned import LearnedController, SampledController, TrainingHosts, TrainingRules
+from esper_lightning.envs import ActionConfig, HostPool, Observation, Op
+from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.growth.gates import LifecycleConfig
+from esper_lightning.hosts import CNN
+from esper_lightning.ppo.running_norm import NormalizeConfig, make_norm
 from esper_lightning.tamiyo.policy import Policy
 from tests.controllers.playing import episode
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 
+MakePool = Callable[..., HostPool]
+
 
 @pytest.fixture(scope="module")
-def pool(make_pool: Callable[..., HostPool]) -> HostPool:
+def pool(make_pool: MakePool) -> HostPool:
     return make_pool(3)
 
 
@@ -21,20 +33,21 @@ def policy(pool: HostPool, make_policy: Callable[..., Policy]) -> Policy:
     """Policy with preferences, as if trained: it fossilizes if possible, and otherwise germinates."""
     made = make_policy(pool)
     with torch.no_grad():
-        made.heads.tables["op"].output.bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))
+        made.heads.tables["op"].layers[2].bias.copy_(torch.tensor([1.0, 2.0, 0.0, 3.0]))
     return made
 
 
 @pytest.fixture(scope="module")
-def norm(pool: HostPool) -> RunningMeanStd:
-    made = RunningMeanStd((len(pool.feature_names),))
-    made.update(torch.randn(20, len(pool.feature_names), generator=torch.Generator().manual_seed(0)))
+def norm(pool: HostPool) -> nn.Module:
+    made = make_norm(pool.rows, NormalizeConfig())
+    made.update(pool.observation.features)
     return made
 
 
-def test_what_was_learned_is_played_legally_and_without_chance(
-    pool: HostPool, policy: Policy, norm: RunningMeanStd
+def test_what_was_learned_is_played_legally_without_chance_and_teaches_nothing(
+    pool: HostPool, policy: Policy, norm: nn.Module
 ) -> None:
+    before = [value.clone() for value in (*policy.state_dict().values(), *norm.state_dict().values())]
     controller = LearnedController(policy, norm)
 
     first = episode(pool, controller)
@@ -42,16 +55,19 @@ def test_what_was_learned_is_played_legally_and_without_chance(
     second = episode(pool, controller)
 
     assert torch.equal(first, second)
-    assert set(first[:, 0].flatten().tolist()) == {Op.GERMINATE, Op.FOSSILIZE}
+    assert {Op.GERMINATE, Op.FOSSILIZE} <= set(first[:, 0].flatten().tolist())
+    after = (*policy.state_dict().values(), *norm.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in policy.parameters())
 
 
 def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
-    pool: HostPool, policy: Policy, norm: RunningMeanStd, monkeypatch: pytest.MonkeyPatch
+    pool: HostPool, policy: Policy, norm: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Observation] = []
     real = policy.decide
 
-    def watched(observation: Observation, *rest: object, **more: object) -> object:
+    def watched(observation: Observation, *rest: Any, **more: Any) -> Any:
         shown.append(observation)
         return real(observation, *rest, **more)
 
@@ -64,24 +80,14 @@ def test_the_policy_is_shown_normalised_features_and_remembers_the_episode(
     after_one = [part.clone() for part in controller.state]
     controller.act(pool)
 
-    torch.testing.assert_close(shown[0].features, ((raw - norm.mean) / norm.var.sqrt()).clamp(-10, 10))
+    assert torch.equal(shown[0].features, norm(raw))
     assert not any(torch.equal(a, b) for a, b in zip(after_one, controller.state, strict=True))
     controller.reset(pool)
     assert not any(part.any() for part in controller.state)
 
 
-def test_playing_teaches_nothing(pool: HostPool, policy: Policy, norm: RunningMeanStd) -> None:
-    before = [value.clone() for value in (*policy.state_dict().values(), *norm.state_dict().values())]
-
-    episode(pool, LearnedController(policy, norm))
-
-    after = (*policy.state_dict().values(), *norm.state_dict().values())
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(p.grad is None for p in policy.parameters())
-
-
 def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
-    make_pool: Callable[..., HostPool], policy: Policy, norm: RunningMeanStd
+    make_pool: MakePool, policy: Policy, norm: nn.Module
 ) -> None:
     watched, controller = make_pool(3, governor=ONLY_NAN_DIVERGES), LearnedController(policy, norm)
     watched.reset([1, 2, 3])
@@ -93,8 +99,7 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
     remembered = controller.state
     controller.act(watched)
 
-    seen = Observation(norm(watched.observation.features), watched.observation.blueprints)
-    never = torch.zeros(3, dtype=torch.bool)
+    seen, never = Observation(norm(watched.observation.features)), torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
         _, _, fresh = policy.step(seen, policy.initial_state(3), watched.masks, starts=never)
         _, _, going_on = policy.step(seen, remembered, watched.masks, starts=never)
@@ -104,3 +109,72 @@ def test_of_a_host_that_was_rolled_back_nothing_is_remembered(
         assert not torch.allclose(after_nothing, after_all)
     watched.reset([1, 2, 3])
     assert not watched.episode_starts.any(), "and the next episode begins for all alike"
+
+
+def test_what_is_drawn_depends_on_its_own_seed_alone_and_goes_on_in_the_stream(
+    pool: HostPool, policy: Policy, norm: nn.Module
+) -> None:
+    controller = SampledController(policy, norm, rng_seed=1)
+    first = episode(pool, controller)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    again = episode(pool, SampledController(policy, norm, rng_seed=1))
+
+    assert torch.equal(first, again)
+    assert torch.equal(state, torch.get_rng_state()), "and takes nothing from anybody else"
+    assert not torch.equal(first, episode(pool, SampledController(policy, norm, rng_seed=2)))
+    assert not torch.equal(first, episode(pool, controller))
+
+
+def test_choices_are_as_frequent_as_the_policy_finds_them_likely(
+    make_pool: MakePool, policy: Policy, norm: nn.Module
+) -> None:
+    fresh, controller = make_pool(50), SampledController(policy, norm, rng_seed=0)
+    drawn: Counter[int] = Counter()
+    for _ in range(20):
+        controller.reset(fresh)
+        drawn.update(controller.act(fresh).op.tolist())
+
+    with torch.no_grad():
+        seen, never = Observation(norm(fresh.observation.features)), torch.zeros(50, dtype=torch.bool)
+        distribution, *_ = policy.step(seen, policy.initial_state(50), fresh.masks, starts=never)
+    p = distribution.log_probs["op"].exp().mean(0).flatten()[Op.GERMINATE].item()
+    assert set(drawn) == {Op.WAIT, Op.GERMINATE}
+    assert drawn[Op.GERMINATE] == pytest.approx(1000 * p, abs=5 * (1000 * p * (1 - p)) ** 0.5)
+
+
+def trained_on(pool: HostPool) -> TrainingHosts:
+    config = pool.config
+    return TrainingHosts(pool.space, pool.feature_names, config.sight, TrainingRules(config.lifecycle, config.actions))
+
+
+def test_a_policy_plays_hosts_with_other_slots_and_blueprints(
+    make_pool: MakePool, pool: HostPool, policy: Policy, norm: nn.Module
+) -> None:
+    slots = ["block1", "block1.pool", "block2", "block2.pool", "block3"]
+    five_slots = partial(CNN, base=4, kernel=1, pools=2, slots=slots, isolate=False, channels_last=False)
+    more = make_pool(3, five_slots, actions=replace(pool.config.actions, blueprints=["norm", "attention"]))
+    controller = LearnedController(policy, norm, trained_on(pool))
+
+    taken = episode(more, controller)
+
+    assert controller.sight == pool.config.sight and controller.rules.actions == pool.config.actions
+    assert Op.GERMINATE in taken[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"actions": ActionConfig(tempos={"FAST": 1})},
+            r"chooses among \['FAST', 'SLOW'\] with its tempo head, these hosts offer \['FAST'\]; .*\"SLOW\": 2",
+        ),
+        ({"sight": ObservationConfig(hidden=["gap"])}, "reads other features than these hosts show, as gap; make the"),
+        ({"lifecycle": LifecycleConfig(min_potential=0.0)}, "as slot.potential, slot.potential.known"),
+    ],
+)
+def test_hosts_with_other_choices_or_features_are_refused(
+    make_pool: MakePool, pool: HostPool, policy: Policy, norm: nn.Module, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnedController(policy, norm, trained_on(pool)).reset(make_pool(1, **changes))

@@ -13,7 +13,7 @@ from esper_lightning.envs import HostPool, Op
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.tamiyo.policy import Policy
 from tests.envs.breaking import ONLY_NAN_DIVERGES, breaking_epoch
 from tests.runs import differences
@@ -28,7 +28,7 @@ def make_watched(make_pool: MakePool, make_policy: Callable[..., Policy]) -> Mak
 
     def make(governor: GovernorConfig = ONLY_NAN_DIVERGES, **ppo: Any) -> RolloutCollector:
         pool = make_pool(3, governor=governor)
-        norms = RunningMeanStd((len(pool.feature_names),)), RunningMeanStd((), clip=math.inf)
+        norms = make_norm(pool.rows, NormalizeConfig()), RunningMeanStd((), clip=math.inf)
         return RolloutCollector(
             pool,
             make_policy(pool),
@@ -130,7 +130,7 @@ def test_what_the_governor_refuses_is_stored_as_the_wait_that_was_done(make_watc
     """F22: a vetoed action is stored as WAIT, the executed action, with the probability of WAIT."""
     loop = make_watched()
     with torch.no_grad():
-        loop.policy.heads.tables["op"].output.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+        loop.policy.heads.tables["op"].layers[2].bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     loop.reset()
     for env in loop.pool.envs[:2]:
         env.monitor.governor_state = env.monitor.governor_state._replace(

@@ -74,7 +74,7 @@ def test_rewards_of_an_episode_sum_to_the_change_of_the_objective(make_pool: Mak
     final = info["final_info"]
     returns = sum(step[1] for step in (*steps, last))
     np.testing.assert_allclose(returns, final["objective"] - begun["objective"], atol=1e-6)
-    assert info["_final_obs"].all() and info["final_obs"][0][0] == 1.0, "the share of the episode that has passed"
+    assert info["_final_obs"].all() and info["final_obs"][0][2] == 1.0, "the share of the episode that has passed"
     assert last[0][:, 0].tolist() == [0.0, 0.0], "the observation is that of the next episode"
     assert not (info["rng_seed"] % 2).any(), "those of evaluations are odd"
     assert final["rng_seed"].tolist() == begun["rng_seed"].tolist() != info["rng_seed"].tolist()

@@ -61,7 +61,7 @@ def test_masks_of_the_heads_stand_one_after_the_other(make_pool: Callable[..., H
 
 def test_an_observation_is_the_rows_one_after_the_other(make_pool: Callable[..., HostPool]) -> None:
     pool, wanderer = make_pool(2), RandomValid(rng_seed=0)
-    for _ in range(4):
+    while not any(slot.occupied for slot in pool.envs[0].slots):
         pool.step(wanderer.act(pool))
 
     flat = flatten_observation(pool)
@@ -73,4 +73,3 @@ def test_an_observation_is_the_rows_one_after_the_other(make_pool: Callable[...,
         assert {name: row[f"{slot.name}.{name}"] for name in expected} == pytest.approx(expected)
         here = [name for name in pool.space.blueprint if row[f"{slot.name}.{name}.here"]]
         assert here == [slot.blueprint] * slot.occupied
-    assert any(slot.occupied for slot in pool.envs[0].slots), "something has grown"

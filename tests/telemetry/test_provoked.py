@@ -120,7 +120,7 @@ def test_a_policy_that_only_waits_is_told_from_one_that_has_nothing_left_to_do(
 
     def saturated(loop: RolloutCollector) -> None:
         with torch.no_grad():
-            loop.policy.heads.tables["op"].output.bias[0] = 20.0
+            loop.policy.heads.tables["op"].layers[2].bias[0] = 20.0
         begin(loop)
 
     monkeypatch.setattr(RolloutCollector, "reset", saturated)

@@ -1,9 +1,8 @@
-"""A policy over sets after its training: it resumes, is evaluated and loaded, and decides in a user's training."""
+"""A policy after its training: it is evaluated, loaded, and decides in a user's training."""
 
 import csv
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,15 @@ from esper_lightning.callbacks import Grow
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.checkpointing import policy_file
 from esper_lightning.envs import ActionConfig, HostPool
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.evaluation.growing import find_controller
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
 from tests.callbacks.grow.trainings import QUICK, classifier, train
-from tests.runs import CONFIGS, HORIZON, TINY, Run, cli, continuation, differences, fit, fit_saving_ticks, load
+from tests.runs import CONFIGS, TINY, Run, cli, fit, load, only_run
 
 pytestmark = pytest.mark.slow
 
-ROWS = ("--data.env.sight.layout=rows",)
 FAST = ActionConfig(tempos={"FAST": 2})
 RULES = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False, embargo_ticks=0)
 """Lifecycle of `configs/smoke.yaml`."""
@@ -36,20 +35,10 @@ RULES = LifecycleConfig(training_ticks=0, min_contribution=None, auto_cull=False
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two rollouts of a policy over sets on hosts with three slots, with a checkpoint of every tick."""
-    root = tmp_path_factory.mktemp("sets")
-    return fit_saving_ticks(root, *ROWS, "--trainer.max_epochs=2", "--seed_everything=0")
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_run_of_a_policy_over_sets_resumes_bit_for_bit(trained: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "part" / "version_0")
-    run.checkpoints.mkdir(parents=True)
-    checkpoint = shutil.copy(trained.checkpoints / f"tick{HORIZON + 3}.ckpt", run.checkpoints)
-
-    fit(tmp_path / "part", *ROWS, "--trainer.max_epochs=2", "--seed_everything=0", "--ckpt_path", str(checkpoint))
-
-    assert differences(continuation(run.last), continuation(trained.last)) == []
+    """Two rollouts on hosts with three slots."""
+    root = tmp_path_factory.mktemp("trained")
+    fit(root, "--trainer.max_epochs=2", "--seed_everything=0")
+    return only_run(root)
 
 
 def evaluate(trained: Run, out: Path, *args: str) -> list[dict[str, str]]:
@@ -57,13 +46,10 @@ def evaluate(trained: Run, out: Path, *args: str) -> list[dict[str, str]]:
     few = (f"policies=[{trained.last}]", "hosts=2", "against=['small static', climbing]", "controls=false")
     settings = [f"--model.evaluation.{one}" for one in few]
     with patch.object(sys, "argv", sys.argv[:1]):
-        main(["test", *TINY, *ROWS, *settings, *args, "--trainer.default_root_dir", str(out)])
+        main(["test", *TINY, *settings, *args, "--trainer.default_root_dir", str(out)])
     (found,) = out.rglob("evaluation.csv")
     with found.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-TRANSFER = "--model.evaluation.transfer=true"
 
 
 def test_it_is_evaluated_on_hosts_with_more_slots_and_other_blueprints(trained: Run, tmp_path: Path) -> None:
@@ -72,17 +58,9 @@ def test_it_is_evaluated_on_hosts_with_more_slots_and_other_blueprints(trained: 
         "--data.env.actions.blueprints=[depthwise, conv_light]",
     )
 
-    controllers = [row["controller"] for row in evaluate(trained, tmp_path / "many", TRANSFER, *many)]
+    controllers = [row["controller"] for row in evaluate(trained, tmp_path / "many", *many)]
 
     assert controllers.count("tamiyo") == 2 and controllers.count("climbing") == 2
-
-
-def test_on_its_own_hosts_it_is_evaluated_the_same_with_and_without_transfer(trained: Run, tmp_path: Path) -> None:
-    own, transferred = (
-        [[row[name] for name in ("controller", "host_seed", "objective")] for row in evaluate(trained, out, *flags)]
-        for out, flags in ((tmp_path / "own", ()), (tmp_path / "transferred", (TRANSFER,)))
-    )
-    assert own == transferred
 
 
 def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
@@ -90,12 +68,13 @@ def test_a_loaded_controller_plays_any_pool_that_shows_its_observation(
 ) -> None:
     controller = load_controller(trained.last)
     fitting = make_pool(2, sight=controller.sight, actions=FAST)
+    other = ObservationConfig(hidden=["gap"])
 
     outcome = play_episode(fitting, "tamiyo", controller, rng_seeds=[3, 4])
 
     assert len(outcome.objective) == 2
     with pytest.raises(ValueError, match=r"make the pool with sight=controller\.sight"):
-        controller.reset(make_pool(1, actions=FAST))
+        controller.reset(make_pool(1, sight=other, actions=FAST))
     with pytest.raises(ValueError, match=r"chooses among \['FAST'\] with its tempo head, these hosts offer"):
         controller.reset(make_pool(1, sight=controller.sight))
 
