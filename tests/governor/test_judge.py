@@ -260,7 +260,7 @@ def test_whatever_comes_rollbacks_are_few_and_the_next_divergence_is_the_end(
             break
 
 
-@pytest.mark.parametrize("op", ["GERMINATE", "ADVANCE", "FOSSILIZE"])
+@pytest.mark.parametrize("op", ["GERMINATE", "FOSSILIZE"])
 def test_nothing_is_built_on_a_host_whose_loss_is_out_of_range(op: str) -> None:
     assert veto_reasons(op, 1.0, GovernorState(WAVES, consecutive_anomalies=2), config=CONFIG) == [
         "the loss has been out of range or near guessing for 2 host epochs"

@@ -116,7 +116,7 @@ slots = st.builds(
 )
 arbitrary_ticks = st.builds(
     HostStep,
-    op=st.sampled_from(["WAIT", "GERMINATE", "CULL", "FOSSILIZE", "ADVANCE", "SET_ALPHA"]),
+    op=st.sampled_from(["WAIT", "GERMINATE", "CULL", "FOSSILIZE"]),
     already_ended=st.booleans(),
     at_horizon=st.booleans(),
     diverged=st.booleans(),

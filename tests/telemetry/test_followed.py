@@ -27,7 +27,7 @@ def make_pool(lr: float = 0.05, **lifecycle: object) -> HostPool:
         horizon=HORIZON,
         training=HostTraining(lr=lr, batches=2, max_grad_norm=None, optimizer="sgd"),
         lifecycle=LifecycleConfig(**{"training_ticks": 1, "min_contribution": None, "embargo_ticks": 1, **lifecycle}),
-        actions=ActionConfig(tempos={"FAST": 2}, slow_cull=True, set_alpha=True, speeds=[0, 2]),
+        actions=ActionConfig(tempos={"FAST": 2}),
     )
     device, overseer = torch.device("cpu"), Overseer(GovernorConfig())
     return HostPool(task, task.load(), tiny_host, config=config, n_envs=HOSTS, device=device, overseer=overseer)
