@@ -18,7 +18,6 @@ from esper_lightning.checkpointing.validate import (
     IDENTITY_KEY,
     MODULE_KEY,
     RULES_KEY,
-    SCHEMA,
     SCHEMA_KEY,
     check_policy,
     open_checkpoint,
@@ -98,18 +97,10 @@ def read_policy(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"policy {name!r} does not exist; give the path of a {POLICY_SUFFIX} file")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(METADATA_KEY, "")
+            parts = json.loads((file.metadata() or {}).get(METADATA_KEY, ""))
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # the file is no mapping
-        parts = json.loads(text)
-        if not isinstance(parts, dict):
-            raise ValueError("its description is no mapping")
-    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
-        raise ValueError(f"policy {name!r} is damaged or no policy of this package: {error}") from None
-    if parts.get(SCHEMA_KEY) != SCHEMA:
-        raise ValueError(f"policy {name!r} has schema {parts.get(SCHEMA_KEY)!r:.20}, this version reads {SCHEMA}")
-    policy = parts | {"state_dict": weights}
-    try:
+        policy = parts | {"state_dict": weights}
         check_policy(policy)
-    except ValueError as error:
-        raise ValueError(f"policy {name!r}: {error}") from error
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f"policy {name!r} is damaged or no policy of this version: {error}") from error
     return policy

@@ -11,12 +11,10 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from esper_lightning.callbacks.rollout_state import random_states
 from esper_lightning.checkpointing.atomic_io import AtomicCheckpointIO
 from esper_lightning.checkpointing.validate import (
     SCHEMA,
     check_identity,
-    check_schema,
     open_checkpoint,
 )
 from tests.runs import Run, fit, load, only_run
@@ -73,18 +71,6 @@ def test_until_a_write_is_whole_readers_see_the_old_checkpoint(tmp_path: Path, m
     assert torch.equal(load(target)["weights"], torch.zeros(3))
 
 
-def test_an_open_checkpoint_can_be_read_while_it_is_replaced(tmp_path: Path) -> None:
-    """A new checkpoint replaces the old one by a rename and does not modify the old file."""
-    target = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(3)}, target)
-
-    with target.open("rb") as reader:
-        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(3)}, target)
-        assert torch.equal(torch.load(reader, weights_only=True)["weights"], torch.ones(3))
-
-    assert torch.equal(load(target)["weights"], torch.zeros(3))
-
-
 def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) -> None:
     left, other = tmp_path / ".a.ckpt.123.tmp", tmp_path / ".b.ckpt.123.tmp"
     for draft in (left, other):
@@ -96,45 +82,12 @@ def test_the_drafts_that_killed_processes_have_left_are_removed(tmp_path: Path) 
     assert other.exists(), "another process may be writing it"
 
 
-@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, None])
-def test_a_checkpoint_of_any_other_schema_is_not_continued(schema: Any) -> None:
-    with pytest.raises(ValueError, match=f"it has schema {schema!r}, this version reads {SCHEMA}; use the version"):
-        check_schema({"esper_schema": schema})
-
-
-def whole() -> Checkpoint:
-    """The parts of a checkpoint that are checked before anything is built."""
-    rollout = {"loop": {}, "normalisers": {}, "random": random_states()}
-    parts = {"state_dict": {"weights": torch.ones(3)}, "optimizer_states": [{}], "lr_schedulers": [], "loops": {}}
-    more = {"pytorch-lightning_version": "2.6", "esper_identity": {}, "hyper_parameters": {}, "esper_module": {}}
-    return {"esper_schema": SCHEMA, "callbacks": {"RolloutState": rollout}, **parts, **more}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"state_dict": {"weights": torch.tensor([1.0, math.nan])}}, "weights holds numbers that are not finite"),
-        ({"state_dict": {"weights": torch.tensor([1e38])}}, "are possible; give another checkpoint"),
-        ({"state_dict": {"weights": [1.0]}}, "weights is a list, not a tensor"),
-        ({"optimizer_states": {}}, "optimizer_states is a dict"),
-        ({"optimizer_states": []}, "it holds 0 optimizers"),
-        ({"callbacks": {}}, "it lacks the state of esper_lightning.callbacks.RolloutState"),
-    ],
-)
-def test_a_checkpoint_that_lies_about_itself_is_not_continued(change: Checkpoint, message: str) -> None:
-    check_schema(whole())
-
-    with pytest.raises(ValueError, match=message):
-        check_schema(whole() | change)
-
-
 def test_a_run_is_continued_by_its_like_alone() -> None:
     ours = {"data.env.horizon": 5, "host": "CNN", "choices of the op head": ["WAIT", "CULL"]}
     check_identity({**ours, "what is known of it besides": 1}, ours)
 
     for name, value, said in (
         ("data.env.horizon", 6, "the checkpoint has 6, this run 5"),
-        ("data.env.horizon", 5.0, r"the checkpoint has 5\.0, this run 5"),
         ("choices of the op head", ["CULL", "WAIT"], "the checkpoint has"),
     ):
         with pytest.raises(ValueError, match=f"{name}: {said}"):
@@ -145,12 +98,9 @@ def test_a_run_is_continued_by_its_like_alone() -> None:
         check_identity(without(ours, "host"), ours)
 
 
-def test_a_runs_own_checkpoint_passes(finished: Run) -> None:
-    open_checkpoint(finished.last)
-
-
-@pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 1000), Fraction(1, 3), Fraction(9, 10), Fraction(999, 1000)])
+@pytest.mark.parametrize("kept", [Fraction(0), Fraction(1, 3), Fraction(999, 1000)])
 def test_a_checkpoint_cut_off_anywhere_is_refused(kept: Fraction, finished: Run, tmp_path: Path) -> None:
+    open_checkpoint(finished.last)
     whole = finished.last.read_bytes()
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(whole[: int(kept * len(whole))])
@@ -167,12 +117,18 @@ def without_rollout(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint | {"callbacks": without(checkpoint["callbacks"], "RolloutState")}
 
 
+def spoiled(checkpoint: Checkpoint) -> Checkpoint:
+    next(iter(checkpoint["state_dict"].values())).view(-1)[0] = math.nan
+    return checkpoint
+
+
 FOREIGN: dict[str, tuple[Callable[[Checkpoint], Any], str]] = {
     "plain dict": (lambda _: {"epoch": 3, "weights": torch.ones(2)}, "is no checkpoint of Lightning"),
     "list": (lambda _: [1, 2], "is no checkpoint of Lightning"),
     "Fraction": (lambda _: Fraction(1, 2), "bad.ckpt"),  # a class that torch does not load
     "Fraction within": (lambda ours: ours | {"extra": Fraction(1, 2)}, "bad.ckpt"),
     "other schema": (lambda ours: ours | {"esper_schema": SCHEMA + 1}, f"schema {SCHEMA + 1}"),
+    "weights of NaN": (spoiled, "holds numbers that are not finite"),
     "no hosts": (lambda ours: without(ours, "HostPoolData"), "HostPoolData"),
     "no optimizer": (lambda ours: without(ours, "optimizer_states"), "optimizer_states"),
     "no rollout": (without_rollout, "RolloutState"),
@@ -203,11 +159,8 @@ def test_a_file_of_another_kind_ends_in_one_line(tmp_path: Path, capsys: pytest.
 MISFITS: dict[str, tuple[str, str]] = {
     "other width": ("--model.policy.width=32", "checkpoint"),
     "other slots": ("--data.host.init_args.slots=[block3]", "choices of the slot head"),
-    "other host": ("--data.host.init_args.base=8", "checkpoint"),
-    "other blueprints": ("--data.env.actions.blueprints=[norm]", "checkpoint"),
+    "other features": ("--data.env.sight.hidden=[gap]", "observed features"),
     "other styles": ("--data.env.actions.styles=[linear_gate]", "choices of the style head"),
-    "other ops": ("--data.env.actions.set_alpha=true", "choices of the op head"),
-    "other speeds": ("--data.env.actions.slow_cull=true", "choices of the speed head"),
     "other host optimizer": ("--data.env.training.optimizer=sgd", "checkpoint"),
     "other horizon": ("--data.env.horizon=4", "horizon"),
 }

@@ -105,22 +105,20 @@ def test_a_policy_as_safetensors_acts_as_that_of_its_checkpoint_and_is_found_by_
     own = Grow(["3"], decider="tamiyo", lifecycle=QUICK, actions=ActionConfig(blueprints=["norm"]))
     assert own.lifecycle == QUICK and own.actions.blueprints == ["norm"]
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="is damaged or no policy of this package"):
+    with pytest.raises(ValueError, match="is damaged or no policy of this version"):
         load_controller(file)
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "told"),
+    ("part", "value"),
     [
-        ("observation_norm.host.var", -1.0, "from -1 to"),
-        ("observation_norm.host.count", -3.0, "from -3 to -3, and 0 to 1e"),
-        ("value_norm.var", math.inf, "holds numbers that are not finite"),
-        ("value_norm.mean", -1e38, "from -1e"),
-        ("policy", 1e38, "to 1e"),
+        ("observation_norm.host.var", math.nan),
+        ("value_norm.var", math.inf),
+        ("policy", math.nan),
     ],
 )
-def test_a_policy_with_impossible_numbers_is_refused_in_one_line(
-    part: str, value: float, told: str, trained: Run, tmp_path: Path
+def test_a_policy_with_numbers_that_are_not_finite_is_refused_in_one_line(
+    part: str, value: float, trained: Run, tmp_path: Path
 ) -> None:
     checkpoint = load(trained.latest)
     name = next(name for name in checkpoint["state_dict"] if name.startswith(part))
@@ -132,7 +130,7 @@ def test_a_policy_with_impossible_numbers_is_refused_in_one_line(
     safetensors.torch.save_file(weights, tmp_path / "bad.safetensors", metadata)
 
     for file in ("bad.ckpt", "bad.safetensors"):
-        with pytest.raises(ValueError, match=f"{file}': {name} .*{told}") as refused:
+        with pytest.raises(ValueError, match=f"{file}'.*: {name} holds numbers that are not finite") as refused:
             load_controller(tmp_path / file)
         assert "\n" not in str(refused.value)
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_not_of_this_run_is_refused_and_runs_no_code(
 def test_a_rollout_of_another_moment_than_the_normalisers_is_refused(
     finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed(lambda saved: saved["state_dict"]["observation_norm.mean"].add_(1e-6))(finished, tmp_path / "bad.ckpt")
+    changed(lambda saved: saved["state_dict"]["observation_norm.host.mean"].add_(1e-6))(finished, tmp_path / "bad.ckpt")
     capsys.readouterr()
 
     with pytest.raises(SystemExit) as ended:
@@ -117,7 +117,7 @@ class FillPolicy(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: TamiyoModule, *_: object) -> None:
         if pl_module.collector.ticks == HORIZON + 2:
             adam = [state["exp_avg"] for state in trainer.optimizers[0].state.values()]
-            norm = pl_module.observation_norm.state_dict()["mean"]
+            norm = pl_module.observation_norm.state_dict()["host.mean"]
             parts = {"weights": list(pl_module.policy.parameters()), "optimizer": adam, "normaliser": [norm]}
             for tensor in parts[self.part]:
                 tensor.fill_(math.nan)

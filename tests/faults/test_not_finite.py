@@ -147,7 +147,7 @@ def test_a_learning_rate_that_is_far_too_large_but_finite_breaks_nothing(lr: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "tick"), list(product(["value_norm", "observation_norm"], TICKS)))
+@pytest.mark.parametrize(("part", "tick"), list(product(["value_norm", "observation_norm.host"], TICKS)))
 def test_a_normaliser_of_nan_ends_in_one_line_and_is_never_saved(
     part: str, tick: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
