@@ -117,7 +117,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_new_episodes(tmp_path: Path) -> 
     further = run(3, str(tmp_path / "last.ckpt"))
     assert further.collector.ticks == 60 and further.collector.episode == 3
     assert further.report.metrics["first_ratio_error"] < 1e-5
-    assert {"privileged_norm.mean", "observation_norm.host.mean"} <= set(further.state_dict())
+    assert {"privileged_norm.mean", "observation_norm.mean"} <= set(further.state_dict())
 
 
 CONFIG = """

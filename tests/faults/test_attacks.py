@@ -93,7 +93,7 @@ def test_a_rollout_of_another_moment_than_the_normalisers_is_refused(
         fit(tmp_path, "--trainer.max_epochs=2", "--ckpt_path", str(tmp_path / "bad.ckpt"))
 
     assert ended.value.code == 2
-    assert "observation_norm.mean of the module is not that of the rollout" in capsys.readouterr().err
+    assert "observation_norm.host.mean of the module is not that of the rollout" in capsys.readouterr().err
 
 
 def test_a_half_written_draft_beside_a_checkpoint_is_ignored(tmp_path: Path) -> None:
