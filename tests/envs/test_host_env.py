@@ -148,7 +148,7 @@ def test_the_host_and_other_seeds_keep_their_momentum_through_germination_and_cu
 
 MOVES = {
     "germination": [germinate(0, 1)],
-    "fossilization": [germinate(0, 1), WAIT, WAIT, fossilize(0)],
+    "fossilization": [germinate(0, 1), WAIT, WAIT, WAIT, fossilize(0)],
     "cull": [germinate(0, 1), WAIT, cull(0)],
 }
 """Actions, of which the last one is named."""

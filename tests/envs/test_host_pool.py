@@ -78,8 +78,8 @@ def test_an_action_takes_effect_before_the_host_trains(make_pool: Callable[..., 
     ]
     # The last layer of a seed starts as zeros, so it has been trained in the same step.
     assert all(p.all() for p in pool.envs[0].slots[1].seed.parameters())
-    assert step.observation.features[0, pool.feature_names.index("block2.pool.gradient.norm")] > 0
-    assert step.observation.features[0, pool.feature_names.index("last_op.GERMINATE")] == 1
+    assert step.observation.features[0, 1, pool.feature_names.index("slot.gradient.norm")] > 0
+    assert step.observation.features[0, 0, pool.feature_names.index("last_op.GERMINATE")] == 1
 
 
 @pytest.mark.parametrize("walk", range(3))

@@ -82,7 +82,7 @@ def test_normalisers_take_in_nothing_of_an_episode_that_is_over(make_watched: Ma
     play(loop, {1: [0], 3: [2]})
     loop.finish()
 
-    assert loop.observation_norm.count == loop.value_norm.count == 6 + 2 + 4
+    assert loop.observation_norm.host.count == loop.value_norm.count == 6 + 2 + 4
 
 
 def test_a_rollback_neither_discards_nor_poisons_transitions(make_watched: MakeLoop) -> None:

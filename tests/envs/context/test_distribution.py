@@ -18,7 +18,7 @@ from esper_lightning.growth.stages import Stage
 from esper_lightning.hosts import CNN
 from esper_lightning.ppo.collector import RolloutCollector
 from esper_lightning.ppo.losses import PPOConfig, ppo_terms
-from esper_lightning.ppo.running_norm import RunningMeanStd
+from esper_lightning.ppo.running_norm import NormalizeConfig, RunningMeanStd, make_norm
 from esper_lightning.rewards import ObjectiveConfig
 from esper_lightning.tamiyo.policy import Policy
 from esper_lightning.tasks import Digits, Split, Task, TaskData, Variant
@@ -261,7 +261,7 @@ def test_a_shorter_episode_is_that_of_a_pool_with_its_horizon_and_then_idle(
 def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
     uneven: HostPool, make_policy: Callable[..., Policy]
 ) -> None:
-    norm, values = RunningMeanStd((len(uneven.feature_names),)), RunningMeanStd((), clip=float("inf"))
+    norm, values = make_norm(uneven.rows, NormalizeConfig()), RunningMeanStd((), clip=float("inf"))
     drawn = uneven.env_factory.context_distribution.draw
     run = next(
         run for run in range(99) if len({drawn(seed) for seed in episode_rng_seeds(run, TRAINING, 0, n_envs=2)}) == 2
@@ -276,7 +276,7 @@ def test_nothing_is_learned_from_the_ticks_behind_a_shorter_episode(
 
     steps = sum(env.horizon for env in uneven.envs)
     assert steps == SHORT + LONG, "the run's RNG seed draws both"
-    assert norm.count == values.count == ppo_terms(collector.policy, rollout, PPOConfig()).active == steps
+    assert norm.host.count == values.count == ppo_terms(collector.policy, rollout, PPOConfig()).active == steps
     short = next(i for i, env in enumerate(uneven.envs) if env.horizon == SHORT)
     assert rollout.masks.forced[SHORT:, short].all() and not rollout.masks.forced[:SHORT, short].all()
 
@@ -347,7 +347,6 @@ def test_contexts_must_fit_host_task_and_one_another(make_pool: MakePool) -> Non
         ({"host.kernel": [2]}, "kernel must be odd"),
         ({"data.classes": [11]}, "data.classes is 11, the task has 10"),
         ({"data.samples": [10_000]}, "data.samples is 10000, the task has 1597"),
-        ({"host.slots": [["block3"], ["block2"]]}, "other slots or seeds can grow"),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             make_pool(1, host=cnn, family=family(**facts))
@@ -363,11 +362,10 @@ def test_a_held_out_context_may_not_be_one_of_training() -> None:
         ContextDistribution(FamilyConfig(train=[{"host.kernel": [3]}]), held_out=True)
 
 
-def test_held_out_hosts_must_offer_what_those_of_training_do(make_pool: MakePool) -> None:
-    for facts, said in (({"host.slots": [["block3"]]}, "other slots or seeds"), ({"host.kernel": [2]}, "must be odd")):
-        config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[facts])
-        with pytest.raises(ValueError, match=said):
-            make_pool(1, host=cnn, family=config)
+def test_held_out_hosts_are_checked_before_training(make_pool: MakePool) -> None:
+    config = FamilyConfig(train=[{"host.kernel": [1]}], held_out=[{"host.kernel": [2]}])
+    with pytest.raises(ValueError, match="must be odd"):
+        make_pool(1, host=cnn, family=config)
 
 
 def test_a_pool_says_of_which_hosts_and_which_family_it_is(make_pool: MakePool) -> None:
