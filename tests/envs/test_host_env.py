@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,7 +162,8 @@ def test_without_carry_over_every_change_of_the_host_costs_all_momentum(
     make_pool: Callable[..., HostPool], rows: list[Row], carry_over: bool, optimizer: str
 ) -> None:
     training = HostTraining(optimizer=optimizer, batches=2, carry_over=carry_over)
-    pool = make_pool(1, **FREE, training=training)
+    lifecycle = replace(FREE["lifecycle"], min_gradient_health=0.0)
+    pool = make_pool(1, **FREE | {"lifecycle": lifecycle}, training=training)
     env, (*before, last) = pool.envs[0], rows
     for row in [WAIT, *before]:
         pool.step(act(row))
