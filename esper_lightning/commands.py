@@ -8,8 +8,8 @@ from esper_lightning.config_files import configs, find_config, init
 from esper_lightning.console import print_status
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
 from esper_lightning.evaluation.comparison import Comparison
-from esper_lightning.evaluation.growing import find_controller, grow_host
 from esper_lightning.evaluation.networks import export_grown
+from esper_lightning.evaluation.run import find_controller, grow_host
 from esper_lightning.sweep import sweep
 
 

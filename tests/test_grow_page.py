@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from esper_lightning.callbacks import Grow
-from esper_lightning.controllers.schedule import read_schedule
+from esper_lightning.controllers.schedules import read_schedule
 from tests.runs import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "grow.md").read_text()

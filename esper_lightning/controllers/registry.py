@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any
 
 from esper_lightning.controllers.rules import Heuristic, HillClimbing, Periodic
-from esper_lightning.plugins import Registry, check_takes
+from esper_lightning.registry import Registry
 
 CONTROLLERS: Registry[Callable[[], Any]] = Registry(
     "controller", {"climbing": HillClimbing, "heuristic": Heuristic, "periodic": Periodic}, takes=callable
@@ -37,4 +37,3 @@ def check_methods(controller: Any, what: str) -> None:
     for method in ("reset", "act"):
         if not callable(getattr(controller, method, None)):
             raise ValueError(f"{what}: {type(controller).__name__} has no method {method!r}; give it one")
-        check_takes(getattr(controller, method), f"{what}: {type(controller).__name__}.{method}", "pool")

@@ -1,4 +1,4 @@
-"""Schedules: actions by tick, with names instead of indices; their JSON files; controllers that play and record them."""
+"""Schedules: actions by tick, with names instead of indices. Their JSON files, and controllers that play them."""
 
 import json
 from collections import Counter
@@ -113,9 +113,7 @@ def actions_by_tick(schedule: Schedule, pool: Hosts) -> list[tuple[int, tuple[in
     for number, entry in enumerate(schedule.entries, 1):
         where = f"entry {number} of the schedule ({entry})"
         if entry.tick >= (horizon := pool.config.horizon):
-            raise ValueError(
-                f"{where}: an episode has {horizon} ticks, 0 to {horizon - 1}; name an earlier tick, or train for longer"
-            )
+            raise ValueError(f"{where}: an episode has {horizon} ticks, 0 to {horizon - 1}; name an earlier tick")
         action = []
         for head, choices in zip(HEADS, pool.space, strict=True):
             value = getattr(entry, head) if Op[entry.op] in RELEVANT_OPS[head] else None

@@ -38,8 +38,7 @@ from esper_lightning.evaluation.search import (
     search_best_schedules,
 )
 from esper_lightning.evaluation.statistics import Interval, effect_size, mean_interval
-from esper_lightning.parallel import run_all
-from esper_lightning.parallel import Mapper, Processes, check_jobs
+from esper_lightning.parallel import Mapper, Processes, check_jobs, run_all
 
 TAMIYO = "tamiyo"
 """Name of the compared policy, taking its most likely action."""
@@ -304,7 +303,7 @@ class Comparison:
     def check_controllers(self, data: HostPoolData) -> None:
         """Let each controller of the user choose one action on each of two new hosts, before any training.
 
-        Raises PartError if that is none. What the controller raises passes.
+        Raises ValueError if that is none. What the controller raises passes.
         """
         for task in data.pools if self.own else ():
             for name in self.own:
@@ -387,7 +386,9 @@ class Comparison:
         work = {name: [episode(name, one) for one in made] for name, made in derived.items() if self.includes(name)}
         for name in twinned:
             twin = TWIN_PREFIX + name
-            work[twin] = [partial(play_twin, pool, twin, grown.outcome, rng_seeds=rng_seeds) for (grown,) in played[name]]
+            work[twin] = [
+                partial(play_twin, pool, twin, grown.outcome, rng_seeds=rng_seeds) for (grown,) in played[name]
+            ]
         played |= run_all(work, executor)
 
         seeds_of = {name: [rival.training_seed] for name, rival in rivals.items()}
@@ -427,7 +428,9 @@ class Comparison:
         contexts = episodes[0].outcome.contexts if episodes else []
         n_alone = sum(number == 1 for number in Counter(contexts).values())
         if n_alone and self.includes(YOKED):
-            notes.append(f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules")
+            notes.append(
+                f"{n_alone} of {hosts} hosts were the only ones of their kind: {YOKED} plays their own schedules"
+            )
         return schedules, notes
 
 

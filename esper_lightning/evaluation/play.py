@@ -1,4 +1,4 @@
-"""One episode of one controller on a fixed set of hosts, and of static networks in its place. H hosts, T ticks, K slots.
+"""One episode of one controller on a fixed set of hosts, or of static networks. H hosts, T ticks, K slots.
 
 *Data order.* A host draws the weights of its seeds from the generator that also orders its data, so a germination would
 change all later batches. Here every host epoch starts with random numbers that depend on the host's RNG seed and the
@@ -21,7 +21,7 @@ import numpy as np
 
 from esper_lightning.controllers.learned import Controller
 from esper_lightning.controllers.random import WaitOnly
-from esper_lightning.envs import HostPool, StepResult
+from esper_lightning.envs import Action, HostPool, StepResult
 from esper_lightning.envs.device_transfer import download
 from esper_lightning.envs.flops import HostFlops, measure_flops
 from esper_lightning.envs.host_env import HostEnv
@@ -31,7 +31,7 @@ from esper_lightning.growth.alpha import DEFAULT_RAMP
 from esper_lightning.growth.blend import BlendStyle
 from esper_lightning.growth.slot import SeedSlot
 from esper_lightning.growth.stages import Stage
-from esper_lightning.plugins import PartError, is_of_this_package
+from esper_lightning.registry import is_of_this_package
 from esper_lightning.tasks import Batches
 
 PASSES_PER_STEP = 3
@@ -173,16 +173,16 @@ def epoch_rng_seed(host_rng_seed: int, tick: int) -> int:
 
 @contextmanager
 def named_controller(name: str, controller: Controller) -> Iterator[None]:
-    """Turn the error of an action that a controller of the user has chosen into a PartError that names it."""
+    """Turn the error of an action that a controller of the user has chosen into a ValueError that names it."""
     try:
         yield
     except ActionError as error:
         if is_of_this_package(type(controller)):
             raise
-        raise PartError(f"controller {name!r}: {error}") from error
+        raise ValueError(f"controller {name!r}: {error}") from error
 
 
-class StaticController(WaitOnly):
+class StaticController:
     """Gives every host its final network before the first tick and then only waits.
 
     The weights of the seeds come from the host's own generator, right after the host's weights, and are initialised
@@ -199,6 +199,9 @@ class StaticController(WaitOnly):
     def reset(self, pool: HostPool) -> None:
         for env, topology in zip(pool.envs, self.topologies, strict=True):
             build_topology(env, topology)
+
+    def act(self, pool: HostPool) -> Action:
+        return WaitOnly().act(pool)
 
 
 def build_topology(env: HostEnv, topology: Topology) -> None:

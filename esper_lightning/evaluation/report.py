@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,9 @@ def results_table(result: ComparisonResult) -> Table:
     def rows() -> Iterator[Sequence[str]]:
         for entry in result.entries:
             lead, effect = result.mean_lead(entry)
-            ahead = ("", "") if entry is result.reference else (format_interval(lead), f"{effect:.2f}".replace("nan", ""))
+            ahead = (format_interval(lead), f"{effect:.2f}".replace("nan", ""))
             means = (format_interval(mean_interval(entry.values(column))) for column in ("accuracy", "objective"))
-            yield entry.name, *means, *ahead
+            yield entry.name, *means, *(("", "") if entry is result.reference else ahead)
 
     return make_table(
         f"{len(result.rng_seeds)} fresh hosts, test images, mean ± 95 % interval",
@@ -105,9 +104,8 @@ def metrics_table(result: ComparisonResult) -> Table:
             means = entry.mean_metrics()
             row = [entry.name, *(f"{means[name]:.3f}" for name in single)]
             for group in grouped:
-                of_class = {name.partition(".")[2]: mean for name, mean in means.items() if name.startswith(f"{group}.")}
-                label = min(of_class, key=of_class.__getitem__)
-                row.append(f"{of_class[label]:.3f} ({label})")
+                name = min((name for name in means if name.startswith(f"{group}.")), key=means.__getitem__)
+                row.append(f"{means[name]:.3f} ({name.partition('.')[2]})")
             yield row
 
     return make_table(

@@ -20,8 +20,7 @@ from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import PRICE_VARIABLE, Context
 from esper_lightning.envs.seeding import TRAINING, check_rng_seed, episode_rng_seeds
 from esper_lightning.evaluation.plans import Plan, PlanSampler, latest_germinations
-from esper_lightning.parallel import run_all
-from esper_lightning.parallel import Mapper
+from esper_lightning.parallel import Mapper, run_all
 
 BEST_FILE, BEST_PRICE_PREFIX = "best_schedule", "best_schedule_price_"
 """File name of the best schedule, and prefix of the file names of the best schedule for each price."""

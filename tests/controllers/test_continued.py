@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from esper_lightning.controllers.fixed_schedule import FixedSchedule
-from esper_lightning.controllers.heuristic import Heuristic, HeuristicConfig
-from esper_lightning.controllers.hill_climbing import ClimbingConfig, HillClimbing
 from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction
+from esper_lightning.controllers.rules import (
+    ClimbingConfig,
+    Heuristic,
+    HeuristicConfig,
+    HillClimbing,
+    Periodic,
+    PeriodicConfig,
+)
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule, ScheduledAction
 from esper_lightning.controllers.transfer import TrainingSpaces, TransferController
 from esper_lightning.envs import Action, HostPool
 from esper_lightning.tamiyo.policy import Policy

@@ -6,17 +6,18 @@ from itertools import product
 import pytest
 import torch
 
-from esper_lightning.controllers.fixed_schedule import (
+from esper_lightning.controllers.learned import Controller
+from esper_lightning.controllers.random import RandomValid, WaitOnly
+from esper_lightning.controllers.schedules import (
     FixedSchedule,
     RecordingController,
+    Schedule,
+    ScheduledAction,
     SchedulePerPrice,
     is_possible,
     most_common_schedule,
     yoke_schedules,
 )
-from esper_lightning.controllers.learned import Controller
-from esper_lightning.controllers.random import RandomValid, WaitOnly
-from esper_lightning.controllers.schedule import Schedule, ScheduledAction
 from esper_lightning.envs import Action, ActionConfig, HostPool
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.spaces.observation import ObservationConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.controllers.heuristic import Heuristic, HeuristicConfig, is_worth_fossilizing
+from esper_lightning.controllers.rules import Heuristic, HeuristicConfig, is_worth_fossilizing
 from esper_lightning.envs import ActionConfig, HostPool, Op
 from esper_lightning.growth.gates import LifecycleConfig
 from esper_lightning.growth.stages import Stage

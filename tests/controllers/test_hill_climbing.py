@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper_lightning.blueprints import get_blueprint
-from esper_lightning.controllers.hill_climbing import (
+from esper_lightning.controllers.rules import (
     ClimbingConfig,
     HillClimbing,
     list_candidates,

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
+from esper_lightning.controllers.rules import Periodic, PeriodicConfig
 from esper_lightning.envs import HostPool, Op
 from tests.conftest import FREE
 from tests.decisions import Row, fossilize, germinate

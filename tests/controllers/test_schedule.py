@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.controllers.schedule import (
+from esper_lightning.controllers.schedules import (
     MAX_FILE_BYTES,
     Schedule,
     ScheduledAction,

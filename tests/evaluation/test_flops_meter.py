@@ -17,9 +17,7 @@ from esper_lightning.envs import HostPool, Op
 from esper_lightning.envs.flops import measure_flops
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.evaluation.flops_meter import step_flops
-from esper_lightning.evaluation.play import FossilizedSeed, Topology, play_episode
-from esper_lightning.evaluation.static_host import StaticController
+from esper_lightning.evaluation.play import FossilizedSeed, StaticController, Topology, play_episode, step_flops
 from esper_lightning.growth import GrowingNetwork, LifecycleConfig, slots_of
 from esper_lightning.growth.blend import Isolation
 from esper_lightning.growth.stages import Stage

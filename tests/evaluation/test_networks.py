@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_lightning.controllers.periodic import Periodic, PeriodicConfig
+from esper_lightning.controllers.rules import Periodic, PeriodicConfig
 from esper_lightning.envs import HostPool
 from esper_lightning.evaluation.networks import (
     HOST_FILE,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from esper_lightning.controllers.schedule import Schedule, read_schedule
+from esper_lightning.controllers.schedules import Schedule, read_schedule
 from esper_lightning.envs import Op
 from esper_lightning.evaluation.checkpoints import TrainedPolicy
 from esper_lightning.evaluation.comparison import ComparisonResult, Entry

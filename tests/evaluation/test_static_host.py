@@ -13,9 +13,15 @@ from torch.nn import functional as F
 from esper_lightning.controllers.random import RandomValid, WaitOnly
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.host_training import HostTraining
-from esper_lightning.evaluation.flops_meter import epoch_rng_seed
-from esper_lightning.evaluation.play import FossilizedSeed, Topology, play_episode
-from esper_lightning.evaluation.static_host import StaticController, affordable_ticks, build_topology
+from esper_lightning.evaluation.play import (
+    FossilizedSeed,
+    StaticController,
+    Topology,
+    affordable_ticks,
+    build_topology,
+    epoch_rng_seed,
+    play_episode,
+)
 from esper_lightning.growth.lifecycle import slots_of
 from esper_lightning.growth.stages import Stage
 from tests.conftest import SMALL

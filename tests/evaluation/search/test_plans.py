@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from esper_lightning.controllers.fixed_schedule import FixedSchedule
+from esper_lightning.controllers.schedules import FixedSchedule
 from esper_lightning.envs import ActionConfig, HostPool
-from esper_lightning.evaluation.search.plans import Plan, PlannedSeed, PlanSampler
+from esper_lightning.evaluation.plans import Plan, PlannedSeed, PlanSampler
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE, SMALL
 

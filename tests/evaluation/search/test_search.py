@@ -9,24 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esper_lightning.controllers.fixed_schedule import FixedSchedule
-from esper_lightning.controllers.schedule import Schedule
+from esper_lightning.controllers.schedules import FixedSchedule, Schedule
 from esper_lightning.envs import HostPool
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.seeding import EVALUATION, episode_rng_seeds
+from esper_lightning.evaluation.plans import Plan, PlannedSeed, PlanSampler
 from esper_lightning.evaluation.play import play_episode
-from esper_lightning.evaluation.search import successive_halving as race_module
-from esper_lightning.evaluation.search.plans import Plan, PlannedSeed, PlanSampler
-from esper_lightning.evaluation.search.search import (
+from esper_lightning.evaluation.search import (
     SearchConfig,
     SearchResult,
+    SuccessiveHalving,
     check_budget,
     contexts_by_price,
     search,
     search_best_schedules,
 )
-from esper_lightning.evaluation.search.successive_halving import SuccessiveHalving
+from esper_lightning.evaluation.search import successive_halving as race_module
 from esper_lightning.evaluation.statistics import mean_interval
 from esper_lightning.parallel import Processes
 from esper_lightning.rewards import ObjectiveConfig

@@ -1,55 +1,24 @@
-"""Memory task in plain tensors, as an example of a VectorEnv without Gymnasium.
+"""Memory task in plain tensors: a VectorEnv without Gymnasium.
 
 A cue is shown once, then noise, then the agent must repeat the cue: its row by one head, its column by a second head
 that is conditioned on the first. Before that, only waiting is valid; at the end one wrong choice of each head is
 masked, too, so that a policy without memory is right in at most one of six episodes.
-
-    python -m benchmarks.cue [--seeds 0 1 2 3 4] [--csv benchmarks/results/cue.csv]
-
-The benchmark trains a policy with memory and one without for each RNG seed, and reports the share of correct answers of
-the greedy policies.
 """
 
-import argparse
-import csv
-import logging
-import statistics
-import warnings
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from lightning import Callback, Trainer
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from esper_lightning.callbacks import RolloutState
-from esper_lightning.controllers.learned import LearnedController
-from esper_lightning.datamodules.gymnasium import VectorData
 from esper_lightning.envs.spaces.choices import ChoiceAction, ChoiceSpace
-from esper_lightning.envs.vector_env import FinalObservation, VectorEnv, VectorObservation, VectorStep
-from esper_lightning.module import TamiyoModule
-from esper_lightning.ppo.losses import Anneal, PPOConfig
+from esper_lightning.envs.vector_env import FinalObservation, VectorObservation, VectorStep
 from esper_lightning.profiling import PhaseClock, make_timer
-from esper_lightning.tamiyo.policy import PolicyConfig
 
 ROWS, COLUMNS = 4, 3
 WAIT_ROW, WAIT_COLUMN = ROWS, COLUMNS
 CUE = ROWS + COLUMNS
-
-ENVS, HORIZON = 64, 40
-ROLLOUTS = 300
-GAMES = 256
-
-LEARNING = PPOConfig(
-    lr=Anneal(start=1e-3, end=0.0),
-    minibatches=4,
-    gamma=0.95,
-    entropy=Anneal(start=3e-3, end=0.0),
-    target_kl=0.05,
-)
 
 
 class CueMemory:
@@ -136,85 +105,3 @@ class CueMemory:
         column.copy_(((torch.arange(COLUMNS + 1) == WAIT_COLUMN) ^ answering[:, None])[:, None])
         column[..., :COLUMNS] &= (torch.arange(COLUMNS) != torch.from_numpy(self.wrong[:, 1:]))[:, None]
         self.masks.forced.copy_(self.space.forced(self.masks.possible))
-
-
-def train_policy(
-    data: VectorData, policy: PolicyConfig, ppo: PPOConfig, steps: int, seed: int, *watching: Callback
-) -> TamiyoModule:
-    """Train a policy for as many whole rollouts as fit into `steps` environment steps."""
-    torch.manual_seed(seed)
-    module = TamiyoModule(policy, ppo)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=steps // (data.pool.horizon * data.n_envs),
-        callbacks=[RolloutState(), *watching],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=data)
-    return module
-
-
-def greedy_controller(module: TamiyoModule, pool: VectorEnv, seed: int) -> LearnedController:
-    """Return the greedy policy as a controller, with the pool reset to episodes that are not used in training."""
-    pool.reset([1_000_000 * (seed + 1) + i for i in range(pool.n_envs)])
-    made = module.controller()
-    made.reset(pool)
-    return made
-
-
-class MemoryResult(NamedTuple):
-    """Result of one training run."""
-
-    memory: str
-    steps: int
-    seed: int
-    right: float
-
-
-def train_and_test(memory: str, seed: int, rollouts: int = ROLLOUTS) -> MemoryResult:
-    """Train a policy and return the share of correct answers of the greedy policy in 256 episodes."""
-    data = VectorData(lambda: CueMemory(ENVS, HORIZON), seed=seed)
-    module = train_policy(data, PolicyConfig(width=64, memory=memory), LEARNING, rollouts * ENVS * HORIZON, seed)
-    pool = CueMemory(GAMES, 1)
-    decide = greedy_controller(module, pool, seed)
-    for _ in range(pool.delay + 2):
-        pool.step(decide.act(pool))
-    return MemoryResult(memory, module.collector.ticks * ENVS, seed, statistics.fmean(pool.recent))
-
-
-def write_csv(file: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV, with floats rounded to five digits."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as out:
-        lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(names)
-        lines.writerows([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
-
-
-def silence() -> None:
-    """Set torch to one thread and silence Lightning's messages and all warnings."""
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--csv", type=Path, help="where to write what was learned")
-    args = parser.parse_args()
-    silence()
-    rows = []
-    for memory in ("lstm", "none"):
-        for seed in args.seeds:
-            rows.append(train_and_test(memory, seed))
-            print(rows[-1], flush=True)
-            if args.csv:
-                write_csv(args.csv, MemoryResult._fields, rows)
-
-
-if __name__ == "__main__":
-    main()
