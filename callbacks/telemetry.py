@@ -12,7 +12,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from esper_lightning.console import print_status
-from esper_lightning.envs.execution.out_of_memory import first_line
+from esper_lightning.envs.executors.out_of_memory import first_line
 from esper_lightning.envs.spaces.actions import relevance_table
 from esper_lightning.envs.spaces.masks import op_frequency
 from esper_lightning.errors import is_out_of_memory
@@ -360,7 +360,7 @@ class Telemetry(Callback):
             "advantage": report.summary.advantages.flatten(),
             "contribution": torch.tensor(numbers.contribution_values(loop.pool.envs)),
         }
-        of_ranks = loop.ranks.gather_state({"histograms": own, "metrics": list(loop.last_step.metrics)})
+        of_ranks = loop.ranks.gather({"histograms": own, "metrics": list(loop.last_step.metrics)})
         if observer is None:
             return {}
         histograms = {name: torch.cat([one["histograms"][name] for one in of_ranks]) for name in own}

@@ -22,8 +22,8 @@ from esper_lightning.blueprints import (
 )
 from esper_lightning.callbacks.grow.deciders import make_decider
 from esper_lightning.controllers import make_controller
-from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, execution
-from esper_lightning.envs.execution import EXECUTORS
+from esper_lightning.envs import ActionConfig, EnvConfig, HostPool, StepResult, executors
+from esper_lightning.envs.executors import EXECUTORS
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.evaluation.play import play_episode
 from esper_lightning.growth.gates import LifecycleConfig
@@ -43,7 +43,7 @@ from torch import nn
 
 from esper_lightning import blueprints, controllers, rewards
 from esper_lightning.blueprints import Residual
-from esper_lightning.envs import Op, execution
+from esper_lightning.envs import Op, executors
 from esper_lightning.envs.spaces.actions import to_action
 from esper_lightning.growth import SeedSlot
 from esper_lightning.tasks import Digits, Split, Task, TaskData
@@ -75,8 +75,8 @@ class Needy:
         self.speed = speed
 
 
-@execution.register("counting")
-class Counting(execution.LoopExecutor):
+@executors.register("counting")
+class Counting(executors.LoopExecutor):
     epochs = 0
 
     def train_epoch(self, envs, data):
@@ -191,7 +191,7 @@ def test_parts_that_are_not_what_they_should_be_are_refused_in_a_sentence(place:
         (lambda: register_reward("taken", ["gain", "rollback"])(parts.thrifty), "none may be 'rollback'"),
         (lambda: controllers.register(parts.FirstSlot), "'mine_parts.FirstSlot'>: register it under a name"),
         (
-            lambda: execution.register("mine")(parts.FirstSlot),
+            lambda: executors.register("mine")(parts.FirstSlot),
             "mine_parts.FirstSlot'> is not one",
         ),
         (lambda: register("a", "image", parameters=len, flops=len), "layouts must be a set such as {'image'}"),

@@ -16,9 +16,9 @@ from esper_lightning.envs.device_transfer import (
     unpack_epochs,
     unpack_validations,
 )
-from esper_lightning.envs.execution import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
-from esper_lightning.envs.execution.out_of_memory import isolate_oom
-from esper_lightning.envs.execution.threads import usable_cores
+from esper_lightning.envs.executors import AUTO, EXECUTORS, FusedExecutor, LoopExecutor
+from esper_lightning.envs.executors.out_of_memory import isolate_oom
+from esper_lightning.envs.executors.threads import usable_cores
 from esper_lightning.envs.governing import Overseer, finish_epoch
 from esper_lightning.envs.host_env import HostEnv
 from esper_lightning.envs.memory import check_host_memory
@@ -143,7 +143,7 @@ class HostPool:
         inputs = math.prod(self.data.input_shape)
         are_small = all(env.host_parameters * inputs <= SMALL_HOST for env in kinds)
         without = "threads" if self.device.type == "cpu" and min(self.n_envs, usable_cores()) > 1 else "loop"
-        if not are_small or self.n_envs == 1 or self.config.lifecycle.isolation == "trial":
+        if not are_small or self.n_envs == 1:
             return without
         try:
             FusedExecutor(self.task, self.config.training).prepare(kinds, self.data.train)
