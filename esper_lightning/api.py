@@ -146,7 +146,7 @@ def evaluate(
     if task not in data.pools and (task is not None or len(data.pools) > 1):
         raise ValueError(f"evaluate returns the result of one task; give task: {', '.join(data.pools)}")
     own: TrainedPolicy | None = None
-    if isinstance(policy, TrainedRun) and not config.transfer:
+    if isinstance(policy, TrainedRun) and data is policy.data:
         module = policy.module.to(data.pool.device)
         own = TrainedPolicy(data.seed, str(policy.checkpoint), module.policy, module.observation_norm)
     else:

@@ -78,8 +78,6 @@ class Heuristic(Rule):
                 is_ransom = (contribution or 0.0) > self.ransom_contribution and change < self.ransom_points
                 if is_ransom or (slot.ticks_in_stage >= self.cull_ticks and change < self.cull_points):
                     return Op.CULL, k
-            if len(allowed) > Op.ADVANCE and allowed[Op.ADVANCE][k]:
-                return Op.ADVANCE, k
         recent = env.history.accuracy[-self.plateau_ticks - 1 :]
         gains = [100.0 * (after - before) for before, after in pairwise(recent)]
         is_on_plateau = len(gains) == self.plateau_ticks and max(gains) < self.plateau_points
@@ -133,10 +131,9 @@ class Periodic(Rule):
 
     def choose(self, pool: Hosts, host: int, memory: dict[str, Any]) -> tuple[int, ...]:
         slots, tick = range(len(pool.space.slot)), pool.envs[host].tick
-        for op in (Op.FOSSILIZE, Op.ADVANCE):
-            for k in slots if op < len(pool.space.op) else ():
-                if is_possible(pool, host, make_action(op, k)):
-                    return make_action(op, k)
+        for k in slots:
+            if is_possible(pool, host, make_action(Op.FOSSILIZE, k)):
+                return make_action(Op.FOSSILIZE, k)
         if tick < memory["tick"]:
             return WAIT_ACTION
         for k in ((memory["slot"] + step) % len(slots) for step in slots):
@@ -205,7 +202,7 @@ class HillClimbing(Rule):
         for k in live:
             for op in self._preferred_ops(env, k, pool.config.objective):
                 action = make_action(op, k)
-                if op < len(pool.space.op) and is_possible(pool, host, action):
+                if is_possible(pool, host, action):
                     return action
         if len(live) >= self.config.at_once or env.tick >= env.horizon - self.ticks_to_judge:
             return WAIT_ACTION
@@ -224,9 +221,8 @@ class HillClimbing(Rule):
         slot, record = env.slots[k], env.records[k]
         if self.config.zero_gradient and record.gradient is not None and record.gradient.vanished == 1.0:
             return [Op.CULL]
-        if slot.stage is not Stage.PROBATIONARY:
-            return [Op.ADVANCE]
-        if record.contribution is None or not env.growing.evidence(slot.name).alpha_at_target:
+        is_blended = slot.stage is Stage.PROBATIONARY and env.growing.evidence(slot.name).alpha_at_target
+        if not is_blended or record.contribution is None:
             return []
         is_overdue = slot.ticks_in_stage >= self.config.patience  # also reached if the gate asks for more than the rent
         return [Op.FOSSILIZE] * (net_gain(env, k, objective) > 0.0) + [Op.CULL] * is_overdue
@@ -234,7 +230,7 @@ class HillClimbing(Rule):
 
 def make_action(op: Op, slot: int, blueprint: int = 0, *, tempo: int = 0) -> tuple[int, ...]:
     """Return an action with a choice for every head; heads that are not given choose 0."""
-    return (op, slot, blueprint, 0, tempo, *WAIT_ACTION[5:])  # in the order of HEADS
+    return (op, slot, blueprint, 0, tempo)  # in the order of HEADS
 
 
 def chosen_blueprints(rule: str, names: Sequence[str] | None, pool: Hosts) -> list[int]:

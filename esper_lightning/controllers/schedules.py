@@ -18,7 +18,7 @@ from esper_lightning.serialization.replace import replace_file
 FORMAT_VERSION = 1
 """Version of the file format; other versions are refused."""
 
-REQUIRED_FIELDS = ("tick", "op", "slot", "blueprint", "target")
+REQUIRED_FIELDS = ("tick", "op", "slot", "blueprint")
 """Fields that must be given if the op uses them; other heads default to the pool's first choice."""
 
 WAIT_ACTION = (0,) * len(HEADS)
@@ -37,9 +37,6 @@ class ScheduledAction(NamedTuple):
     blueprint: str | None = None
     style: str | None = None
     tempo: str | None = None
-    target: float | None = None
-    speed: int | None = None
-    curve: str | None = None
 
     def __str__(self) -> str:
         return f"tick {self.tick}: {' '.join(str(value) for value in self[1:] if value is not None)}"

@@ -20,10 +20,10 @@ from esper_lightning.datamodules.hosts import HostPoolData
 from esper_lightning.envs import HostPool, StepResult
 from esper_lightning.evaluation.checkpoints import (
     TrainedPolicy,
+    check_training_seeds,
     load_controller,
     load_policies,
-    load_rivals,
-    load_transferred,
+    rival_names,
 )
 from esper_lightning.evaluation.comparison import Comparison, ComparisonResult, EvaluationConfig
 from esper_lightning.evaluation.figures import save_figure, timeline_figure, write_figures
@@ -96,13 +96,13 @@ def compare(
         assert own is not None, "there is one, or the settings name some"
         policies = [own]
     else:
-        load = load_transferred if config.transfer else load_policies
-        policies = load({path: read_policy(path) for path in config.policies}, data)
+        policies = load_policies({path: read_policy(path) for path in config.policies}, data)
+    check_training_seeds(policies)
     if not policies:
         comparison.check_without_policy()
-    rivals = load_rivals(
-        {path: read_policy(path) for path in config.rivals or ()}, [policy.source for policy in policies], data
-    )
+    loaded = load_policies({path: read_policy(path) for path in config.rivals or ()}, data)
+    sources = [policy.source for policy in policies]
+    rivals = dict(zip(rival_names([rival.source for rival in loaded], sources), loaded, strict=True))
     record = {
         "settings": dict(settings),
         "run": provenance(data.seed, data.pool.device, data.pool.executor_choice, precision=data.precision),

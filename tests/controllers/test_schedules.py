@@ -25,7 +25,6 @@ from esper_lightning.controllers.schedules import (
 )
 from esper_lightning.envs import Action, ActionConfig, HostPool
 from esper_lightning.envs.context.distribution import FamilyConfig
-from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.growth.stages import Stage
 from tests.conftest import FREE
@@ -165,7 +164,7 @@ def test_a_schedule_plays_where_not_everything_is_offered(make_pool: MakePool) -
     done = actions_taken(few, FixedSchedule(schedule(grow(0, "block1.pool"), grow(0, "block2.pool"))))
     assert done == [germinate(0)] + [WAIT] * 5, "there is no room for the second"
 
-    part = make_pool(2, family=FamilyConfig(train=[{"offer.slots": [1]}]), sight=ObservationConfig(layout="rows"))
+    part = make_pool(2, family=FamilyConfig(train=[{"offer.slots": [1]}]))
     for seeds in ([0, 1], [2, 3], [4, 5]):
         part.reset(seeds)
         controller = FixedSchedule(schedule(*(grow(0, slot) for slot in SLOTS)))
@@ -206,7 +205,7 @@ def test_every_host_gets_the_schedule_of_the_nearest_price(make_pool: MakePool) 
 def test_what_is_written_is_read_again_and_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
     known = schedule(
-        ScheduledAction(0, "GERMINATE", "block3", "norm", "cosine_gate", "SLOW"), ScheduledAction(5, "CULL", "block3")
+        ScheduledAction(0, "GERMINATE", "block3", "norm", "linear_gate", "SLOW"), ScheduledAction(5, "CULL", "block3")
     )
     write_schedule(known, path)
     with pytest.raises(TypeError):
@@ -220,7 +219,7 @@ def test_names_become_the_pools_numbers_and_what_is_left_out_its_first_choice(ma
     entries = (
         ScheduledAction(4, "FOSSILIZE", "block3"),
         ScheduledAction(0, "GERMINATE", "block1.pool", "conv_small"),
-        ScheduledAction(0, "GERMINATE", "block2.pool", "norm", "cosine_gate", "SLOW"),
+        ScheduledAction(0, "GERMINATE", "block2.pool", "norm", "linear_gate", "SLOW"),
         ScheduledAction(3, "CULL", "block3"),
     )
 

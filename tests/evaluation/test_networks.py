@@ -83,7 +83,7 @@ def test_a_factory_is_described_as_in_a_config() -> None:
         (lambda text: json.dumps(json.loads(text) | {"format": 2}), "is not of format 1"),
         (lambda text: json.dumps(json.loads(text) | {"host": "CNN"}), "the host cannot be made"),
         (lambda text: text.replace('"base"', '"basis"'), r"the host cannot be made: .*'basis'"),
-        (lambda text: text.replace('"block3"', '"block2"'), "this one has"),
+        (lambda text: text.replace('"block3"', '"block2"'), "is of another network"),
     ],
 )
 def test_files_that_are_damaged_or_do_not_belong_together_are_refused_in_one_line(

@@ -289,11 +289,11 @@ def test_a_static_host_is_the_plain_network_trained_by_hand(make_pool: MakePool)
 def test_static_hosts_are_the_same_hosts_with_fossils_from_the_first_tick_to_the_last(make_pool: MakePool) -> None:
     pool = make_pool(2)
     pool.reset(SEEDS)
-    bare = [deepcopy(env.network).state_dict() for env in pool.envs]
+    bare = [{name: value.clone() for name, value in env.network.named_parameters()} for env in pool.envs]
     StaticController(TOPOLOGIES).reset(pool)
     for env, weights in zip(pool.envs, bare, strict=True):
         grown = env.network.state_dict()
-        assert all(torch.equal(grown[name], value) for name, value in weights.items())
+        assert weights and all(torch.equal(grown[name], value) for name, value in weights.items())
         assert all(slot.alpha.item() == 1.0 for slot in env.slots if slot.occupied)
         learned = {id(p) for group in env.optimizer.param_groups for p in group["params"]}
         assert {id(p) for p in env.network.parameters()} <= learned
