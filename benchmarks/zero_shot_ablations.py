@@ -148,7 +148,7 @@ def train(run: Run, *, rollouts: int, folder: Path) -> list[Row]:
             setting,
             replace(data.env, sight=policy.sight),
             setting.blueprints or data.task_configs[setting.like].blueprints,
-            data.overseer,
+            data.governor,
         )
         for title, setting in SETTINGS.items()
     }

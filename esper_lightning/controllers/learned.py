@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_lightning.envs import Action, ActionSpace, EnvConfig, HostPool, Masks
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.observation import Observation
-from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import VectorObservation
 from esper_lightning.tamiyo.policy import Policy
 

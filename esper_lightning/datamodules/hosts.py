@@ -14,12 +14,13 @@ from esper_lightning.checkpointing.resize import (
 )
 from esper_lightning.console import print_status
 from esper_lightning.datamodules.tasks import TaskConfig, load_task, make_task_configs
-from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, Overseer, check_host_count
+from esper_lightning.envs import HEADS, EnvConfig, HostFactory, HostPool, MixedPool, check_host_count
 from esper_lightning.envs.seeding import EVALUATION, check_rng_seed, episode_rng_seeds
 from esper_lightning.envs.spaces.action_discovery import union_of_slots
 from esper_lightning.envs.spaces.actions import CHOICES_KEY
 from esper_lightning.envs.spaces.observation import ObservationConfig
 from esper_lightning.envs.vector_env import VectorEnv
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.plugins import describe_factory
 from esper_lightning.ranks import Ranks, pack_state, unpack_state
 from esper_lightning.tasks import Task
@@ -147,7 +148,7 @@ class HostPoolData(LightningDataModule):
         self.task_configs = make_task_configs(TaskConfig(task=task, host=host, n_envs=n_envs), also or {}, env)
         self.n_envs = sum(ground.n_envs for ground in self.task_configs.values())
         self.ranks = Ranks([ground.n_envs for ground in self.task_configs.values()])
-        self.overseer: Overseer | None = None
+        self.governor: GovernorConfig | None = None
         self.pools: dict[str, HostPool] = {}  # by task
         self._pool: HostPool | MixedPool | None = None
         self._validation_pools: list[HostPool] = []
@@ -187,15 +188,15 @@ class HostPoolData(LightningDataModule):
         )
         return self._for_each_task(
             lambda name: self.loaded_tasks[name].make_pool(
-                self.task_configs[name].n_envs // world, shared_space=shared_space, overseer=self.overseer
+                self.task_configs[name].n_envs // world, shared_space=shared_space, governor=self.governor
             )
         )
 
-    def oversee(self, overseer: Overseer | None) -> None:
-        """Let an overseer watch all hosts, those of pools made later too. None: stop watching."""
-        self.overseer = overseer
+    def oversee(self, governor: GovernorConfig | None) -> None:
+        """Let an governor watch all hosts, those of pools made later too. None: stop watching."""
+        self.governor = governor
         for pool in self.pools.values():
-            pool.oversee(overseer)
+            pool.oversee(governor)
 
     @property
     def pool(self) -> HostPool | MixedPool:
@@ -226,7 +227,7 @@ class HostPoolData(LightningDataModule):
         *,
         sight: ObservationConfig | None = None,
     ) -> HostPool:
-        """Return another pool with the same task, hosts, rules, executor and overseer.
+        """Return another pool with the same task, hosts, rules, executor and governor.
 
         Args:
             n_envs: Number of hosts.
@@ -236,7 +237,7 @@ class HostPoolData(LightningDataModule):
         """
         name = task or next(iter(self.pools))
         return self.loaded_tasks[name].make_pool(
-            n_envs, held_out, self.pools[name], overseer=self.overseer, sight=sight
+            n_envs, held_out, self.pools[name], governor=self.governor, sight=sight
         )
 
     @property
@@ -298,7 +299,7 @@ class HostPoolData(LightningDataModule):
         if not self._validation_pools or self._validation_pools[0].n_envs != n_envs:
             self._validation_pools = [self.make_pool(n_envs, task=task) for task in self.pools]
         for pool in self._validation_pools:
-            pool.oversee(self.overseer)
+            pool.oversee(self.governor)
         return self._validation_pools
 
     def state_dict(self) -> dict[str, Any]:

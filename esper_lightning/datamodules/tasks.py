@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from esper_lightning.console import print_status
-from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, Overseer, check_host_count
+from esper_lightning.envs import ActionSpace, EnvConfig, HostFactory, HostPool, check_host_count
 from esper_lightning.envs.context.distribution import FamilyConfig
 from esper_lightning.envs.context.env_factory import EnvFactory
 from esper_lightning.envs.host_devices import find_host_devices
 from esper_lightning.envs.host_training import HostTraining
 from esper_lightning.envs.spaces.action_discovery import SharedSpace
 from esper_lightning.envs.spaces.observation import ObservationConfig
+from esper_lightning.governor.judge import GovernorConfig
 from esper_lightning.tasks import Task, TaskData, check_data, find_doubts, fingerprint
 
 
@@ -96,7 +97,7 @@ class LoadedTask(NamedTuple):
         template: HostPool | None = None,
         *,
         shared_space: SharedSpace | None = None,
-        overseer: Overseer | None = None,
+        governor: GovernorConfig | None = None,
         sight: ObservationConfig | None = None,
     ) -> HostPool:
         """Return a pool of these hosts.
@@ -106,7 +107,7 @@ class LoadedTask(NamedTuple):
             held_out: Draw hosts from the held-out contexts of the family instead of the training contexts.
             template: An existing pool whose executor and shared action space the new one takes over.
             shared_space: Action space that is shared with the hosts of other tasks.
-            overseer: Overseer that watches the hosts. None: they are not watched.
+            governor: Rules by which the hosts are watched. None: they are not watched.
             sight: Features that a policy observes. None: as configured.
         """
         env_config = self.env_config if sight is None else replace(self.env_config, sight=sight)
@@ -124,7 +125,7 @@ class LoadedTask(NamedTuple):
             host_devices=self.host_devices,
             held_out=held_out,
             shared_space=shared_space,
-            overseer=overseer,
+            governor=governor,
         )
 
     def discover_action_space(self) -> tuple[ActionSpace, Tensor]:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from esper_lightning.blueprints import suggest_name
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import STYLES
-from esper_lightning.envs.subject import Subject
 from esper_lightning.growth.gradient_stats import GradientStats
 from esper_lightning.growth.lifecycle import count_parameters
 from esper_lightning.growth.stages import LIVE, Stage

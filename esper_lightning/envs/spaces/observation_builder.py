@@ -7,11 +7,11 @@ from torch import Tensor
 
 from esper_lightning.envs.config import EnvConfig
 from esper_lightning.envs.device_transfer import copy_to_device
+from esper_lightning.envs.host_env import Subject
 from esper_lightning.envs.spaces.actions import ActionSpace, Op
 from esper_lightning.envs.spaces.masks import HostMasks, Masks, compute_masks, make_masks
 from esper_lightning.envs.spaces.observation import BLUEPRINTS, Observation, blueprint_id, compute_features
 from esper_lightning.envs.spaces.rows import FeatureSource, RowBuilder, RowSizes
-from esper_lightning.envs.subject import Subject
 from esper_lightning.envs.vector_env import VectorObservation
 
 

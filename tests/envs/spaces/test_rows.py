@@ -226,7 +226,7 @@ def test_an_episode_offers_as_many_slots_and_blueprints_as_its_context_says(make
     offered = pool.masks.blueprint.clone()
     for env, mask in zip(pool.envs, offered, strict=True):
         assert mask.any(-1).sum() == 2
-        assert mask.any(0).sum() == env.context.context.offered("offer.blueprints")
+        assert mask.any(0).sum() == env.context.context.value("offer.blueprints")
     assert torch.equal(pool.masks.slot[:, Op.GERMINATE], offered.any(-1))
     assert pool.rows is not None
     host, slot, blueprint = pool.rows.split(pool.observation.features)
